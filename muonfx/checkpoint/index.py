@@ -318,7 +318,7 @@ _IS: dict[str, Callable[[Any], bool]] = {
 _CRC = re.compile("[0-9a-f]{8}")
 
 
-def _members(holder: Any, where: str, **expected: str) -> list[Any]:
+def _members(holder: object, where: str, **expected: str) -> list[Any]:
     """Return the named members of a JSON object; each must be as expected, in the words of `_IS`."""
     if not isinstance(holder, dict):
         raise _Wrong(f"{where} must be an object, found {type(holder).__name__}")
@@ -330,7 +330,7 @@ def _members(holder: Any, where: str, **expected: str) -> list[Any]:
     return [holder[key] for key in expected]
 
 
-def _index(body: Any) -> Index:
+def _index(body: object) -> Index:
     save_id, step, extra, chain, versions, of_files, of_leaves = _members(
         body,
         "index",
@@ -356,7 +356,7 @@ def _index(body: Any) -> Index:
     return Index(save_id, step, extra, fingerprint, text, versions, files, leaves, products)
 
 
-def _file(entry: Any) -> DataFile:
+def _file(entry: object) -> DataFile:
     name, nbytes, header, crc32 = _members(
         entry, "a data file", name="a string", nbytes="a size", header_nbytes="a size", header_crc32="8 hex digits"
     )
@@ -371,7 +371,7 @@ def _file(entry: Any) -> DataFile:
     return DataFile(name, nbytes, header, crc32)
 
 
-def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
+def _leaf(name: str, entry: object, files: tuple[DataFile, ...]) -> Leaf:
     if not is_name(name):
         raise _Wrong(f"{name[:80]!r} is not the name of a leaf")
     written, sides, of_chunks = _members(entry, name, dtype="a string", shape="a list of sizes", chunks="a list")
@@ -388,7 +388,7 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     return Leaf(Spec(shape, dtype), chunks)
 
 
-def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
+def _chunk(name: str, entry: object, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
     file, begin, offsets, sizes, crc32 = _members(
         entry,
         f"a chunk of {name}",

@@ -56,7 +56,7 @@ def name_of(path: tuple[Any, ...]) -> str:
     return "/".join(entries)
 
 
-def _escaped(entry: Any) -> str:
+def _escaped(entry: object) -> str:
     if type(entry) is str and _PLAIN_ENTRY.fullmatch(entry):
         return entry
     if isinstance(entry, bool) or not isinstance(entry, str | int):

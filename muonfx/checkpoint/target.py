@@ -272,7 +272,7 @@ class Target:
             return torch.empty_like(leaf, device=where, requires_grad=False)
         return leaf.empty_like()
 
-    def _copy(self, name: str, leaf: Any) -> Any:
+    def _copy(self, name: str, leaf: object) -> Any:
         """Copy the value in ``like`` of a leaf that is missing in the checkpoint."""
         if isinstance(leaf, Spec) or (isinstance(leaf, Tensor) and leaf.device.type == "meta"):
             raise ValueError(

@@ -176,7 +176,7 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
         )
 
 
-def _held(value: Any) -> Any:
+def _held(value: object) -> Any:
     """Return the number of a constant schedule; return any other value unchanged."""
     if not isinstance(value, Schedule):
         return value

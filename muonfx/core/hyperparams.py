@@ -114,5 +114,5 @@ def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.devic
     return tree.map(lambda leaf: _tensor(leaf).to(dtype=dtype, device=device), tx)
 
 
-def _tensor(value: Any) -> Tensor:
+def _tensor(value: object) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -50,7 +49,7 @@ def describe_arguments(tx: Recorded, called: Container[int]) -> tuple[list[str],
     return numbers, settings
 
 
-def _holds_one(value: Any, called: Container[int]) -> bool:
+def _holds_one(value: object, called: Container[int]) -> bool:
     """Return True if an argument is, or contains, one of the called transforms."""
     if isinstance(value, Mapping):
         return any(_holds_one(item, called) for item in value.values())

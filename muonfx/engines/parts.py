@@ -36,7 +36,7 @@ def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _part(name, value) for name, value in options.items()}
 
 
-def _part(name: str, value: Any) -> Any:
+def _part(name: str, value: object) -> Any:
     make = _CONSTRUCTORS.get(name)
     if make is None or not isinstance(value, Mapping):
         return value

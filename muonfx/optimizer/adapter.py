@@ -475,7 +475,7 @@ class TransformOptimizer(GroupOwner):
         for place, ((owner, key), leaf) in enumerate(zip(self._slots, leaves, strict=True)):
             self._place(owner, key, self._stepping.show(place, leaf))
 
-    def _place(self, owner: Tensor | None, key: str, leaf: Any) -> None:
+    def _place(self, owner: Tensor | None, key: str, leaf: object) -> None:
         for param in self.state if owner is None else (owner,):
             self.state[param][key] = leaf
 

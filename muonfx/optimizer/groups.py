@@ -121,7 +121,7 @@ def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[
     return [_named_pair(item, known) for item in items]
 
 
-def _named_pair(item: Any, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:
+def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:
     if isinstance(item, Tensor) and known:
         if item not in known:
             raise ValueError(

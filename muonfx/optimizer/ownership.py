@@ -47,7 +47,7 @@ def _register() -> None:
     register_optimizer_step_pre_hook(_refuse_exchanged)
 
 
-def _refuse_exchanged(optimizer: Optimizer, *_: Any) -> None:
+def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling() or isinstance(optimizer, GroupOwner):
         return
     # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups

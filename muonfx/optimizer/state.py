@@ -232,7 +232,7 @@ def _matched(
     return sorted(loads, key=lambda load: load.name), absent
 
 
-def _misfit(leaf: Any, value: Any) -> str | None:
+def _misfit(leaf: object, value: object) -> str | None:
     """Describe why a value's shape or dtype does not fit a leaf, or return None."""
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         return f"is {_described(value)}, expected {_described(leaf)}"
@@ -287,7 +287,7 @@ def _at(coordinate: Sequence[int] | None) -> str:
     return "no position" if coordinate is None else f"position {tuple(coordinate)}"
 
 
-def _lies(value: Any) -> str:
+def _lies(value: object) -> str:
     if is_dtensor(value):
         return f"{value.placements} on {value.device_mesh}"
     return repr(value) if isinstance(value, IntervalTensor) else "a plain tensor"

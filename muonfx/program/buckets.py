@@ -153,7 +153,7 @@ def init_in_buckets(
     return tree.unflatten(structure, found)
 
 
-def _real(one: Any, other: Any) -> Any:
+def _real(one: object, other: object) -> Any:
     """Merge two buckets' results for one leaf: only one of them has values."""
     return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
 

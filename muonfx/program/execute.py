@@ -463,7 +463,7 @@ class Executor:
         """Return the node of a called transform, lowered again if its leaves differ from the leaves of its `init`."""
         return node if tuple(tree.names(params)) == node.names else self.program(tx, params)
 
-    def _parameters_of(self, key: Any, state: PyTree, params: PyTree) -> list[str | None]:
+    def _parameters_of(self, key: object, state: PyTree, params: PyTree) -> list[str | None]:
         """Return the parameter that each leaf of a state belongs to, cached by structure."""
         at = (key, tuple(tree.names(params)), len(tree.leaves(state)))
         if at not in self._parameters:

@@ -117,7 +117,7 @@ def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str,
     return {**{name: plain[new] for name, new in unwrapped(names).items() if new in plain}, **given}
 
 
-def _routes(labels: Any, memory: dict[Any, Any] | None = None) -> _Assignment:
+def _routes(labels: object, memory: dict[Any, Any] | None = None) -> _Assignment:
     return _Assignment("partition: labels", labels, (str, type(None)), memory)
 
 
@@ -127,7 +127,7 @@ def _by_route(names: list[str], values: list[Any]) -> dict[str, Route]:
     return dict(zip(names, routes, strict=True))
 
 
-def _part(chosen: Sequence[Any], value: Any, names: list[str], values: PyTree) -> dict[str, Any]:
+def _part(chosen: Sequence[Any], value: object, names: list[str], values: PyTree) -> dict[str, Any]:
     """Return the leaves whose chosen value is `value`, by name."""
     return {
         name: leaf

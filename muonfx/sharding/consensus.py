@@ -144,7 +144,7 @@ def value_on_rank(rank: int, mine: Any, group: dist.ProcessGroup) -> Any:
     return box[0]
 
 
-def _difference(first: Any, other: Any, odd: str) -> str:
+def _difference(first: object, other: object, odd: str) -> str:
     """Describe the difference between a fact of rank 0 and a fact of other ranks."""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         name = next((name for name in [*first, *other] if first.get(name) != other.get(name)), None)

@@ -385,7 +385,7 @@ class IntervalTensor(Tensor):
         return _rebuild, (self.piece.shape, self.piece.start, self.piece.data)
 
 
-def _same_place(one: Any, other: Any) -> bool:
+def _same_place(one: object, other: object) -> bool:
     places = [(it.shape, it.piece.start, it.piece.stop) for it in (one, other) if isinstance(it, IntervalTensor)]
     return len(places) == 2 and places[0] == places[1]
 

@@ -64,7 +64,7 @@ def shown(leaf: Any) -> str:
     return f"{text} {_rounded(leaf.detach().tolist())}" if 0 < leaf.numel() <= 12 else text
 
 
-def _rounded(values: Any) -> Any:
+def _rounded(values: object) -> Any:
     if isinstance(values, list):
         return [_rounded(value) for value in values]
     return float(f"{values:.5g}") if isinstance(values, float) else values

@@ -70,11 +70,11 @@ def _times(alpha: Scalar, value: Any) -> Any:
     return value if not isinstance(alpha, Tensor) and alpha == 1 else alpha * value
 
 
-def _plus(x: Any, y: Any, alpha: Scalar) -> Tensor:
+def _plus(x: object, y: object, alpha: Scalar) -> Tensor:
     return x + _times(alpha, y)
 
 
-def _minus(x: Any, y: Any, alpha: Scalar) -> Tensor:
+def _minus(x: object, y: object, alpha: Scalar) -> Tensor:
     return x - _times(alpha, y)
 
 

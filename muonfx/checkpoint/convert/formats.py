@@ -89,7 +89,7 @@ class Format:
             self.title, self.kind_of, self._values, gathered(state), target, flat(params), given
         )
 
-    def _entries(self, source: Any, params: PyTree, given: Arguments) -> list[Entry]:
+    def _entries(self, source: object, params: PyTree, given: Arguments) -> list[Entry]:
         if self.entries is not None:
             return self.entries(source, flat(params), given)
         assert self.kind_of is not None

@@ -284,7 +284,7 @@ def _walk(node: Any, visit: Callable[[Any], Any]) -> Any:
     return node
 
 
-def _renewed(node: Any, make: Callable[[Any, str], Any], path: str = "") -> Any:
+def _renewed(node: object, make: Callable[[Any, str], Any], path: str = "") -> Any:
     """Rebuild a tree of arrays with ``make(array, dotted name)`` in place of each array."""
     # A NamedTuple without fields is the placeholder of a parameter that another part of the state holds.
     if getattr(node, "_fields", None) == () or node is None:
@@ -298,13 +298,13 @@ def _renewed(node: Any, make: Callable[[Any, str], Any], path: str = "") -> Any:
     return make(node, path)
 
 
-def _arrays(node: Any) -> dict[str, Any]:
+def _arrays(node: object) -> dict[str, Any]:
     """Return the arrays of a tree by dotted name."""
     found: dict[str, Any] = {}
     _renewed(node, lambda array, name: found.setdefault(name, array))
     return found
 
 
-def _tensor(array: Any, transpose: bool) -> Tensor:
+def _tensor(array: object, transpose: bool) -> Tensor:
     found = torch.as_tensor(array).clone()
     return found.mT.contiguous() if transpose and found.ndim == 2 else found

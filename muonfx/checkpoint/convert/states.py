@@ -51,7 +51,7 @@ _STATES: dict[type, tuple[str, tuple[str, ...]]] = {
 """The kind of optimizer that each type of state belongs to, and its fields in the order (first, second)."""
 
 
-def _walk(node: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
+def _walk(node: object, path: str, visit: Callable[[Any, str], Any]) -> Any:
     """Rebuild a state, with ``visit`` applied to the momentum, Adam, Lion and schedule states in it."""
     if type(node) in _STATES:
         return visit(node, path)

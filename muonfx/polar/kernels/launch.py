@@ -44,7 +44,7 @@ def _blocks(tile: Tile) -> dict[str, Any]:
     }
 
 
-def _suited(configs: list[triton.Config], args: dict[str, Any], **_: Any) -> list[triton.Config]:
+def _suited(configs: list[triton.Config], args: dict[str, Any], **_: object) -> list[triton.Config]:
     chosen = {str(_config(tile)) for tile in suited(args["p"].dtype, args["n_bucket"])}
     return [config for config in configs if str(config) in chosen]
 
