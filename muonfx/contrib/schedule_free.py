@@ -13,6 +13,7 @@ from muonfx.core import Combinator, Donation, Locality, Transform, checks, trans
 from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING, within
 from muonfx.core.factory import with_memory
+from muonfx.core.recorded import Memory
 from muonfx.core.schedules import Scalar, Schedule, constant
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, widest
 from muonfx.tree import Present, PyTree, device_of
@@ -50,7 +51,7 @@ class ScheduleFreeState(NamedTuple):
 )
 @with_memory
 def schedule_free(
-    _memory: dict[Any, Any],
+    _memory: Memory,
     inner: Transform,
     learning_rate: Rate,
     b1: Scalar = 0.9,

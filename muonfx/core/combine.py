@@ -20,7 +20,7 @@ from muonfx.core.contract import Combinator, EmptyState, Locality, Transform, en
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform, with_memory
 from muonfx.core.order import check_order
-from muonfx.core.recorded import part_names
+from muonfx.core.recorded import Memory, part_names
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -138,7 +138,7 @@ def is_new(new: PyTree, old: PyTree) -> bool:
     combinator=Combinator(in_sequence=True),
 )
 @with_memory
-def chain(_memory: dict[Any, Any], *transforms: Transform | tuple[str, Transform]):
+def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     """Apply transforms one after another.
 
     The state is a dict with the state of each transform under its name; a name that repeats gets a suffix (``scale``,

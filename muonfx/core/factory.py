@@ -10,7 +10,7 @@ import torch
 
 from muonfx.core.checks import NamePatterns
 from muonfx.core.contract import Combinator, Declaration, Locality, Position, Transform
-from muonfx.core.recorded import make_factory
+from muonfx.core.recorded import Memory, make_factory
 from muonfx.core.scheduled import InitAndUpdate
 from muonfx.tree import PyTree
 
@@ -149,7 +149,7 @@ def transform(
     return decorate if constructor is None else decorate(constructor)
 
 
-def with_memory(constructor: Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]) -> Callable[P, InitAndUpdate]:
+def with_memory(constructor: Callable[Concatenate[Memory, P], InitAndUpdate]) -> Callable[P, InitAndUpdate]:
     """Give a constructor under `transform` a dict as its first argument, which is not an argument of the factory.
 
     The dict lives as long as the transform's structure, also if ``torch.func`` or `with_hyperparams` rebuilds the

@@ -42,6 +42,7 @@ from muonfx.tree.arguments import (
 __all__ = [
     "Definition",
     "Factory",
+    "Memory",
     "Recorded",
     "Structure",
     "strip_transparent",
@@ -172,6 +173,10 @@ def _as_float(definition: Definition, name: str, value: Any) -> object:
     return float(value) if is_int and "float" in definition.plain[name] else value
 
 
+Memory = dict[object, Any]
+"""Results that a constructor caches by what decides them."""
+
+
 @dataclass(frozen=True, eq=False)
 class Structure:
     """A recorded value without its parts: the context of its pytree node."""
@@ -181,7 +186,7 @@ class Structure:
     skeleton: dict[str, object]
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """Results that follow from the structure, computed once and shared by all values of this structure."""
-    memory: dict[object, Any] = field(default_factory=dict, repr=False)
+    memory: Memory = field(default_factory=dict, repr=False)
     """Results that a constructor caches for as long as the structure exists."""
 
     def __eq__(self, other: object) -> bool:

@@ -19,6 +19,7 @@ from muonfx.core.checks import NamePatterns, warn_caller
 from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING, within
 from muonfx.core.factory import with_memory
+from muonfx.core.recorded import Memory
 from muonfx.select.matrix_view import MatrixView, is_set_for
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
@@ -36,7 +37,7 @@ class _Assignment:
 
     # `given` is a tree, a mapping by name, or a function of the parameters that returns either and depends on names,
     # shapes and dtypes only. `memory` keeps its results for a transform that is rebuilt at every step.
-    def __init__(self, what: str, given: Any, kinds: tuple[type, ...], memory: dict[Any, Any] | None = None) -> None:
+    def __init__(self, what: str, given: Any, kinds: tuple[type, ...], memory: Memory | None = None) -> None:
         if asks_for_modules(given):
             raise ValueError(
                 f"{what}: {given!r} asks for module types, and tensors that come by name have none: it would match "
@@ -117,7 +118,7 @@ def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str,
     return {**{name: plain[new] for name, new in unwrapped(names).items() if new in plain}, **given}
 
 
-def _routes(labels: object, memory: dict[Any, Any] | None = None) -> _Assignment:
+def _routes(labels: object, memory: Memory | None = None) -> _Assignment:
     return _Assignment("partition: labels", labels, (str, type(None)), memory)
 
 
@@ -245,7 +246,7 @@ def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
 )
 @with_memory
 def partition(
-    _memory: dict[Any, Any],
+    _memory: Memory,
     transforms: dict[str, Transform],
     labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree],
 ):
@@ -337,7 +338,7 @@ def partition(
 )
 @with_memory
 def masked(
-    _memory: dict[Any, Any],
+    _memory: Memory,
     inner: Transform,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree],
 ):
@@ -381,7 +382,7 @@ def masked(
     return init, update
 
 
-def resolve_mask(what: str, mask: Any, memory: dict[Any, Any] | None = None) -> Callable[[PyTree], list[bool]]:
+def resolve_mask(what: str, mask: Any, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
     """Turn a mask of `masked` into a function from parameters to one bool per leaf; None is True for all."""
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))

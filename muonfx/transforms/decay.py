@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.factory import with_memory
 from muonfx.core.order import signs
+from muonfx.core.recorded import Memory
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.select.partition import mask_patterns, resolve_mask
 from muonfx.select.predicates import Predicate
@@ -34,7 +34,7 @@ Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | No
 
 
 def _functions(
-    name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: dict[Any, Any]
+    name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: Memory
 ) -> InitAndUpdate:
     """Build ``init`` and ``update`` of a decay; ``sign`` is 1 for uphill updates, -1 for downhill updates."""
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
@@ -73,7 +73,7 @@ def _functions(
 )
 @with_memory
 def add_decayed_weights(
-    _memory: dict[Any, Any],
+    _memory: Memory,
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
     *,
@@ -122,7 +122,7 @@ def add_decayed_weights(
 )
 @with_memory
 def subtract_decayed_weights(
-    _memory: dict[Any, Any], weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
+    _memory: Memory, weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
 ):
     """Subtract the parameters, times a factor, from updates that are about to be added to them.
 

@@ -12,7 +12,7 @@ import torch
 from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.contract import NOTHING, Declaration, require_transform
 from muonfx.core.factory import with_memory
-from muonfx.core.recorded import Factory, make_factory
+from muonfx.core.recorded import Factory, Memory, make_factory
 from muonfx.program.execute import Executor
 from muonfx.program.offload.store import OffloadStore
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Store
@@ -63,7 +63,7 @@ def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
 @_factory
 @with_memory
 def offload(
-    _memory: dict[Any, Any],
+    _memory: Memory,
     tx: Transform,
     to: str = "cpu",
     *,
