@@ -329,11 +329,11 @@ class Transform(Recorded):
     def _check_schedules(self) -> None:
         """Call the constructor with the numbers of early and late steps, to find invalid ones at once."""
         for count in (0, *(10**power for power in range(7))) if self.schedules else ():
-            numbers = [schedule(count) for schedule in self.schedules.values()]
-            if count and not all(map(math.isfinite, numbers)):
+            arguments = self.arguments_at(count)
+            if count and any(math.isinf(arguments[name]) for name in self.schedules):
                 return  # a rate that grows until a run ends, as in a search for the best one, overflows if continued
             try:
-                self._build_for(self.arguments_at(count))
+                self._build_for(arguments)
             except ValueError as error:
                 raise ValueError(f"{self.name}: at step {count}, {error}") from error
 

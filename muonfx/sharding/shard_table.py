@@ -69,7 +69,9 @@ class ShardTable:
         return self.kind, self.size, self.rank, self.stage, self.group
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a layout belongs to a running process group and cannot be pickled: make it anew over there")
+        raise TypeError(
+            "a layout belongs to a running process group and cannot be pickled: recreate it in the other process"
+        )
 
     @property
     def names(self) -> list[str]:

@@ -56,7 +56,14 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
         st.builds(lambda peak, up, more: sch.warmup_cosine(peak, up, up + more), values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
         st.builds(sch.polynomial, values, values, lengths, st.sampled_from((1.0, 2.0)), st.integers(0, 1)),
-        st.builds(sch.exponential, values, st.integers(1, 3), st.sampled_from((0.5, 2.0)), staircase=st.booleans()),
+        # Not from 0: growth overflows at late steps, and zero times infinity is NaN, which is refused.
+        st.builds(
+            sch.exponential,
+            st.sampled_from((0.125, 0.5, 1.0)),
+            st.integers(1, 3),
+            st.sampled_from((0.5, 2.0)),
+            staircase=st.booleans(),
+        ),
         st.builds(sch.piecewise_constant, values, scales),
         st.builds(sch.piecewise_interpolate, values, scales, ways),
         st.builds(sch.one_cycle, values, st.integers(1, 4), ways),
