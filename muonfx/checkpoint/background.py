@@ -1,4 +1,4 @@
-"""Saves in the background: their order, and the report of failures that nobody has waited for.
+"""Saves in the background: their order, and the report of failed saves without a call of `wait`.
 
 The saves of a process are written one after another, in the order of the calls. Otherwise a save in the background
 could end after a later save to the same path and replace its result, and two saves could exchange messages on one
@@ -67,7 +67,7 @@ class Saving:
 
 
 _savings: list[Saving] = []
-"""The saves in the background that have not ended, and those that have failed and that nobody has waited for."""
+"""The saves in the background that have not ended, and failed saves on which `wait` was not called."""
 _current = threading.local()
 
 
@@ -99,7 +99,7 @@ def _earlier() -> list[Future[None]]:
 
 
 def warn_of_failed_saves() -> None:
-    """Warn once of each save in the background that has failed and that nobody has waited for."""
+    """Warn once of each failed background save on which `wait` was not called."""
     for saving in [saving for saving in _savings if saving.done]:
         _savings.remove(saving)
         if (failure := saving.failure()) is not None:
@@ -108,7 +108,7 @@ def warn_of_failed_saves() -> None:
 
 @atexit.register
 def _report_at_exit() -> None:
-    """Print the failed saves that nobody has waited for, after all threads have ended."""
+    """Print the failed saves on which `wait` was not called, after all threads have ended."""
     for saving in _savings:
         if saving.done and (failure := saving.failure()) is not None:
             print(f"muonfx: {failure}", file=sys.stderr)

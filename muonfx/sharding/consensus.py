@@ -91,7 +91,7 @@ def agree(
 ) -> Agreed:
     """Agree on a call by one all-reduce, or raise on all ranks if one has a problem or `same` differs.
 
-    `explain` returns the facts that `same` stands for; they are sent only if they differ. `alike` may differ.
+    `explain` returns the facts whose digest is in `same`; they are sent only if the digests differ. `alike` may differ.
     """
     # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
     mine = [*words((what, same), 3), *words(alike, 2)]
