@@ -154,9 +154,7 @@ def assert_same_state(here: Here, tx: Any, state: Any, wanted: Any, exact: bool,
     # there and back: what the transform goes on with
     again = sharding.from_global(tx, sharding.to_global(tx, state))
     assert mfx.tree.flatten(again)[1] == treedef
-    for one, other in zip(
-        map(here_or_none, mfx.tree.leaves(again)), map(here_or_none, mfx.tree.leaves(state)), strict=True
-    ):
+    for one, other in zip(map(held, mfx.tree.leaves(again)), map(held, mfx.tree.leaves(state)), strict=True):
         assert (one is None) == (other is None)
         if one is None:
             continue
@@ -166,6 +164,10 @@ def assert_same_state(here: Here, tx: Any, state: Any, wanted: Any, exact: bool,
         assert bits(own) == bits(plain(other))
 
 
-def here_or_none(leaf: Any) -> Any:
-    """A leaf; None for a DTensor on a mesh of other ranks, which is what an owner's state is elsewhere."""
-    return None if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is None else leaf
+def held(leaf: Any) -> Any:
+    """The leaf if this rank holds elements of it, else None.
+
+    A rank without elements has None, an empty tensor, or a DTensor on a mesh of other ranks.
+    """
+    elsewhere = isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is None
+    return None if leaf is None or elsewhere or not plain(leaf).numel() else leaf
