@@ -7,7 +7,7 @@ import os
 # over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
+import hypothesis.internal.conjecture.providers
 import pytest
 import torch
 
@@ -24,12 +24,17 @@ torch.set_num_threads(1)
 if importlib.util.find_spec("triton") is None:
     collect_ignore = [f"muonfx/polar/kernels/{name}.py" for name in ("launch", "symmetric")]
 
-# `ci` draws the same examples every time, so that a red run is its own fault; `deep` looks for new ones.
-# Neither looks at the clock: a busy machine is not a failure.
+# `ci` draws the same examples in every run, so a failure comes from the change under test; `deep` draws new ones.
+# Neither has a deadline: a busy machine is not a failure.
 _common = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, **_common)
 hypothesis.settings.register_profile("deep", max_examples=1000, **_common)
-hypothesis.settings.load_profile(os.environ.get("MUONFX_HYPOTHESIS_PROFILE", "ci"))
+profile = os.environ.get("MUONFX_HYPOTHESIS_PROFILE", "ci")
+hypothesis.settings.load_profile(profile)
+if profile == "ci":
+    # hypothesis also draws constants from the source of every imported module, which differs between pytest workers.
+    no_constants = hypothesis.internal.conjecture.providers._local_constants
+    hypothesis.internal.conjecture.providers._get_local_constants = lambda: no_constants
 
 
 @pytest.fixture(autouse=True)
