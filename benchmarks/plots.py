@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # drawing is optional
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 PICTURE, PARTS_PICTURE = ASSETS / "polar.svg", ASSETS / "step-by-part.svg"
 TRAINING_PICTURE = ASSETS / "the-default-coefficients.svg"
+HEADLINE_PICTURE = ASSETS / "muon-against-adamw.svg"
 FINDINGS_PICTURE = ASSETS / "findings.svg"
 
 SHOWN = ("512 x 2048", "1024 x 4096")
@@ -94,34 +95,48 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
 
 
 DRAWN = {BASELINE: "#2a9d8f", "keller": "#d0702c", "polar_express_5": "#5b6ee1"}
-"""The candidates whose losses are drawn over all rates."""
+"""The candidates of the study of coefficients, whose losses are drawn over all rates."""
+HEADLINE = {"AdamW": ("AdamW", "#d0702c"), BASELINE: (BASELINE, "#2a9d8f"), "polar_express_5": ("mfx.Muon", "#5b6ee1")}
+"""The candidates of the first page: a label and a colour each."""
 
 
-def draw_training(path: Path = TRAINING_PICTURE) -> Path | None:
-    """Write the picture of losses over rates; None where there are no results or no matplotlib to draw with."""
+def draw_training() -> None:
+    """Write the pictures of losses over learning rates; nothing without results or matplotlib."""
     if (found := load("training_quality")) is None or (plt := pyplot()) is None:
-        return None
+        return
     sizes = list(dict.fromkeys(row["size"] for row in found["rows"]))
     figure, all_axes = plt.subplots(1, len(sizes), figsize=(9.6, 3.9), squeeze=False, layout="constrained")
     for axes, size in zip(all_axes[0], sizes, strict=True):
-        for name, by_rate in curves(found, size).items():
-            if name not in DRAWN:
-                continue
-            rates, color = list(by_rate), DRAWN[name]
-            least, most = [min(x) for x in by_rate.values()], [max(x) for x in by_rate.values()]
-            axes.fill_between(rates, least, most, color=color, alpha=0.15, lw=0)
-            means = [sum(losses) / len(losses) for losses in by_rate.values()]
-            axes.plot(rates, means, color=color, marker="o", markersize=4, linewidth=1.6, label=name)
-        axes.set_xscale("log")
-        ticks = sorted({rate for name in DRAWN for rate in curves(found, size).get(name, {})})[::2]
-        axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-        axes.minorticks_off()
+        _losses(axes, curves(found, size), {name: (name, color) for name, color in DRAWN.items()})
         axes.set_title(f"{size} parameters, 300 steps, 3 seeds", loc="left", fontsize=10, color=GREY)
-        axes.set_xlabel("peak learning rate of the matrices", color=GREY)
-        _colour(axes)
     all_axes[0, 0].set_ylabel("validation loss, nats per byte", color=GREY)
-    _write(plt, figure, all_axes[0, 0], path, columns=3)
-    return path
+    _write(plt, figure, all_axes[0, 0], TRAINING_PICTURE, columns=3)
+    figure, axes = plt.subplots(figsize=(7.2, 3.3), layout="constrained")
+    _losses(axes, curves(found, sizes[-1]), HEADLINE)
+    axes.set_ylabel("validation loss, nats per byte", color=GREY)
+    axes.set_xlabel("peak learning rate", color=GREY)  # of all parameters under AdamW
+    axes.set_title(f"GPT, {sizes[-1]} parameters, 300 steps, 3 seeds", loc="left", fontsize=10, color=GREY)
+    _write(plt, figure, axes, HEADLINE_PICTURE, columns=3)
+
+
+def _losses(axes: Axes, by_name: dict[str, dict[float, list[float]]], drawn: dict[str, tuple[str, str]]) -> None:
+    """Draw the mean loss of each candidate over its rates, in a band from its best to its worst seed."""
+    for name, (label, color) in drawn.items():
+        if by_rate := by_name.get(name):
+            losses = list(by_rate.values())
+            least, most = [min(seeds) for seeds in losses], [max(seeds) for seeds in losses]
+            axes.fill_between(list(by_rate), least, most, color=color, alpha=0.15, lw=0)
+            means = [sum(seeds) / len(seeds) for seeds in losses]
+            axes.plot(list(by_rate), means, color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+    axes.set_xscale("log")
+    ticks: list[float] = []
+    for rate in sorted({rate for name in drawn for rate in by_name.get(name, {})}):
+        if not ticks or rate > 1.25 * ticks[-1]:  # labels that are closer would overlap
+            ticks.append(rate)
+    axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("peak learning rate of the matrices", color=GREY)
+    _colour(axes)
 
 
 def draw_findings(path: Path = FINDINGS_PICTURE) -> Path | None:

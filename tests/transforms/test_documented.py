@@ -15,7 +15,6 @@ from muonfx.tree import PyTree
 ROOT = Path(__file__).resolve().parent.parent.parent
 FENCE = re.compile(r"^(?P<indent> *)```python[^\n]*\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL)
 TAUGHT = {
-    "README.md": {"sign"},
     "docs/editor.md": {"sign_of_average"},
     "docs/index.md": {"sign_descent"},
     "docs/concepts/transforms.md": {"running_sign", "center", "scale_by_loss"},
