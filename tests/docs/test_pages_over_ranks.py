@@ -13,7 +13,7 @@ from tests.processes import Failed, Here, World
 from tests.test_docs import ROOT, run_page
 
 pytestmark = pytest.mark.dist
-PAGES = ["checkpoints.md", "muonclip.md", "sharding.md"]
+PAGES = ["checkpoints.md", "muonclip.md", "sharding.md", "sharding-agreement.md"]
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
