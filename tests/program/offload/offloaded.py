@@ -41,7 +41,7 @@ def on_disk(tree: Any) -> list[bool]:
 
 
 def all_bits(tree: Any) -> list[Any]:
-    here = map(law.here_or_none, mfx.tree.leaves(tree))
+    here = map(law.held, mfx.tree.leaves(tree))
     return [None if leaf is None else bits(law.plain(leaf)) for leaf in here]
 
 
