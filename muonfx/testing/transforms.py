@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ _SHARES = st.sampled_from((0.9, 0.0, 0.5, 0.99))
 _SCALES = st.sampled_from((1.0, -0.5, 0.0, 3.0))
 _POSITIVE = st.sampled_from((1.0, 0.01, 0.3, 10.0))
 _TINY = st.sampled_from((1e-8, 1e-3))
+_COUNTS = st.integers(1, 3)
 _PINNED = st.sampled_from(("auto", torch.float32, None, torch.float64, torch.bfloat16))
 # Blocks of a few elements, so that the small leaves of examples have several, with a tail.
 _COMPACT = st.builds(
@@ -118,46 +120,51 @@ _COMPACT = st.builds(
 _STATE: st.SearchStrategy[Any] = st.one_of(_PINNED, _PINNED, _COMPACT)
 _RATES: st.SearchStrategy[Any] = st.sampled_from((0.1, 0.0)) | schedules()
 _DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
-_NAMES = st.sampled_from(("polar_express_5", "keller", "cubic"))
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
 _VIEWS = st.builds(select.MatrixView, _DIMS)
 _BLOCK_VIEWS = st.builds(select.MatrixView, _DIMS, st.just(1), st.sampled_from((-2, -1)))
-_ORTHOGONAL = st.builds(tfs.orthogonalize, dtype=_COMPUTE)
-_RULES = st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in"))
-_MASKS = st.sampled_from((None, select.ndim(min=2)))
+
+_BY_NAME: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("learning_rate", "adamw_learning_rate"), _RATES),
+    **dict.fromkeys(("b1", "b2", "decay", "second_decay", "neuron_decay", "decay_rate", "weight_decay"), _SHARES),
+    **dict.fromkeys(("max_norm", "limit", "threshold", "clipping", "tau"), _POSITIVE),
+    **dict.fromkeys(("mu_dtype", "nu_dtype"), _STATE),
+    "eps": _TINY,
+    "dtype": _PINNED,
+    "view": _VIEWS,
+    "rule": st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in")),
+    "mask": st.sampled_from((None, select.ndim(min=2))),
+    "orthogonalize": st.builds(tfs.orthogonalize, dtype=_COMPUTE),
+    "labels": st.just(select.default_labels_by_name),
+    "should_transform": st.just(every_other),
+    "heads": st.just(()),  # drawn trees have no attention modules
+}
+"""Strategies of arguments that mean the same in every factory."""
 
 
-def _momenta() -> st.SearchStrategy[Any]:
-    return st.builds(
-        lambda decay, nesterov, debias, heavy, dtype: tfs.momentum(
-            decay, nesterov=nesterov, debias=debias and not heavy, heavy_ball=heavy, dtype=dtype
-        ),
-        _SHARES,
-        st.booleans(),
-        st.booleans(),
-        st.booleans(),
-        _STATE,
-    )
+def _drawn(factory: Callable[..., Transform], **own: st.SearchStrategy[Any]) -> st.SearchStrategy[Transform]:
+    """Draw a transform; arguments that are not given are drawn by their names, and booleans by their defaults."""
+    drawn = dict(own)
+    for name, parameter in inspect.signature(factory).parameters.items():
+        by_default = st.booleans() if isinstance(parameter.default, bool) else None
+        strategy = _BY_NAME.get(name, by_default)
+        if strategy is not None:
+            drawn.setdefault(name, strategy)
+    return st.builds(factory, **drawn)
 
 
-def _adams() -> st.SearchStrategy[Any]:
-    return st.builds(
-        tfs.scale_by_adam,
-        _SHARES,
-        _SHARES,
-        _TINY,
-        eps_root=st.sampled_from((0.0, 1e-6)),
-        mu_dtype=_STATE,
-        nu_dtype=_STATE,
-    )
-
-
+_MOMENTA = st.one_of(
+    _drawn(tfs.momentum, dtype=_STATE, heavy_ball=st.just(False)),
+    _drawn(tfs.momentum, dtype=_STATE, debias=st.just(False)),
+)
 _WITHOUT_MOMENTUM: st.SearchStrategy[Any] = st.one_of(
     st.builds(tfs.scale_by_adam, st.just(0.0), _SHARES),
     st.builds(tfs.clip_by_global_norm, _POSITIVE),
     st.builds(tfs.scale, _SCALES),
 )
-_INNER: st.SearchStrategy[Any] = st.one_of(_momenta(), _adams(), _WITHOUT_MOMENTUM)
+_ADAMS = _drawn(tfs.scale_by_adam, eps_root=st.sampled_from((0.0, 1e-6)))
+_INNER: st.SearchStrategy[Any] = st.one_of(_MOMENTA, _ADAMS, _WITHOUT_MOMENTUM)
+_BY_NAME["inner"] = _INNER
 
 
 def _is_negative_scale(tx: Transform) -> bool:
@@ -165,21 +172,69 @@ def _is_negative_scale(tx: Transform) -> bool:
     return isinstance(factor, float) and factor < 0
 
 
+_OWN: dict[Callable[..., Transform], dict[str, st.SearchStrategy[Any]]] = {
+    stateless: {"function": st.just(halve), "locality": st.sampled_from((Locality.ELEMENT, Locality.TREE))},
+    masked: {"mask": st.just(select.ndim(min=2))},
+    tfs.accumulate: {"every": _COUNTS},
+    tfs.adaptive_grad_clip: {"eps": _POSITIVE},
+    tfs.add_decayed_weights: {"weight_decay": _RATES},
+    tfs.cautious: {"inner": _INNER.filter(lambda tx: not _is_negative_scale(tx))},
+    tfs.ema_params: {"dtype": _STATE},
+    tfs.master_params: {"dtype": st.sampled_from(("auto", torch.float32))},
+    tfs.monitor: {"metrics": st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm")))},
+    tfs.normalize_by_update_norm: {"scale_factor": _SCALES},
+    tfs.normalize_columns: {"view": _BLOCK_VIEWS},
+    tfs.normalize_neurons: {"axis": st.sampled_from(("rows", "longer"))},
+    tfs.orthogonalize: {
+        "coefficients": st.sampled_from(("polar_express_5", "keller", "cubic")),
+        "steps": st.sampled_from((None, 3)),
+        "dtype": _COMPUTE,
+        "view": _VIEWS | _BLOCK_VIEWS,
+    },
+    tfs.qk_clip: {"alpha": _SHARES},
+    tfs.scale: {"factor": _SCALES},
+    tfs.scale_by_factored_rms: {"min_dim_size_to_factor": st.sampled_from((1, 2, 128))},
+    tfs.scale_by_rms: {"initial_scale": st.sampled_from((0.0, 1.0))},
+    tfs.scale_by_trust_ratio: {"min_norm": st.sampled_from((0.0, 1e-3)), "trust_coefficient": _SHARES},
+    tfs.subtract_decayed_weights: {"weight_decay": _RATES},
+    contrib.add_noise: {"eta": _SHARES, "gamma": _SHARES, "seed": st.integers(0, 3)},
+    contrib.lookahead: {"sync_period": _COUNTS, "slow_step_size": st.sampled_from((0.5, 0.0, 1.0))},
+    contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
+    contrib.sampled_momentum: {"one_in": _COUNTS},
+    contrib.scale_by_ademamix: {
+        "b3": _SHARES | st.builds(sch.linear, _SHARES, _SHARES, st.integers(0, 4)),
+        "alpha": _RATES,
+    },
+    contrib.scale_by_dion: {"rank": _COUNTS},
+    contrib.scale_by_dog: {"init_step": _POSITIVE},
+    contrib.scale_by_dowg: {"init_estim_sq_dist": st.sampled_from((None, 0.1))},
+    contrib.scale_by_prodigy: {"estim_lr0": st.sampled_from((1e-6, 1e-2))},
+    contrib.schedule_free: {
+        "inner": _WITHOUT_MOMENTUM,
+        "b1": st.sampled_from((0.9, 1.0, 0.5)),
+        "weight_lr_power": _SHARES,
+    },
+    variants.dion: {"rank": _COUNTS},
+    variants.dion2: {"one_in": _COUNTS},
+    recipes.muonclip: {"labels": _BY_NAME["labels"]},
+}
+"""The arguments that factories draw in their own way."""
+
+_EXPORTED: dict[str, Any] = {name: getattr(module, name) for module in (tfs, contrib) for name in module.__all__}
+_RECIPES = {name: getattr(module, name) for module in (recipes, variants) for name in module.__all__}
+_FACTORIES: dict[str, Callable[..., Transform]] = {
+    **{factory.__name__: factory for factory in (identity, set_to_zero, stateless, masked)},
+    **{name: value for name, value in _EXPORTED.items() if hasattr(value, "definition")},
+    **_RECIPES,
+}
+
 _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
-    "identity": st.builds(identity),
-    "set_to_zero": st.builds(set_to_zero),
-    "stateless": st.builds(stateless, st.just(halve), st.sampled_from((Locality.ELEMENT, Locality.TREE))),
+    **{name: _drawn(factory, **_OWN.get(factory, {})) for name, factory in _FACTORIES.items()},
+    "momentum": _MOMENTA,
+    "scale_by_adam": _ADAMS,
     "chain": st.lists(_INNER, max_size=3).map(lambda members: chain(*members)),
     "partition": st.builds(lambda a, b: partition({"matrices": a, "rest": b}, by_rank), _INNER, _INNER),
-    "masked": st.builds(masked, _INNER, st.just(select.ndim(min=2))),
-    "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
-    "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
-    "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
-    "conditionally_mask": st.builds(contrib.conditionally_mask, _INNER, st.just(every_other)),
-    "conditionally_transform": st.builds(contrib.conditionally_transform, _INNER, st.just(every_other)),
-    "lookahead": st.builds(
-        contrib.lookahead, _INNER, st.integers(1, 3), st.sampled_from((0.5, 0.0, 1.0)), dtype=_PINNED
-    ),
+    "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
     "reduce_on_plateau": st.builds(
         lambda *given: with_value(contrib.reduce_on_plateau(*given)),
         st.sampled_from((0.5, 0.1)),
@@ -189,162 +244,15 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.integers(0, 2),
         st.integers(1, 2),
     ),
-    "sam": st.builds(contrib.sam, st.sampled_from((0.05, 0.0, 2.0)), adaptive=st.booleans()),
-    "scale_by_ademamix": st.builds(
-        contrib.scale_by_ademamix,
-        _SHARES,
-        _SHARES,
-        _SHARES | st.builds(sch.linear, _SHARES, _SHARES, st.integers(0, 4)),
-        _RATES,
-        _TINY,
-        mu_dtype=_STATE,
-        nu_dtype=_STATE,
-    ),
-    "scale_by_dog": st.builds(contrib.scale_by_dog, _POSITIVE, _TINY),
-    "scale_by_dowg": st.builds(contrib.scale_by_dowg, st.sampled_from((None, 0.1)), _TINY),
-    "scale_by_prodigy": st.builds(
-        contrib.scale_by_prodigy,
-        _RATES,
-        _SHARES,
-        _SHARES,
-        _TINY,
-        estim_lr0=st.sampled_from((1e-6, 1e-2)),
-        weight_decay=_SHARES,
-        safeguard_warmup=st.booleans(),
-        dtype=_PINNED,
-    ),
-    "schedule_free": st.builds(
-        contrib.schedule_free,
-        _WITHOUT_MOMENTUM,
-        _RATES,
-        st.sampled_from((0.9, 1.0, 0.5)),
-        weight_lr_power=_SHARES,
-        dtype=_PINNED,
-    ),
-    "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
-    "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
-    "clip_singular_values": st.builds(contrib.clip_singular_values, _POSITIVE, view=_VIEWS),
-    "keep_weight_norms": st.builds(tfs.keep_weight_norms, dtype=_PINNED, view=_VIEWS),
-    "match_weight_norms": st.builds(tfs.match_weight_norms, view=_VIEWS),
-    "sampled_momentum": st.builds(contrib.sampled_momentum, st.integers(1, 3), _SHARES, dtype=_PINNED),
-    "scale_by_dion": st.builds(contrib.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, view=_VIEWS),
-    "scale_by_dual_norm": st.builds(contrib.scale_by_dual_norm, _INNER, view=_VIEWS),
-    "scale_by_namo": st.builds(contrib.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, view=_VIEWS),
-    "adaptive_grad_clip": st.builds(tfs.adaptive_grad_clip, _POSITIVE, _POSITIVE),
-    "add_noise": st.builds(contrib.add_noise, _SHARES, _SHARES, st.integers(0, 3)),
-    "centralize": st.builds(tfs.centralize),
-    "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
-    "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
-    "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
-    "ema_params": st.builds(tfs.ema_params, _SHARES, dtype=_STATE),
-    "master_params": st.builds(tfs.master_params, _INNER, st.sampled_from(("auto", torch.float32))),
-    "momentum": _momenta(),
-    "monitor": st.builds(
-        tfs.monitor,
-        st.just("seen"),
-        st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
-        by_leaf=st.booleans(),
-    ),
-    "normalize_columns": st.builds(tfs.normalize_columns, view=_BLOCK_VIEWS),
-    "normalize_leaves": st.builds(tfs.normalize_leaves),
-    "normalize_matrices": st.builds(tfs.normalize_matrices, view=_VIEWS),
-    "normalize_rows": st.builds(tfs.normalize_rows, view=_VIEWS),
-    "normalize_by_update_norm": st.builds(tfs.normalize_by_update_norm, _SCALES, _TINY),
-    "normalize_neurons": st.builds(
-        tfs.normalize_neurons,
-        _SHARES,
-        _TINY,
-        keep_norm=st.booleans(),
-        axis=st.sampled_from(("rows", "longer")),
-        dtype=_PINNED,
-        view=_VIEWS,
-    ),
-    "orthogonalize": st.builds(
-        tfs.orthogonalize,
-        coefficients=_NAMES,
-        steps=st.sampled_from((None, 3)),
-        dtype=_COMPUTE,
-        view=_VIEWS | _BLOCK_VIEWS,
-    ),
-    "scale": st.builds(tfs.scale, _SCALES),
-    "scale_by_adam": _adams(),
-    "scale_by_factored_rms": st.builds(
-        tfs.scale_by_factored_rms,
-        factored=st.booleans(),
-        decay_rate=_SHARES,
-        min_dim_size_to_factor=st.sampled_from((1, 2, 128)),
-        dtype=_PINNED,
-    ),
-    "scale_by_learning_rate": st.builds(tfs.scale_by_learning_rate, _RATES, flip_sign=st.booleans()),
-    "scale_by_lion": st.builds(tfs.scale_by_lion, _SHARES, _SHARES, mu_dtype=_STATE),
-    "scale_by_rms": st.builds(
-        tfs.scale_by_rms,
-        _SHARES,
-        _TINY,
-        st.sampled_from((0.0, 1.0)),
-        eps_in_sqrt=st.booleans(),
-        debias=st.booleans(),
-        nu_dtype=_STATE,
-    ),
-    "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, view=_VIEWS),
-    "scale_by_sign": st.builds(tfs.scale_by_sign),
-    "scale_by_trust_ratio": st.builds(tfs.scale_by_trust_ratio, st.sampled_from((0.0, 1e-3)), _SHARES, _TINY),
-    "skip_nonfinite": st.builds(tfs.skip_nonfinite, _INNER),
-    "adamw": st.builds(recipes.adamw, _RATES, b1=_SHARES, b2=_SHARES, mask=_MASKS),
-    "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
-    "muon": st.builds(
-        recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), orthogonalize=_ORTHOGONAL, rule=_RULES
-    ),
-    "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, orthogonalize=_ORTHOGONAL),
-    "adamuon": st.builds(variants.adamuon, _RATES, decay=_SHARES, second_decay=_SHARES, nesterov=st.booleans()),
-    "dion2": st.builds(variants.dion2, _RATES, one_in=st.integers(1, 3), decay=_SHARES, rule=_RULES),
-    "dion": st.builds(variants.dion, _RATES, rank=st.integers(1, 3), decay=_SHARES),
-    "muon_hyperball": st.builds(variants.muon_hyperball, _RATES, decay=_SHARES),
-    "musgd": st.builds(variants.musgd, _RATES, decay=_SHARES, weight_decay=_SHARES),
-    "namo": st.builds(variants.namo, _RATES, b1=_SHARES, b2=_SHARES, rule=_RULES),
-    "polargrad": st.builds(variants.polargrad, _RATES, decay=_SHARES),
-    "scion": st.builds(
-        variants.scion, _RATES, decay=_SHARES, constrained=st.booleans(), labels=st.just(select.default_labels_by_name)
-    ),
-    "prodigy": st.builds(variants.prodigy, _RATES, b1=_SHARES, b2=_SHARES, weight_decay=_SHARES),
-    "muon_with_adamw": st.builds(
-        recipes.muon_with_adamw,
-        _RATES,
-        _RATES,
-        weight_decay=_SHARES,
-        labels=st.just(select.default_labels_by_name),
-    ),
-    # Without heads, since drawn trees have no attention modules.
-    "qk_clip": st.builds(tfs.qk_clip, st.just(()), _POSITIVE, _SHARES),
-    "muonclip": st.builds(recipes.muonclip, st.just(()), _RATES, labels=st.just(select.default_labels_by_name)),
 }
 
-MATRIX_ONLY = frozenset(
-    {
-        "adamuon",
-        "clip_singular_values",
-        "keep_weight_norms",
-        "match_weight_norms",
-        "dion",
-        "dion2",
-        "muon",
-        "muon_hyperball",
-        "musgd",
-        "namo",
-        "normalize_columns",
-        "normalize_matrices",
-        "normalize_neurons",
-        "normalize_rows",
-        "normuon",
-        "orthogonalize",
-        "polargrad",
-        "sampled_momentum",
-        "scale_by_dion",
-        "scale_by_dual_norm",
-        "scale_by_namo",
-        "scale_by_shape",
-    }
-)
+
+def _takes_matrices_only(factory: Callable[..., Transform]) -> bool:
+    arguments = inspect.signature(factory).parameters.keys()
+    return not arguments.isdisjoint({"view", "orthogonalize"}) and "labels" not in arguments
+
+
+MATRIX_ONLY = frozenset(name for name, factory in _FACTORIES.items() if _takes_matrices_only(factory))
 """The factories whose transforms take leaves of two dims and more only."""
 
 
