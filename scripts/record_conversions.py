@@ -5,13 +5,11 @@ With TORCHDYNAMO_DISABLE=1,
     python scripts/record_conversions.py keller PATH/TO/muon.py
     python scripts/record_conversions.py moonlight PATH/TO/examples/toy_train.py
     python scripts/record_conversions.py dion PATH/TO/dion
-    python scripts/record_conversions.py deepspeed PATH/TO/deepspeed/runtime/zero/muon
-    python scripts/record_conversions.py optax
 
 runs the original's own code on the parameters and gradients below and writes its state after three steps, and its
 parameters after three and after eight, into tests/checkpoint/convert/recorded/.
-What else those files import is replaced by stubs,
-and bf16 by fp32: to one rounding in two hundred, a wrong momentum can look right.
+Stubs replace the other imports of those files, and fp32 replaces bf16: with one rounding in two hundred, a wrong
+momentum can look right.
 """
 
 from __future__ import annotations
@@ -146,85 +144,9 @@ def dion(path: str) -> dict[str, Any]:
     return _Steps(make).record("https://github.com/microsoft/dion 0a059a45 dion/muon.py")
 
 
-def deepspeed(path: str) -> dict[str, Any]:
-    """Its ZeRO stages call muon_update on whole matrices and give the result to the optimizer as the gradient."""
-    import torch
-
-    accelerator, compiler = MagicMock(), MagicMock()
-    accelerator.get_accelerator().is_bf16_supported = accelerator.get_accelerator().is_fp16_supported = lambda: False
-    compiler.compile = lambda *_, **__: lambda function: function
-    runtime = MagicMock(compiler=compiler)
-    names = {"deepspeed": MagicMock(), "deepspeed.comm": MagicMock(), "deepspeed.runtime": runtime}
-    sys.modules.update({**names, "deepspeed.accelerator": accelerator, "deepspeed.runtime.compiler": compiler})
-    for part in ("deepspeed.runtime.zero", "deepspeed.runtime.zero.muon"):
-        sys.modules[part] = MagicMock()
-    original = _import(f"{path}/original_muon.py")
-    sys.modules["deepspeed.runtime.zero.muon.original_muon"] = original
-    module = _import(f"{path}/muon_optimizer.py")
-
-    class Zero:
-        """One rank of ZeRO: a momentum for each matrix, as the engine keeps it."""
-
-        def __init__(self, p: Any) -> None:
-            groups = [
-                {"params": [p["up"], p["down"]], "use_muon": True, "lr": NUMBERS["lr"], "weight_decay": 0.1},
-                {"params": [p["bias"]], "use_muon": False, "lr": NUMBERS["adam_lr"], "weight_decay": 0.1},
-            ]
-            self.inner = module.MuonWithAuxAdam(groups)
-            self.param_groups = self.inner.param_groups
-            self.momenta = {name: torch.zeros_like(p[name]) for name in ("up", "down")}
-            self.params = p
-
-        def step(self) -> None:
-            for name, buffer in self.momenta.items():
-                self.params[name].grad = original.muon_update(self.params[name].grad, buffer.detach(), 0.95)
-            self.inner.step()
-
-        def state_dict(self) -> dict[str, Any]:
-            found = {name: {"momentum_buffer": buffer.flatten()} for name, buffer in self.momenta.items()}
-            return {**found, "bias": dict(self.inner.state[self.params["bias"]])}
-
-    return _Steps(Zero).record("https://github.com/deepspeedai/DeepSpeed edaa7221 deepspeed/runtime/zero/muon")
-
-
-def optax(_: str = "") -> dict[str, Any]:
-    """Kernels are stored as Flax does, transposed; jax and optax must be installed, torch need not."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax as library
-
-    def arrays(flat: dict[str, list[float]]) -> Any:
-        shaped = {name: np.asarray(flat[name], np.float32).reshape(SHAPES[name]) for name in SHAPES}
-        return {name: jnp.asarray(leaf.T if leaf.ndim == 2 else leaf) for name, leaf in shaped.items()}
-
-    tx = library.contrib.muon(NUMBERS["lr"], weight_decay=0.1, adam_weight_decay=0.05)
-    params = arrays(values("parameters"))
-    state = tx.init(params)
-    found: dict[str, Any] = {"source": f"optax {library.__version__} optax.contrib.muon", "jax": jax.__version__}
-    for step in range(BEFORE + AFTER):
-        updates, state = tx.update(arrays(gradients(step)), state, params)
-        params = library.apply_updates(params, updates)
-        if step + 1 in (BEFORE, BEFORE + AFTER):
-            suffix = "" if step + 1 == BEFORE else "_after"
-            inner = state.inner_states
-            muon, adam = inner["muon"].inner_state[0], inner["adam"].inner_state[0]
-            found[f"muon{suffix}"] = {
-                "count": int(muon.count),
-                "mu": {name: np.asarray(muon.mu[name]).tolist() for name in ("up", "down")},
-                "ns_coeffs": np.asarray(muon.ns_coeffs).tolist(),
-            }
-            found[f"adam{suffix}"] = {
-                "count": int(adam.count),
-                **{key: {"bias": np.asarray(getattr(adam, key)["bias"]).tolist()} for key in ("mu", "nu")},
-            }
-            found[f"params{suffix}"] = {name: np.asarray(leaf.T).flatten().tolist() for name, leaf in params.items()}
-    return found
-
-
 def main() -> None:
     kind, *path = sys.argv[1:]
-    makers = {"keller": keller, "moonlight": moonlight, "dion": dion, "deepspeed": deepspeed, "optax": optax}
+    makers = {"keller": keller, "moonlight": moonlight, "dion": dion}
     FOLDER.mkdir(parents=True, exist_ok=True)
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in makers[kind](*path).items()]
     (FOLDER / f"{kind}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

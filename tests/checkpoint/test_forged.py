@@ -182,14 +182,6 @@ def test_forged_files_end_in_an_error_of_ours_in_bounded_time_and_memory(tmp_pat
     assert last.startswith(f"{whole} ")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pipes")
-def test_a_conversion_does_not_wait_for_a_pipe(tmp_path: Path):
-    (folder := tmp_path / "zero" / "w").mkdir(parents=True)
-    os.mkfifo(folder / "momentum_buffer.pt")
-    with pytest.raises(OSError, match="it is a pipe, expected an ordinary file"):
-        ck.convert.recipe("deepspeed", tmp_path, {"w": torch.zeros(2)}, config={"lr": 0.1})
-
-
 def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from muonfx.checkpoint import data, index
 

@@ -1,24 +1,28 @@
 """Convert optimizer states from and to other Muon and AdamW implementations, with ``read``, ``write`` and ``recipe``.
 
 A format is the name of another optimizer: "torch" (``torch.optim.Muon`` and ``AdamW``), "keller" (Keller Jordan's
-Muon), "moonlight", "dion" (``dion.Muon``), "deepspeed" (a universal checkpoint) or "optax" (``optax.contrib.muon``).
-Only tensors and plain values are unpickled from files.
+Muon), "moonlight", or "dion" (``dion.Muon``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from muonfx.checkpoint.convert.formats import FORMATS, Format
-from muonfx.checkpoint.convert.sources import Arguments
+import torch
+from torch import Tensor
+
+from muonfx.checkpoint.convert.formats import FORMATS, Format, Group, Values
+from muonfx.checkpoint.convert.states import Leaf, filled, flat, gathered
 from muonfx.core import Transform
+from muonfx.select.partition import partition
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import did_you_mean
+from muonfx.tree.display import format_list
 
 __all__ = ["FormatName", "read", "recipe", "write"]
 
-FormatName = Literal["torch", "keller", "moonlight", "dion", "deepspeed", "optax"]
+FormatName = Literal["torch", "keller", "moonlight", "dion"]
 """The optimizers whose state can be converted."""
 
 
@@ -32,25 +36,19 @@ def read(
     tx: Transform,
     params: PyTree,
     *,
-    names: Sequence[str] | Mapping[str, str] | None = None,
+    names: Sequence[str] | None = None,
     step: int | None = None,
-    transpose: bool | None = None,
 ) -> PyTree:
     """Make a transform's state from the state of another optimizer.
 
     Args:
         format: the other optimizer.
-        source: an optimizer, its ``state_dict()``, or a list of these that share the parameters of one model. For
-            "deepspeed", the folder of a universal checkpoint; for "optax", the state as a tree of numpy arrays, such as
-            ``jax.tree.map(numpy.asarray, opt_state)``.
+        source: an optimizer, its ``state_dict()``, or a list of these that share the parameters of one model.
         tx: the transform; `recipe` makes the one that continues as the other optimizer would.
         params: the parameters by name, such as ``dict(model.named_parameters())``. An optimizer that holds these
             tensors gets its names from here.
-        names: the parameters' names in the optimizer's order, for a state dict without names. For "optax", a mapping
-            from Optax's dotted names to names in ``params``, if they differ.
+        names: the parameters' names in the optimizer's order, for a state dict without names.
         step: the number of steps taken, if the transform counts steps and the source does not, or has several counts.
-        transpose: for "optax", whether its two-dimensional arrays are transposed: Flax has (inputs, outputs), PyTorch
-            (outputs, inputs).
 
     Returns:
         The state: copies, in the dtypes that the transform pins. The momenta of Keller Jordan's ``MuonWithAuxAdam`` are
@@ -70,36 +68,38 @@ def read(
         >>> bool((state["momentum"].trace["weight"] == optimizer.state[model.weight]["momentum_buffer"]).all())
         True
     """
-    form = _format(format, names, transpose)
-    return form.read(source, tx, params, Arguments(names, transpose), step)
+    form = _format(format)
+    leaves: dict[str, Leaf] = {}
+    for name, kind, group, values, _ in _entries(form, source, flat(params), names):
+        keys = form.keys[kind]
+        counted = None if keys.step is None else values.get(keys.step, group.get(keys.step))
+        second = None if keys.second is None else values.get(keys.second)
+        leaves[name] = Leaf(kind, values.get(keys.first), second, None if counted is None else int(counted))
+    return filled(tx, params, leaves, heavy_ball=form.heavy_ball, step=step)
 
 
 def write(
     format: FormatName,
     state: PyTree,
     target: Any,
-    params: PyTree = None,
+    params: PyTree,
     *,
-    names: Sequence[str] | Mapping[str, str] | None = None,
-    transpose: bool | None = None,
-) -> Any:
+    names: Sequence[str] | None = None,
+) -> dict[str, Any]:
     """Make a state for another optimizer from a transform's state.
 
     Args:
-        format: the other optimizer; "deepspeed" cannot be written.
-        state: the state of a chain with momentum or Adam: heavy-ball momentum for "moonlight" and "dion",
-            ``momentum(debias=True)`` for "optax".
-        target: the optimizer or its ``state_dict()``, whose groups and hyperparameters are kept. For "optax", a state
-            with numpy arrays.
-        params: as in `read`; not needed for "optax".
+        format: the other optimizer.
+        state: the state of a chain with momentum or Adam: heavy-ball momentum for "moonlight" and "dion".
+        target: the optimizer or its ``state_dict()``, whose groups and hyperparameters are kept.
+        params: as in `read`.
         names: as in `read`.
-        transpose: as in `read`.
 
     Returns:
-        The argument of ``optimizer.load_state_dict``; for "optax", a copy of ``target`` with the new values.
+        The argument of ``optimizer.load_state_dict``.
 
     Raises:
-        ValueError: a parameter of the target has no such state, or the format cannot be written.
+        ValueError: a parameter of the target has no such state.
 
     Example:
         >>> import muonfx as mfx
@@ -110,8 +110,18 @@ def write(
         >>> sorted(optimizer.state[model.bias])
         ['exp_avg', 'exp_avg_sq', 'step']
     """
-    form = _format(format, names, transpose)
-    return form.write(state, target, params, Arguments(names, transpose))
+    form, leaves = _format(format), gathered(state)
+    saved = target.state_dict() if isinstance(target, torch.optim.Optimizer) else target
+    states: dict[int, dict[str, Any]] = {}
+    for name, kind, _, old, index in _entries(form, target, flat(params), names):
+        leaf = leaves.get(name)
+        if leaf is None or leaf.kind != kind:
+            has = "nothing" if leaf is None else f"a {leaf.kind} state"
+            raise ValueError(f"{name!r} has a {kind} state in {form.title}; the muonfx state has {has} for it")
+        step = None if leaf.step is None else form.make_step(leaf.step)
+        new = zip(form.keys[kind], (leaf.first, leaf.second, step), strict=True)
+        states[index] = {**old, **{key: value for key, value in new if key is not None and value is not None}}
+    return {**saved, "state": states}
 
 
 def recipe(
@@ -120,7 +130,6 @@ def recipe(
     params: PyTree,
     *,
     names: Sequence[str] | None = None,
-    config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Transform:
     """Make the chain that another optimizer computes.
@@ -130,12 +139,9 @@ def recipe(
 
     Args:
         format: the other optimizer.
-        source: as in `read`. For "optax", whose state does not hold its arguments: the arguments of
-            ``optax.contrib.muon`` as a mapping, ``{"learning_rate": 0.02, "weight_decay": 0.1}``.
+        source: as in `read`.
         params: as in `read`.
         names: as in `read`.
-        config: for "deepspeed", ``config["optimizer"]["params"]``: "lr", or "muon_lr" and "adam_lr"; "momentum",
-            "betas", "eps" and "weight_decay".
         **options: for `muonfx.orthogonalize`: ``dtype=``, which is bf16 in most of the originals, and for "dion"
             ``coefficients="quintic"`` if it was made with ``use_polar_express=False``.
 
@@ -151,25 +157,69 @@ def recipe(
         chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(rule='original'),
               add_decayed_weights(weight_decay=0.1), scale_by_learning_rate(learning_rate=0.1))
     """
-    form = _format(format, names, transpose=format == "optax" or None)
-    if (config is not None) != (format == "deepspeed"):
-        raise ValueError('config: \'deepspeed\' needs config["optimizer"]["params"], other formats take no config')
-    return form.recipe(source, params, Arguments(names, config=config), options)
+    form, tensors = _format(format), flat(params)
+    labels: dict[str, str] = {}
+    made: dict[str, Transform] = {}
+    for name, kind, group, _, _ in _entries(form, source, tensors, names):
+        try:
+            tx = form.chain_of(group, kind, tensors[name].shape, options)
+        except KeyError as missing:
+            raise ValueError(f"{name!r}: its group in {form.title} has no {missing}, only {sorted(group)}") from None
+        except ValueError as problem:
+            raise ValueError(f"{name!r}: {problem}") from None
+        label = next((label for label, known in made.items() if known == tx), None)
+        if label is None:
+            number = sum(known.partition("_")[0] == kind for known in made)
+            label = f"{kind}_{number + 1}" if number else kind
+            made[label] = tx
+        labels[name] = label
+    return next(iter(made.values())) if len(made) == 1 else partition(made, labels)
 
 
-def _format(format: str, names: Sequence[str] | Mapping[str, str] | None, transpose: bool | None) -> Format:
-    """Return the format with a name; check the arguments that only some formats take."""
+class _Entry(NamedTuple):
+    """One parameter of another optimizer; ``index`` is its number in the ``state_dict()``."""
+
+    name: str
+    kind: str
+    group: Group
+    values: Values
+    index: int
+
+
+def _format(format: str) -> Format:
     if format not in FORMATS:
         raise ValueError(f"format: found {format!r}, expected one of {[*FORMATS]}{did_you_mean(format, list(FORMATS))}")
-    if (transpose is not None) != (format == "optax"):
-        raise ValueError(
-            "transpose: 'optax' needs True or False, whether its matrices are transposed; other formats take none"
-        )
-    if names is not None and isinstance(names, Mapping) != (format == "optax"):
-        expected = (
-            "a mapping from Optax's names to the parameters'"
-            if format == "optax"
-            else "a list of names in the optimizer's order"
-        )
-        raise TypeError(f"names: expected {expected}, found a {type(names).__name__}")
     return FORMATS[format]
+
+
+def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Sequence[str] | None) -> list[_Entry]:
+    """Return the entries of an optimizer, of its ``state_dict()``, or of several of these."""
+    found: list[_Entry] = []
+    for given in source if isinstance(source, Sequence) else [source]:
+        own = names
+        if isinstance(given, torch.optim.Optimizer):
+            known = {id(param): name for name, param in params.items()}
+            members = [known.get(id(param)) for group in given.param_groups for param in group["params"]]
+            own = names if None in members else members
+            given = given.state_dict()
+        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+            raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(given).__name__}")
+        groups: list[Group] = list(given["param_groups"])
+        if own is None and all("param_names" in group for group in groups):
+            own = [name for group in groups for name in group["param_names"]]
+        places = [(index, group) for group in groups for index in group["params"]]
+        if own is None or len(own) != len(places):
+            have = "none" if own is None else str(len(own))
+            raise ValueError(
+                f"{form.title}: its {len(places)} parameters have no names; give names=, their names in the "
+                f"optimizer's order (found {have}), or the optimizer itself with the parameters that it holds"
+            )
+        if unknown := sorted({*own} - params.keys()):
+            raise ValueError(f"{form.title}: no parameter is called {format_list(unknown)}")
+        for name, (index, group) in zip(own, places, strict=True):
+            values = given["state"].get(index, {})
+            found.append(_Entry(name, form.kind_of(group, values), group, values, index))
+    seen = [entry.name for entry in found]
+    if twice := sorted({name for name in seen if seen.count(name) > 1}):
+        raise ValueError(f"{form.title}: {twice[0]!r} is in two optimizers or groups")
+    return found

@@ -17,7 +17,7 @@ from muonfx.checkpoint.errors import first_ones
 from muonfx.compact import CompactState, KeyedCompactState
 from muonfx.core import EmptyState, ScheduledState, Transform
 from muonfx.core.contract import within
-from muonfx.transforms import AdamState, DebiasedMomentumState, LionState, MomentumState
+from muonfx.transforms import AdamState, LionState, MomentumState
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
 
@@ -44,7 +44,6 @@ def flat(params: PyTree) -> dict[str, Tensor]:
 
 _STATES: dict[type, tuple[str, tuple[str, ...]]] = {
     MomentumState: ("muon", ("trace",)),
-    DebiasedMomentumState: ("muon", ("trace",)),
     AdamState: ("adamw", ("mu", "nu")),
     LionState: ("lion", ("mu",)),
 }
@@ -153,7 +152,7 @@ def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
-    """Return the leaves of a muonfx state by dotted name, the inverse of `filled`."""
+    """Return copies of the leaves of a muonfx state by dotted name, the inverse of `filled`."""
     found: dict[str, Leaf] = {}
 
     def visit(node: Any, path: str) -> Any:
@@ -162,9 +161,9 @@ def gathered(state: PyTree) -> dict[str, Leaf]:
         kind, fields = _STATES[type(node)]
         trees = [_codes_of(getattr(node, field), path) for field in fields]
         step = int(node.count) if "count" in node._fields else None
-        for name, *values in zip(tree.names(trees[0]), *map(tree.leaves, trees), strict=True):
-            if values[0] is not None:
-                found[name] = Leaf(kind, values[0], values[1] if len(values) > 1 else None, step)
+        for name, first, *rest in zip(tree.names(trees[0]), *map(tree.leaves, trees), strict=True):
+            if first is not None:
+                found[name] = Leaf(kind, first.clone(), rest[0].clone() if rest else None, step)
         return node
 
     _walk(state, "", visit)
