@@ -231,7 +231,8 @@ def mask_patterns(tx: Transform) -> list[NamePatterns]:
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     routes = _by_route(*_routes(tx.arguments["labels"])(params))
     _check_dims(tx.arguments["transforms"], routes, params)
-    return tx.replace(labels=Labels(routes))
+    # The resolved transform may run on shards, whose dims differ: a 0-d parameter is 1-d in a flat buffer.
+    return tx.replace(labels=Labels({name: route._replace(shape=None) for name, route in routes.items()}))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:

@@ -199,6 +199,14 @@ def test_newton_schulz_on_shards(world: World, rows: int):
     assert len(set(map(tuple, digests))) == 1
 
 
+def test_labels_chosen_for_a_number_accept_its_flat_shard(world: World):
+    """The guard of `partition` against stacks of models compared the dims of a shard with those of the parameter."""
+    drawn = model(steps=2, a=(), w=(3, 4))
+    vectors = mfx.masked(mfx.scale_by_shape("fan_in"), mfx.select.ndim(min=2))
+    tx = mfx.partition({"muon": muon(), "adamw": vectors}, mfx.select.default_labels_by_name)
+    holds(world, 3, Case(drawn, tx, Flat(("w", "a"), (0, 5, 13, 13)), exact=True))
+
+
 @pytest.mark.parametrize("left", ["muon", "adamw"])
 @pytest.mark.parametrize("how", ["no gradient", "zero update"])
 def test_all_but_one_group_frozen(world: World, left: str, how: str):
