@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import muonfx as mfx
 from muonfx.polar.kernels import available, symmetric_matmul
-from muonfx.polar.kernels.tiles import TILES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,7 +146,6 @@ def test_a_donated_step_takes_no_more_memory_than_torch_muon():
 
 # ----------------------------------------------------------------------------------- symmetric products, by the kernels
 
-HALF = [torch.bfloat16, torch.float16]
 with_kernels = pytest.mark.skipif(
     torch.cuda.is_available() and not available(torch.device("cuda")), reason="Triton is missing, or the GPU is too old"
 )
@@ -172,7 +170,7 @@ def assert_symmetric_and_close(found: Tensor, exact: Tensor, bound: Tensor) -> N
 
 
 @with_kernels
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "shape",
     [(1, 4096, 2048), (64, 512, 512), (2, 1000, 3000), (3, 129, 77), (1, 2047, 4001), (5, 3, 1), (1, 1, 5000)],
@@ -182,8 +180,6 @@ def test_a_symmetric_product_is_that_of_float64(shape: tuple[int, int, int], dty
     p, addend, exact, bound = symmetric_case(*shape, dtype)
     for x in (p, p.mT.contiguous().mT, torch.stack([p, p], -1)[..., 0]):
         assert_symmetric_and_close(symmetric_matmul(x, addend=addend, alpha=0.5, beta=-1.0, identity=1.0), exact, bound)
-    apart = symmetric_matmul(p, p.clone(), addend=addend.mT, alpha=0.5, beta=-1.0, identity=1.0)
-    assert_symmetric_and_close(apart, exact, bound)
 
 
 @with_kernels
@@ -192,20 +188,17 @@ def test_a_symmetric_product_is_that_of_float64(shape: tuple[int, int, int], dty
 def test_every_tile_gives_the_symmetric_product(shape: tuple[int, int, int], dtype: torch.dtype):
     from triton.runtime.errors import OutOfResources
 
-    from muonfx.polar.kernels.launch import launch
+    from muonfx.polar.kernels.symmetric import TILES, launch
 
     p, addend, exact, bound = symmetric_case(*shape, dtype)
     fitted = 0
     for tile in TILES[dtype]:
-        for q in (None, p.clone()):
-            out = torch.full_like(addend, torch.nan)
-            try:
-                launch(p, q, addend, 0.5, -1.0, 1.0, out, tile)
-            except OutOfResources:  # a smaller device than the tile is for
-                continue
+        out = torch.full_like(addend, torch.nan)
+        with suppress(OutOfResources):  # a smaller device than the tile is for
+            launch(p, addend, 0.5, -1.0, 1.0, out, tile)
             fitted += 1
             assert_symmetric_and_close(out, exact, bound)
-    assert fitted >= 4
+    assert fitted >= 3
 
 
 @with_kernels
@@ -265,18 +258,19 @@ def test_orthogonalize_never_waits_for_the_device():
 # ----------------------------------------------------------------------------------------------------- offloaded states
 
 
-def offloads(tmp_path) -> dict[str, str]:
-    return {"memory": "cpu", "disk": str(tmp_path)}
+@pytest.fixture(params=["memory", "disk"])
+def home(request, tmp_path) -> str:
+    """Where the state is stored, as `offload` takes it."""
+    return "cpu" if request.param == "memory" else str(tmp_path)
 
 
-@pytest.mark.parametrize("home", ["memory", "disk"])
 @pytest.mark.parametrize("name", chains())
 @pytest.mark.parametrize("donate", [False, True])
-def test_an_offloaded_state_gives_the_same_bits(name, home, donate, tmp_path):
+def test_an_offloaded_state_gives_the_same_bits(name, home, donate):
     tx = chains()[name]
     params, steps = draw()
     params = to_gpu(params)
-    away = mfx.sharding.offload(tx, offloads(tmp_path)[home], bucket_bytes=1 << 26)
+    away = mfx.sharding.offload(tx, home, bucket_bytes=1 << 26)
     here, there = tx.init(params), away.init(params)
     for grads in steps:
         grads = to_gpu(grads)
@@ -290,26 +284,24 @@ def test_an_offloaded_state_gives_the_same_bits(name, home, donate, tmp_path):
             assert torch.equal(kept.cpu(), value.cpu()), key
 
 
-@pytest.mark.parametrize("home", ["memory", "disk"])
-def test_offloaded_leaves_lie_in_host_memory(home, tmp_path):
+def test_offloaded_leaves_lie_in_host_memory(home):
     params = to_gpu(draw()[0])
-    tx = mfx.sharding.offload(mfx.scale_by_adam(), offloads(tmp_path)[home])
+    tx = mfx.sharding.offload(mfx.scale_by_adam(), home)
     state = tx.init(params)
     for _ in range(2):
         assert {leaf.device.type for leaf in state.mu.values()} == {"cpu"}
         assert state.count.device.type == "cuda"
-        if home == "memory":
+        if home == "cpu":
             assert all(leaf.is_pinned() for leaf in state.mu.values())
         _, state = tx.update(params, state, params)
 
 
-@pytest.mark.parametrize("home", ["memory", "disk"])
-def test_many_small_buckets_give_the_same_bits(home, tmp_path):
+def test_many_small_buckets_give_the_same_bits(home):
     # Rooms are used again while copies are under way: a race would show in some step.
     shapes = {f"p{i:02}": (257 + 64 * (i % 5), 129 + i) for i in range(24)}
     params = {name: torch.randn(shape, device="cuda") for name, shape in shapes.items()}
     tx = mfx.chain(mfx.scale_by_adam(), mfx.momentum(), mfx.scale(0.1))
-    away = mfx.sharding.offload(tx, offloads(tmp_path)[home], bucket_bytes=1 << 18)
+    away = mfx.sharding.offload(tx, home, bucket_bytes=1 << 18)
     here, there = tx.init(params), away.init(params)
     for _ in range(20):
         grads = {name: torch.randn_like(leaf) for name, leaf in params.items()}
@@ -321,10 +313,9 @@ def test_many_small_buckets_give_the_same_bits(home, tmp_path):
         assert torch.equal(kept.cpu(), value.cpu())
 
 
-@pytest.mark.parametrize("home", ["memory", "disk"])
-def test_the_device_holds_two_buckets_of_the_state(home, tmp_path):
+def test_the_device_holds_two_buckets_of_the_state(home):
     params = {f"p{i:02}": torch.randn(1 << 20, device="cuda") for i in range(32)}  # 4 MiB each; 256 MiB of state
-    tx = mfx.sharding.offload(mfx.scale_by_adam(), offloads(tmp_path)[home], bucket_bytes=16 << 20)
+    tx = mfx.sharding.offload(mfx.scale_by_adam(), home, bucket_bytes=16 << 20)
     state = tx.init(params)
     grads = {name: torch.randn_like(leaf) for name, leaf in params.items()}
     _, state = tx.update(grads, state, params, donate=mfx.Donation(False, True))
@@ -352,8 +343,7 @@ def test_offloaded_and_computed_on_the_host():
             assert torch.equal(found[key].cpu(), value), key
 
 
-@pytest.mark.parametrize("home", ["memory", "disk"])
-def test_the_adapter_steps_with_an_offloaded_state(home, tmp_path):
+def test_the_adapter_steps_with_an_offloaded_state(home):
     def run(wrap):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48)).cuda()
@@ -377,7 +367,7 @@ def test_the_adapter_steps_with_an_offloaded_state(home, tmp_path):
         return [param.detach() for param in model.parameters()]
 
     wanted = run(lambda tx: tx)
-    for found, value in zip(run(lambda tx: mfx.sharding.offload(tx, offloads(tmp_path)[home])), wanted, strict=True):
+    for found, value in zip(run(lambda tx: mfx.sharding.offload(tx, home)), wanted, strict=True):
         assert torch.equal(found, value)
 
 

@@ -74,7 +74,7 @@ def complaints(package: Path, may_import: dict[str, set[str]]) -> list[str]:
 
 # Imported by those who need them, where they need them: what imports Triton, which may not be installed, and torch's
 # distributed checkpoints, whose import takes longer than all of ours.
-LAZY = {"muonfx.checkpoint.distributed", "muonfx.polar.kernels.launch"}
+LAZY = {"muonfx.checkpoint.distributed", "muonfx.polar.kernels.symmetric"}
 
 
 def imported_files(package: Path) -> Iterator[tuple[str, str, str]]:

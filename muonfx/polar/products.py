@@ -112,7 +112,7 @@ class Buffered:
         """Return `x x^T + shift * I`."""
         wide, out = (x.mT if self._tall else x), self._take()
         if self._how == "triton":
-            return kernels.symmetric_matmul(wide, None, identity=shift, out=out)
+            return kernels.symmetric_matmul(wide, identity=shift, out=out)
         if self._how == "blocks":
             if shift:
                 out.copy_(self._eye())
@@ -132,7 +132,7 @@ class Buffered:
             # one triangle would make all of it symmetric.
             return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
         if self._small == "triton":
-            return kernels.symmetric_matmul(p, q, addend=addend, alpha=alpha, beta=beta, out=out)
+            return kernels.symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
         if self._small == "blocks":
             out.copy_(addend)  # once here, since each product would copy its own strided block
             _add_by_blocks(out, p, q, beta=beta, alpha=alpha)

@@ -5,11 +5,59 @@ One triangle is computed and copied to the other. Other products use cuBLAS (`to
 to the peak.
 
 The kernels run only if ``products="triton"`` is given, because they were never measured on a GPU. Triton is imported
-when a kernel is launched. Without Triton, or with a broken one, the rest of the package works; `available` reports
-whether the kernels run.
+when `available` or a product needs it. Without Triton, or with a broken one, the rest of the package works.
 """
 
-from muonfx.polar.kernels.device import available
-from muonfx.polar.kernels.products import symmetric_matmul
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from muonfx.polar.hardware import cuda_capability
+from muonfx.tree.tracing import called_once
 
 __all__ = ["available", "symmetric_matmul"]
+
+
+@called_once  # a tracer calls this once and keeps the answer
+def available(device: torch.device) -> bool:
+    """Return True if `symmetric_matmul` runs on `device`; never raises."""
+    return _available(device.type, device.index)
+
+
+@functools.cache
+def _available(kind: str, index: int | None) -> bool:
+    try:
+        if kind == "cuda":
+            capable = torch.version.cuda is not None and cuda_capability(index)[0] >= 8
+        else:
+            capable = kind == "cpu" and bool(os.environ.get("TRITON_INTERPRET"))
+        if not capable:
+            return False
+        from muonfx.polar.kernels.symmetric import INTERPRETED
+    except Exception:  # plain products work, whatever the error of CUDA or Triton is
+        return False
+    return kind == "cuda" or INTERPRETED
+
+
+def symmetric_matmul(
+    p: torch.Tensor,
+    *,
+    addend: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    identity: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `alpha p p^T + beta addend + identity I` in fp32, bf16 or fp16, at half the FLOPs of a product."""
+    # `p` is `(b, n, k)`, the symmetric `addend` and the contiguous `out` are `(b, n, n)`, none of them empty. The upper
+    # triangle is computed and mirrored, so the result is bitwise symmetric. Sums are in fp32, fp32 products are IEEE
+    # (no tf32), and the result is rounded once. There are no derivatives. The first call for a bucket of sizes times
+    # several tiles: it waits for the device and cannot be captured in a CUDA graph.
+    from muonfx.polar.kernels.symmetric import launch
+
+    out = p.new_empty(*p.shape[:-1], p.shape[-2]) if out is None else out
+    launch(p, addend, alpha, beta, identity, out)
+    return out

@@ -1,44 +1,85 @@
 # pyright: basic, reportMissingImports=false
 # A kernel has Triton's semantics, and Triton may be missing, so strict type checking does not apply.
-"""The Triton kernel for symmetric products.
+"""The Triton kernel for symmetric products, and its launch.
 
-**Result.** `alpha P Q^T + beta C + identity I` for a batch of matrices; the caller guarantees symmetry. Of the `n x n`
-result only the tiles on or above the diagonal are computed. Each is stored twice: in its position, and transposed at
-its mirror image. With `T = n / BLOCK_N` tiles per side these are `T (T + 1) / 2` tiles instead of `T^2`:
-`(1 + 1 / T) n^2 k` FLOPs instead of `2 n^2 k`.
+**Result.** `alpha P P^T + beta C + identity I` for a batch of matrices. Of the `n x n` result only the tiles on or
+above the diagonal are computed. Each is stored twice: in its position, and transposed at its mirror image. With
+`T = n / BLOCK_N` tiles per side these are `T (T + 1) / 2` tiles instead of `T^2`: `(1 + 1 / T) n^2 k` FLOPs instead of
+`2 n^2 k`.
 
 **Bitwise symmetry.** The lower triangle is always a copy of the upper one: a tile off the diagonal is copied whole, and
-a tile on the diagonal overwrites its lower half with its transposed upper half. The result is the mirrored upper
-triangle of the formula, even if the product is not symmetric.
+a tile on the diagonal overwrites its lower half with its transposed upper half.
 
 **Order of the tiles.** A linear program id is composed of matrix, tile, and row block of the tile. A tile is `BLOCK_N`
 wide and high; a program computes `BLOCK_M` of its rows. The triangle is folded into a full rectangle of `(T + 1) // 2`
 rows: its lower rows, rotated, fill the gap next to its upper rows. Integer divisions alone give a tile's position, and
 no program is idle. The rectangle is traversed in groups of `GROUP` rows, column by column, so that concurrent programs
-share panels of P and Q in the L2 cache.
+share panels of P in the L2 cache.
 
-**Memory.** Loads follow the unit stride, for P and for a transposed view. Sizes and strides are passed divided by their
-largest common power of two up to 8 (`ALIGN_N`, `ALIGN_K`) and multiplied again here, so the compiler sees a multiple of
-8 and moves 16 bytes at a time. Odd sizes have narrow loads: correct, but slow. A side that is a multiple of the block
-needs no mask (`EVEN_N`, `EVEN_K`). A transposed tile passes through shared memory (`tl.trans`), so that both stores run
-along rows. On a diagonal tile of a Gram matrix one panel may be loaded for both sides (`SHARE`). Offsets that involve a
-stride or a batch index are 64-bit.
+**Memory.** P is contiguous or the transpose of a contiguous tensor; loads follow its unit stride. Sizes are passed
+divided by their largest common power of two up to 8 (`ALIGN_N`, `ALIGN_K`) and multiplied again here, so the compiler
+sees a multiple of 8 and moves 16 bytes at a time. Odd sizes have narrow loads: correct, but slow. A side that is a
+multiple of the block needs no mask (`EVEN_N`, `EVEN_K`). A transposed tile passes through shared memory (`tl.trans`),
+so that both stores run along rows. Offsets that involve a stride or a batch index are 64-bit.
+
+**Tiles.** The candidates fit the shared memory and registers of compute capability 8.0 to 10.0: the loads of a tile
+take `stages * (rows + columns) * depth` elements of shared memory (99 to 227 KiB per program at most), its sums
+`rows * columns` of the 65,536 registers. Triton's autotuner times the suitable ones when a bucket of shapes first
+occurs, and caches the fastest on disk.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
-INTEGERS = (
-    *("n", "k", "p_batch", "p_stride", "q_batch", "q_stride"),
-    *("addend_batch", "addend_stride", "out_batch", "out_stride"),
-    *("n_bucket", "k_bucket", "batch_bucket"),
-)
-
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+INTERPRETED = bool(knobs.runtime.interpret)
 """True if Triton's interpreter was on at import; its kernels then run in NumPy, on any device."""
+
+
+def tile(
+    rows: int, columns: int, depth: int, warps: int, stages: int, registers: int | None = None, group: int = 8
+) -> triton.Config:
+    """Return the tile of a program: `rows` divides `columns`; `registers` limits them, so that two programs fit."""
+    blocks = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth, "GROUP": group}
+    return triton.Config(blocks, num_warps=warps, num_stages=stages, maxnreg=registers)
+
+
+_HALF = [
+    tile(128, 128, 64, 8, 3, registers=128),
+    tile(128, 128, 64, 8, 4),
+    tile(128, 128, 32, 8, 4),  # where shared memory is small: 8.6 and 8.9
+    tile(128, 256, 64, 8, 3),  # the fewest loads per product; the widest instruction of Hopper
+    tile(128, 256, 64, 8, 4),
+    tile(64, 128, 64, 4, 4),
+    tile(64, 64, 64, 4, 4),
+    tile(64, 64, 32, 4, 5),
+    tile(32, 32, 64, 4, 4),
+]
+_SINGLE = [
+    tile(128, 128, 16, 8, 3),
+    tile(64, 128, 16, 8, 3),
+    tile(64, 64, 16, 4, 4),
+    tile(64, 64, 32, 8, 3),
+    tile(32, 32, 32, 4, 3),
+]
+TILES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _SINGLE}
+"""Candidates by dtype."""
+
+_BY_HAND = tile(16, 32, 16, 4, 3, group=2)  # for the interpreter, so that small matrices have many tiles
+
+
+def _suited(configs: list[triton.Config], args: dict[str, Any], **_: object) -> list[triton.Config]:
+    """Return the candidates that are neither far wider than the result nor far too small."""
+    n, tiles = args["n_bucket"], TILES[args["p"].dtype]
+    least = 128 if n >= 2048 else 64 if n >= 256 else 32
+    most = max(n, 32) if n < 128 else 128 if n < 1024 else 256
+    return [one for one in tiles if least <= one.kwargs["BLOCK_N"] <= most]
 
 
 @triton.jit
@@ -76,65 +117,21 @@ def _inside(indices, size, EVEN: tl.constexpr):
     return (indices < size) | EVEN
 
 
-# The interpreter multiplies the bit patterns of bf16 instead of its values, truncates instead of rounding, and handles
-# subnormal numbers incorrectly. Under it bf16 is widened before a product, and both conversions are done on the bits.
-
-
-@triton.jit
-def _widened(x):
-    """Convert `x` to fp32, exactly."""
-    if INTERPRETED and x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _narrowed(x, DTYPE: tl.constexpr):
-    """Round the fp32 `x` to nearest, ties to even."""
-    if INTERPRETED and tl.bfloat16 == DTYPE:
-        bits = x.to(tl.uint32, bitcast=True)
-        nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-        nan = 0x7FC0
-        return tl.where(x == x, nearest, nan).to(tl.uint16).to(DTYPE, bitcast=True)
-    return x.to(DTYPE)
-
-
-@triton.jit
-def _dot(a, b, total):
-    """Return `total + a b^T`, summed in fp32 without tf32."""
-    if INTERPRETED:
-        a = _widened(a)
-        b = _widened(b)
-    return tl.dot(a, tl.trans(b), total, input_precision="ieee")
-
-
-@triton.jit(do_not_specialize=INTEGERS)
+@triton.jit(do_not_specialize=["n", "k", "n_bucket", "k_bucket", "batch_bucket"])
 def symmetric_kernel(
     p,
-    q,
     addend,
     out,
     n,
     k,
-    p_batch,
-    p_stride,
-    q_batch,
-    q_stride,
-    addend_batch,
-    addend_stride,
-    out_batch,
-    out_stride,
     alpha,
     beta,
     identity,
     n_bucket,
     k_bucket,
     batch_bucket,
-    GRAM: tl.constexpr,
     ADDEND: tl.constexpr,
-    P_ALONG_K: tl.constexpr,
-    Q_ALONG_K: tl.constexpr,
-    ADDEND_ALONG_COLUMNS: tl.constexpr,
+    ALONG_K: tl.constexpr,
     ALIGN_N: tl.constexpr,
     ALIGN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -143,7 +140,6 @@ def symmetric_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    SHARE: tl.constexpr,
 ):
     """Compute `BLOCK_M` rows of one tile of one matrix, and their mirror image."""
     n *= ALIGN_N
@@ -154,50 +150,40 @@ def symmetric_kernel(
     batch = (tl.program_id(0) // programs).to(tl.int64)
     within = tl.program_id(0) % programs
     i, j = upper_tile(within // SPLIT, tiles, GROUP)
-    on_diagonal = i == j
     rows = i * BLOCK_N + within % SPLIT * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
     depths = tl.arange(0, BLOCK_K)
     rows_inside = _inside(rows, n, EVEN_N)
     columns_inside = _inside(columns, n, EVEN_N)
 
-    p_stride = p_stride.to(tl.int64) * ALIGN_K
-    q_stride = q_stride.to(tl.int64) * ALIGN_K
-    left = _panel(p + batch * p_batch * ALIGN_K, rows, depths, p_stride, P_ALONG_K)
-    right = _panel(q + batch * q_batch * ALIGN_K, columns, depths, q_stride, Q_ALONG_K)
-    left_step = BLOCK_K if P_ALONG_K else BLOCK_K * p_stride
-    right_step = BLOCK_K if Q_ALONG_K else BLOCK_K * q_stride
+    n_stride = n.to(tl.int64)
+    stride = k.to(tl.int64) if ALONG_K else n_stride
+    p += batch * n * k
+    left = _panel(p, rows, depths, stride, ALONG_K)
+    right = _panel(p, columns, depths, stride, ALONG_K)
+    step = BLOCK_K if ALONG_K else BLOCK_K * stride
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if GRAM and SHARE and SPLIT == 1 and on_diagonal:
-        for start in range(0, k, BLOCK_K):
-            depths_inside = _inside(depths, k - start, EVEN_K)
-            a = tl.load(left, mask=rows_inside[:, None] & depths_inside[None, :], other=0.0)
-            total = _dot(a, a, total)
-            left += left_step
-    else:
-        for start in range(0, k, BLOCK_K):
-            depths_inside = _inside(depths, k - start, EVEN_K)
-            a = tl.load(left, mask=rows_inside[:, None] & depths_inside[None, :], other=0.0)
-            b = tl.load(right, mask=columns_inside[:, None] & depths_inside[None, :], other=0.0)
-            total = _dot(a, b, total)
-            left += left_step
-            right += right_step
+    for start in range(0, k, BLOCK_K):
+        depths_inside = _inside(depths, k - start, EVEN_K)
+        a = tl.load(left, mask=rows_inside[:, None] & depths_inside[None, :], other=0.0)
+        b = tl.load(right, mask=columns_inside[:, None] & depths_inside[None, :], other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        left += step
+        right += step
 
     inside = rows_inside[:, None] & columns_inside[None, :]
+    square = batch * n * n
     total *= alpha
     if ADDEND:
-        addend_stride = addend_stride.to(tl.int64) * ALIGN_N
-        c = _panel(addend + batch * addend_batch * ALIGN_N, rows, columns, addend_stride, ADDEND_ALONG_COLUMNS)
-        total += beta * _widened(tl.load(c, mask=inside, other=0.0))
+        c = tl.load(_panel(addend + square, rows, columns, n_stride, True), mask=inside, other=0.0)
+        total += beta * c.to(tl.float32)
     total = tl.where(rows[:, None] == columns[None, :], total + identity, total)
-    value = _narrowed(total, out.dtype.element_ty)
+    value = total.to(out.dtype.element_ty)
 
-    out += batch * out_batch * ALIGN_N
-    out_stride = out_stride.to(tl.int64) * ALIGN_N
-    here = _panel(out, rows, columns, out_stride, True)
-    mirrored = _panel(out, columns, rows, out_stride, True)
+    here = _panel(out + square, rows, columns, n_stride, True)
+    mirrored = _panel(out + square, columns, rows, n_stride, True)
     mirrored_inside = columns_inside[:, None] & rows_inside[None, :]
-    if not on_diagonal:
+    if i != j:
         tl.store(here, value, mask=inside)
         tl.store(mirrored, tl.trans(value), mask=mirrored_inside)
     elif SPLIT == 1:
@@ -206,3 +192,60 @@ def symmetric_kernel(
     else:  # not square: its mirror image overlaps another program's rows, so only the upper part is stored, twice
         tl.store(here, value, mask=inside & (rows[:, None] <= columns[None, :]))
         tl.store(mirrored, tl.trans(value), mask=mirrored_inside & (rows[None, :] <= columns[:, None]))
+
+
+_with_even = triton.heuristics(
+    {
+        "EVEN_N": lambda args: args["n"] * args["ALIGN_N"] % args["BLOCK_N"] == 0,
+        "EVEN_K": lambda args: args["k"] * args["ALIGN_K"] % args["BLOCK_K"] == 0,
+    }
+)(symmetric_kernel)
+_tuned = triton.autotune(
+    [*_HALF, *_SINGLE],
+    key=["n_bucket", "k_bucket", "batch_bucket", "ALIGN_K"],
+    prune_configs_by={"early_config_prune": _suited},
+    cache_results=True,
+)(_with_even)
+
+
+def _bucket(size: int) -> int:
+    """Return the power of two that a size is tuned as, at most 16,384, so that few new shapes are timed."""
+    return min(1 << (size - 1).bit_length(), 16384)
+
+
+def launch(
+    p: torch.Tensor,
+    addend: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    identity: float,
+    out: torch.Tensor,
+    config: triton.Config | None = None,
+) -> None:
+    """Enqueue the kernel on the arguments of `symmetric_matmul`, with a tile or with the fastest one."""
+    if INTERPRETED and out.dtype != torch.float32:  # the interpreter multiplies the bit patterns of bf16
+        wide = None if addend is None else addend.float()
+        whole = torch.empty_like(out, dtype=torch.float32)
+        launch(p.float(), wide, alpha, beta, identity, whole, config)
+        out.copy_(whole)
+        return
+    p = p if p.mT.is_contiguous() else p.contiguous()
+    batches, n, k = p.shape
+    align_n, align_k = math.gcd(8, n), math.gcd(8, k)
+    config = _BY_HAND if config is None and INTERPRETED else config
+    chosen: dict[str, Any] = {} if config is None else config.all_kwargs()
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        tiles = triton.cdiv(n, meta["BLOCK_N"])
+        return (batches * (tiles * (tiles + 1) // 2) * (meta["BLOCK_N"] // meta["BLOCK_M"]),)
+
+    with torch.cuda.device_of(p):  # Triton launches on the current device
+        (_tuned if config is None else _with_even)[grid](
+            *(p, out if addend is None else addend.contiguous(), out),
+            *(n // align_n, k // align_k, alpha, beta, identity, _bucket(n), _bucket(k), _bucket(batches)),
+            ADDEND=addend is not None,
+            ALONG_K=p.is_contiguous(),
+            ALIGN_N=align_n,
+            ALIGN_K=align_k,
+            **chosen,
+        )
