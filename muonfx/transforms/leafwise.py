@@ -7,7 +7,7 @@ or at every update if it reads tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, cast, overload
 
@@ -21,9 +21,8 @@ from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_upda
 from muonfx.core.contract import NOTHING, Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, zeros
-from muonfx.tree import Present, PyTree, Structure, device_of
+from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
-from muonfx.tree.arguments import check_plain, plain_kinds
 
 __all__ = ["Leaf", "Slot", "SlotTrees", "StateAndStep", "StepCount", "leafwise", "params_for"]
 
@@ -35,10 +34,6 @@ StateAndStep = tuple[PyTree, Callable[..., tuple["Leaf", PyTree]]]
 Constructor = Callable[..., StateAndStep]
 
 P = ParamSpec("P")
-
-
-# Looked up once: compiled steps create slots whenever they rebuild a transform.
-_STR, _BOOL = plain_kinds("str"), plain_kinds("bool")
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class Slot:
         signed: whether elements may be negative; only a compact dtype cares.
 
     Raises:
-        TypeError: the dtype is neither floating point nor compact nor None, or another argument has the wrong type.
+        TypeError: the dtype is neither floating point nor compact nor None.
         ValueError: the dtype is a string other than "auto", or ``start`` is another one than "zeros" and "params".
 
     >>> import muonfx as mfx
@@ -67,15 +62,12 @@ class Slot:
     signed: bool = True
 
     def __post_init__(self) -> None:
-        check_plain("Slot", "argument", self.argument, _STR)
-        check_plain("Slot", "signed", self.signed, _BOOL)
         if not isinstance(self.dtype, Compact):
             checks.state_dtype(self.argument, self.dtype)
-        if isinstance(self.start, str):
-            if self.start not in ("zeros", "params"):
-                raise ValueError(f'Slot: start must be "zeros", "params" or a number, found {self.start!r}')
-        else:
+        if not isinstance(self.start, str):
             checks.finite("Slot: start", self.start)
+        elif self.start not in ("zeros", "params"):
+            raise ValueError(f'Slot: start must be "zeros", "params" or a number, found {self.start!r}')
 
     @property
     def starts_at_params(self) -> bool:
@@ -99,23 +91,23 @@ class SlotTrees:
     def __init__(self, slot: Slot, role: str) -> None:
         self._slot = slot
         self._holder = Holder(slot.dtype, role, signed=slot.signed) if isinstance(slot.dtype, Compact) else None
+        self.reads_copies = self._holder is not None
 
     def init(self, params: PyTree) -> PyTree:
         """Return the first tree."""
         start, holder = self._slot.start, self._holder
+        dtype = "auto" if holder is not None else cast("WideStateDtype", self._slot.dtype)
         if isinstance(start, str):
             if holder is not None:
                 return holder.zeros(params) if start == "zeros" else holder.of(params)
-            dtype = cast("WideStateDtype", self._slot.dtype)
             return zeros(params, dtype) if start == "zeros" else copies(params, dtype)
-        wide = zeros(params, "auto" if holder is not None else cast("WideStateDtype", self._slot.dtype))
-        value = start.to(tree.device_of(params)) if isinstance(start, Tensor) else start
-        filled = tree.map(lambda leaf: (leaf + value).to(leaf.dtype), wide)
+        value = start.to(device_of(params)) if isinstance(start, Tensor) else start
+        filled = tree.map(lambda leaf: (leaf + value).to(leaf.dtype), zeros(params, dtype))
         return filled if holder is None else holder.of(filled)
 
-    def read(self, at: Present, held: PyTree) -> tuple[list[Tensor], bool]:
-        """Return the values of the selected leaves, and whether they are fresh copies."""
-        return (at.pick(held), False) if self._holder is None else (self._holder.read(at, held), True)
+    def read(self, at: Present, held: PyTree) -> list[Tensor]:
+        """Return the values of the selected leaves."""
+        return at.pick(held) if self._holder is None else self._holder.read(at, held)
 
     def write(self, at: Present, values: list[Tensor], old: list[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
         """Round values to the pinned dtype; with ``reuse``, into the storage of the old values."""
@@ -194,15 +186,17 @@ def leafwise(
         raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
+        def declared(*args: object, **kwargs: object) -> tuple[PyTree, Step]:
+            returned = constructor(*args, **kwargs)
+            return state_and_step(f"{constructor.__name__}: a leafwise", returned, StepCount, reads_params)
+
         @functools.wraps(constructor)
         def build(*args: object, **kwargs: object) -> InitAndUpdate:
-            state, step = _declared(constructor, reads_params, args, kwargs)
-            return _functions(constructor.__name__, state, step, reads_params)
+            return _functions(constructor.__name__, *declared(*args, **kwargs), reads_params)
 
         def find_locality(*args: object, **kwargs: object) -> Locality:
-            state, _ = _declared(constructor, reads_params, args, kwargs)
-            slots = [field for field in tree.leaves(state) if isinstance(field, Slot)]
-            is_compact = any(isinstance(slot.dtype, Compact) for slot in slots)
+            state, _ = declared(*args, **kwargs)
+            is_compact = any(isinstance(slot, Slot) and isinstance(slot.dtype, Compact) for slot in tree.leaves(state))
             return max(locality, Locality.LEAF) if is_compact else locality  # the elements of a block share a scale
 
         decorator = transform(
@@ -217,95 +211,75 @@ def leafwise(
     return decorate if constructor is None else decorate(constructor)
 
 
-def _declared(
-    constructor: Constructor, reads_params: ReadsParams, args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[PyTree, Step]:
-    """Call a constructor and check its result."""
-    found: object = constructor(*args, **kwargs)
-    what = f"{constructor.__name__}: a leafwise constructor"
+def state_and_step(kind: str, found: object, other: type, reads_params: ReadsParams) -> tuple[PyTree, Step]:
+    """Check that a constructor returned a step and a state of `Slot` and of another type."""
     if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
-        raise TypeError(f"{what} returns a state and a step, found {found!r}")
-    for place, field in enumerate(tree.leaves(found[0])):
-        if isinstance(field, StepCount) or (isinstance(field, Slot) and (reads_params or not field.starts_at_params)):
-            continue
-        where = tree.names(found[0])[place]
-        if not isinstance(field, Slot):
-            raise TypeError(f"{what} returns a state of Slot and StepCount, found {field!r} at {where!r}")
-        raise TypeError(f"{what} with a slot that starts at the parameters, {where!r}, declares reads_params=True")
+        raise TypeError(f"{kind} constructor returns a state and a step, found {found!r}")
+    for where, field in zip(tree.names(found[0]), tree.leaves(found[0]), strict=True):
+        if not isinstance(field, (Slot, other)):
+            raise TypeError(
+                f"{kind} constructor returns a state of Slot and {other.__name__}, found {field!r} at {where!r}"
+            )
+        if isinstance(field, Slot) and field.starts_at_params and not reads_params:
+            raise TypeError(
+                f"{kind} constructor whose slot {where!r} starts at the parameters declares reads_params=True"
+            )
     return found
 
 
 def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> InitAndUpdate:
     """Build ``init`` and ``update`` from a declared state and a step."""
-    slots, treedef = tree.flatten(declared)
-    named = zip(slots, tree.names(declared), strict=True) if slots else ()
+    named = zip(tree.leaves(declared), tree.names(declared), strict=True)
     fields = [SlotTrees(field, role) if isinstance(field, Slot) else None for field, role in named]
-    # A plan is cached only if no scalar is a tensor (as counts are): it is then the same at every call.
     kept: list[Plan] = []
 
-    def containers() -> Structure:
-        return tree.flatten(declared)[1] if torch.compiler.is_compiling() else treedef  # tracing has its own treedefs
-
     def plan_for(held: list[PyTree]) -> Plan:
-        may_keep = None not in fields and not torch.compiler.is_compiling()  # a compiled graph would guard on the cache
+        # A plan is the same at every call if no scalar is a tensor (as counts are). A compiled graph would guard on it.
+        may_keep = None not in fields and not torch.compiler.is_compiling()
         if may_keep and kept:
             return kept[0]
-        record: list[Operation | None] = []
-        u = Leaf(record)
-        p = [Leaf(record)] if reads_params else []
-        old = [own if field is None else Leaf(record) for field, own in zip(fields, held, strict=True)]
-        returned: object = step(u, tree.unflatten(containers(), old), *p)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise TypeError(f"{name}: the step must return (update, state), found {_shape_of(returned)}")
-        out, new_state = returned
-        made = plan(record, [out, *_fields(name, declared, out, new_state)])
-        if may_keep and not made.has_tensors:
+        made = _record(name, declared, step, held, bool(reads_params))
+        if may_keep and not made.may_vary:
             kept.append(made)
         return made
 
     def init(params: PyTree) -> PyTree:
         made = [new_count(device_of(params)) if field is None else field.init(params) for field in fields]
-        return tree.unflatten(containers(), made)
+        return tree.unflatten(tree.flatten(declared)[1], made)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        at, top = Present(updates), containers()
-        held = tree.subtrees(top, state)
+        at, containers = Present(updates), tree.flatten(declared)[1]
+        held = tree.subtrees(containers, state)
         operands, may_write = [at.pick(updates)], [donate.updates]
+        sources: list[int] = []  # the operand that each field of the state replaces
+        for field, own in zip(fields, held, strict=True):
+            sources.append(len(operands))
+            if field is not None:
+                operands.append(field.read(at, own))
+                may_write.append(donate.state or field.reads_copies)
         if reads_params:
             operands.append(at.pick(params_for(name, params, updates, reads_params)))
             may_write.append(False)
-        sources = [0]  # the operand that each output replaces
-        for field, own in zip(fields, held, strict=True):
-            if field is not None:
-                sources.append(len(operands))
-                stored, is_fresh = field.read(at, own)
-                operands.append(stored)
-                may_write.append(donate.state or is_fresh)
 
         planned = plan_for(held)
         values = Values(planned, operands, may_write)
-        pairs = list(zip(planned.outputs, sources, strict=True))
-        taken = [place for place, source in pairs if place == source]
-        (out, _), *rest = pairs
-        counts, places = iter(planned.counts), iter(rest)
-        new_state: list[PyTree] = []
-        for field, own in zip(fields, held, strict=True):
-            if field is None:
-                new_state.append(next(counts))
-                continue
-            place, source = next(places)
-            if place != source:
-                values.check(place, operands[source], at, f"{name}: the step returns a state")
-                wide, reuse = values.take(place, taken), donate.state and values.was_cast[source]
-                own = field.write(at, wide, operands[source], own, reuse=reuse)
-                taken.append(place)
-            new_state.append(own)
-        if out != 0:
-            values.check(out, operands[0], at, f"{name}: the step returns an update")
-            updates = at.fill(ew.cast_like(values.take(out, taken, spare=0), operands[0]))
-        return updates, tree.unflatten(top, new_state)
+        pairs = list(zip(planned.state, sources, strict=True))
+        unchanged = [(planned.update, 0), *pairs]
+        taken = [source for output, source in unchanged if isinstance(output, int) and output == source]
+        for number, (field, (output, source)) in enumerate(zip(fields, pairs, strict=True)):
+            if field is None or isinstance(output, Tensor):
+                held[number] = output
+            elif output != source:
+                values.check(output, operands[source], at, f"{name}: the step returns a state")
+                wide, reuse = values.take(output, taken), donate.state and values.was_cast[source]
+                held[number] = field.write(at, wide, operands[source], held[number], reuse=reuse)
+                taken.append(output)
+        if planned.update != 0:
+            values.check(planned.update, operands[0], at, f"{name}: the step returns an update")
+            updates = at.fill(ew.cast_like(values.take(planned.update, taken, spare=0), operands[0]))
+        return updates, tree.unflatten(containers, held)
 
     return init, update
 
@@ -317,29 +291,27 @@ def params_for(name: str, params: PyTree, updates: PyTree, reads_params: ReadsPa
     return apply_updates(params, updates) if reads_params == "updated" else params
 
 
-def _shape_of(state: object) -> str:
-    """Describe the outermost container of a state for an error message."""
-    if isinstance(state, dict):
-        return f"a dict of {', '.join(map(repr, state)) or 'nothing'}"
-    if state is None:
-        return "None"
-    return f"a {type(state).__name__}" + (f" of {len(state)}" if isinstance(state, tuple | list) else "")
-
-
-def _fields(name: str, declared: PyTree, out: object, new_state: PyTree) -> list[Leaf | Tensor]:
-    """Return the fields of a new state after comparing them with the declared fields."""
+def _record(name: str, declared: PyTree, step: Step, held: list[PyTree], reads_params: bool) -> Plan:
+    """Call the step with leaves that record its operations, and check that it returns what was declared."""
+    slots, containers = tree.flatten(declared)
+    record: list[Operation | None] = []
+    u = Leaf(record)
+    old = [Leaf(record) if isinstance(slot, Slot) else own for slot, own in zip(slots, held, strict=True)]
+    params = [Leaf(record)] if reads_params else []
+    returned: object = step(u, tree.unflatten(containers, old), *params)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
+    out, state = returned
     if not isinstance(out, Leaf):
         raise TypeError(f"{name}: the step returns an update of type {type(out).__name__}, not one made of operands")
-    slots, containers = tree.flatten(declared)
     try:
-        found = tree.subtrees(containers, new_state)
+        found = tree.subtrees(containers, state)
     except ValueError as error:
-        raise TypeError(
-            f"{name}: the step returns a state of {_shape_of(new_state)}, and {_shape_of(declared)} was declared"
-        ) from error
-    for place, (field, leaf) in enumerate(zip(slots, found, strict=True)):
-        if not isinstance(leaf, Leaf if isinstance(field, Slot) else Tensor):
-            where = tree.names(declared)[place]
-            found_type = "a Leaf" if isinstance(leaf, Leaf) else f"a {type(leaf).__name__}"
-            raise TypeError(f"{name}: the step returns {found_type} for {where!r} of its state, declared as {field!r}")
-    return found
+        raise TypeError(f"{name}: the step returns another state than declared. {error}") from error
+    for place, (slot, own) in enumerate(zip(slots, found, strict=True)):
+        if not isinstance(own, Leaf if isinstance(slot, Slot) else Tensor):
+            raise TypeError(
+                f"{name}: the step returns a {type(own).__name__} for {tree.names(declared)[place]!r} of its state, "
+                f"declared as {slot!r}"
+            )
+    return plan(record, out, found)

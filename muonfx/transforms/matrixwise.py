@@ -207,10 +207,10 @@ class _Like:
         return self._trees.init(params)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
-        return matrices.split(self._trees.read(matrices.at, held)[0])
+        return matrices.split(self._trees.read(matrices.at, held))
 
     def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
-        stored = self._trees.read(matrices.at, held)[0]
+        stored = self._trees.read(matrices.at, held)
         return self._trees.write(matrices.at, matrices.join(states, stored), stored, held, reuse=False)
 
 

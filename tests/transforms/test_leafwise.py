@@ -100,17 +100,8 @@ def normalized(decay: float = 0.9, dtype: Any = "auto"):
     return {"trace": mfx.Slot(dtype)}, step
 
 
-@mfx.leafwise
-def without_state(limit: float = 2.0):
-    def step(u: mfx.Leaf, s: mfx.core.EmptyState):
-        return limit * torch.tanh(u / limit), s
-
-    return mfx.core.EmptyState(), step
-
-
 TINY = {"block": 4, "min_size": 0}
 CASES = [
-    rms_scaled(),
     rms_scaled(dtype=torch.bfloat16),
     rms_scaled(dtype=mfx.int8(**TINY)),
     swaps_its_trees(),
@@ -119,9 +110,7 @@ CASES = [
     gives_out_its_state(),
     views_and_writes(),
     functions_of_torch(),
-    normalized(),
     normalized(dtype=mfx.fp8(**TINY, stochastic=True)),
-    without_state(),
 ]
 COMPILED = [name for name, law in kit.LAWS.items() if law.family == "compiling"]
 
@@ -212,8 +201,8 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("tx", [mfx.momentum(), mfx.scale_by_lion()], ids=repr)
-def test_many_leaves_take_no_more_calls_than_one(tx: mfx.Transform, donate: bool):
+def test_many_leaves_take_no_more_calls_than_one(donate: bool):
+    tx = mfx.momentum()
     found = []
     for number in (1, 7):
         params = {f"p{i}": torch.randn(2, 2) for i in range(number)}
@@ -285,45 +274,19 @@ def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
 @pytest.mark.parametrize(
     ("step", "state", "message"),
     [
-        (lambda u, s: (u if u else -u, s), (), "cannot decide on the values of a leaf.*torch.where"),
-        (lambda u, s: (u / u.shape[0], s), (), "has no shape here.*muonfx.transform"),
-        (lambda u, s: (u.to(u.dtype), s), (), "has no dtype here"),
-        (lambda u, s: (u.mul_(2.0), s), (), "mul_ writes in place; use mul"),
         (lambda u, s: (torch.ones(2), s), (), "bad: the step returns an update of type Tensor, not one made of"),
+        (lambda u, s: u, (), r"bad: the step must return \(update, state\), found a Leaf"),
         (lambda u, s: (u, (1.0,)), (mfx.Slot(),), r"returns a float for '0' of its state, declared as Slot"),
         (lambda u, s: (u, (u,)), (mfx.StepCount(),), r"returns a Leaf for '0' of its state, declared as StepCount"),
-        (
-            lambda u, s: (u, {"a": u}),
-            (mfx.Slot(),),
-            "bad: the step returns a state of a dict of 'a', and a tuple of 1 was",
-        ),
+        (lambda u, s: (u, {"a": u}), (mfx.Slot(),), "bad: the step returns another state than declared.*tuple"),
+        (lambda u, s: (u, s), (1.0,), "bad: a leafwise .* returns a state of Slot and StepCount, found 1.0 at '0'"),
+        (lambda u, s: (u, s), {"p": mfx.Slot(start="params")}, "'p' starts at the parameters declares reads_params"),
+        (None, (), "bad: a leafwise constructor returns a state and a step, found"),
     ],
 )
 def test_a_step_that_cannot_be_carried_out_says_why(step: Any, state: Any, message: str):
-    tx = made(step, state)
-    with pytest.raises((TypeError, AttributeError), match=message):
-        tx.update(GRADS, tx.init(GRADS), GRADS)
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ((1.0,), "bad: a leafwise constructor returns a state of Slot and StepCount, found 1.0 at '0'"),
-        ({"p": mfx.Slot(start="params")}, "starts at the parameters, 'p', declares reads_params=True"),
-    ],
-)
-def test_a_state_that_cannot_be_declared_says_why(state: Any, message: str):
     with pytest.raises(TypeError, match=message):
-        made(lambda u, s: (u, s), state)
-
-
-def test_a_constructor_that_returns_something_else_says_why():
-    @mfx.leafwise
-    def bad():
-        return lambda u, s: (u, s)
-
-    with pytest.raises(TypeError, match="bad: a leafwise constructor returns a state and a step, found"):
-        bad()
+        made(step, state).update(GRADS, made(step, state).init(GRADS), GRADS)
 
 
 def test_a_step_that_reads_parameters_asks_for_them():

@@ -16,7 +16,6 @@ ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 LOGIC = ("and_", "or_", "xor", "lshift", "rshift")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 UNARY = ("neg", "pos", "abs", "invert")
-IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 NUMBERS: list[Any] = [0, 1, -2, 3, 0.5, -1.5, True, torch.tensor(2), torch.tensor(0.25)]
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "where": lambda x, y: torch.where(x > y, x, -1.0),
@@ -40,7 +39,7 @@ def expressions(depth: int) -> st.SearchStrategy[Expression]:
     if depth == 0:
         return atom
     inner = expressions(depth - 1)
-    binary = st.tuples(st.sampled_from(ARITHMETIC + LOGIC + COMPARISONS + IN_PLACE + tuple(FUNCTIONS)), inner, inner)
+    binary = st.tuples(st.sampled_from(ARITHMETIC + LOGIC + COMPARISONS + tuple(FUNCTIONS)), inner, inner)
     return st.one_of(atom, st.tuples(st.sampled_from(UNARY), inner), binary)
 
 
@@ -52,9 +51,6 @@ def value(expression: Expression, u: Any, p: Any) -> Any:
     if kind == "number":
         return parts[0]
     found = [value(part, u, p) for part in parts]
-    if kind in IN_PLACE:
-        first = found[0].clone() if isinstance(found[0], Tensor | mfx.Leaf) else found[0]
-        return getattr(operator, kind)(first, found[1])
     return FUNCTIONS[kind](*found) if kind in FUNCTIONS else getattr(operator, kind)(*found)
 
 
@@ -107,23 +103,21 @@ def test_a_step_is_what_the_operators_of_tensors_are(
         )
 
 
-@pytest.mark.parametrize("name", [*ARITHMETIC, *COMPARISONS, *IN_PLACE[:7]])
-@pytest.mark.parametrize("other", ["leaf", "number", "reflected"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_operator_alone(name: str, other: str, dtype: torch.dtype):
-    updates, params = drawn((dtype,), 0)
+@pytest.mark.parametrize("name", [*ARITHMETIC, *COMPARISONS])
+def test_each_operator_alone(name: str):
+    updates, params = drawn(DTYPES, 0)
     number = ("number", 1.5)
-    sides = {"leaf": (("u",), ("p",)), "number": (("u",), number), "reflected": (number, ("u",))}[other]
-    found, _ = computed((name, *sides)).update(updates, mfx.core.EmptyState(), params)
-    for leaf, u in updates.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        own = value((name, *sides), u.to(wide), params[leaf].to(wide)).to(dtype)
-        assert torch.equal(found[leaf].nan_to_num(7.0), own.nan_to_num(7.0)), leaf
+    for sides in ((("u",), ("p",)), (("u",), number), (number, ("u",))):
+        found, _ = computed((name, *sides)).update(updates, mfx.core.EmptyState(), params)
+        for leaf, u in updates.items():
+            wide = torch.promote_types(u.dtype, torch.float32)
+            own = value((name, *sides), u.to(wide), params[leaf].to(wide)).to(u.dtype)
+            assert torch.equal(found[leaf].nan_to_num(7.0), own.nan_to_num(7.0)), (leaf, sides)
 
 
-def test_an_in_place_operator_changes_a_value_under_all_its_names():
+def test_an_in_place_operator_rebinds_the_name():
     @mfx.leafwise
-    def aliased():
+    def rebound():
         def step(u: mfx.Leaf, s: Any):
             same = u
             same *= 2.0
@@ -132,37 +126,29 @@ def test_an_in_place_operator_changes_a_value_under_all_its_names():
 
         return {"sum": mfx.Slot()}, step
 
-    tx, u = aliased(), torch.tensor([1.0, -3.0])
+    tx, u = rebound(), torch.tensor([1.0, -3.0])
     updates, state = tx.update({"w": u}, tx.init({"w": u}))
-    assert torch.equal(updates["w"], torch.tensor([4.0, -12.0]))
-    assert torch.equal(state["sum"]["w"], torch.tensor([2.0, -6.0]))
-    assert torch.equal(u, torch.tensor([1.0, -3.0]))
+    assert updates["w"].tolist() == [3.0, -9.0]
+    assert state["sum"]["w"].tolist() == u.tolist() == [1.0, -3.0]
 
 
+ONLY_VALUES = "stands for every leaf of a tree, so Python cannot .*; use torch.where, or write the transform"
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "bool": (lambda u: bool(u), "cannot decide on the values"),
-    "not": (lambda u: not u, "cannot decide on the values"),
-    "if equal": (lambda u: 1.0 if u == 0 else u, "cannot decide on the values"),
-    "in": (lambda u: 1.0 in u, r"values for `in` here; compare with =="),
-    "in a list": (lambda u: u in [1.0], "cannot decide on the values"),
-    "iteration": (lambda u: list(u), "rows to iterate over"),
-    "len": (lambda u: len(u), r"len\(\) here"),
-    "index": (lambda u: u[0], "elements to index here; use torch.where"),
-    "assignment": (lambda u: operator.setitem(u, 0, 1.0), "elements to write to here; use torch.where"),
-    "matmul": (lambda u: u @ u, r"matrix product \(@\) here; write the transform with muonfx.transform"),
-    "reflected matmul": (lambda u: [1.0] @ u, "matrix product"),
-    "float": (lambda u: float(u), "number in Python"),
-    "int": (lambda u: int(u), "number in Python"),
-    "range": (lambda u: range(u), "number in Python"),
-    "shape": (lambda u: u.shape, "no shape here"),
-    "dtype": (lambda u: u.dtype, "no dtype here"),
-    "numel": (
-        lambda u: u / u.numel(),
-        "numel of a leaf is int, and a step works with tensors only; write the transform",
-    ),
-    "size": (lambda u: u * u.size(0), "size of a leaf is int"),
+    "not": (lambda u: not u, ONLY_VALUES),
+    "if equal": (lambda u: 1.0 if u == 0 else u, ONLY_VALUES),
+    "in": (lambda u: 1.0 in u, ONLY_VALUES),
+    "in a list": (lambda u: u in [1.0], ONLY_VALUES),
+    "iteration": (lambda u: list(u), ONLY_VALUES),
+    "len": (lambda u: len(u), ONLY_VALUES),
+    "index": (lambda u: u[0], ONLY_VALUES),
+    "assignment": (lambda u: operator.setitem(u, 0, 1.0), ONLY_VALUES),
+    "matmul": (lambda u: u @ u, ONLY_VALUES),
+    "reflected matmul": (lambda u: [1.0] @ u, ONLY_VALUES),
+    "float": (lambda u: float(u), ONLY_VALUES),
+    "range": (lambda u: range(u), ONLY_VALUES),
+    "shape": (lambda u: u.shape, "has no shape; write the transform with muonfx.transform"),
+    "numel": (lambda u: u / u.numel(), "numel of a leaf is int, and a step works with tensors only; write the"),
     "item": (lambda u: u.sum().item(), "item of a leaf is float"),
-    "max": (lambda u: u.reshape(-1).max(dim=0) + 1, "max of a leaf is max"),
     "equal to None": (lambda u: u == None, "eq of a leaf is bool"),  # noqa: E711
     "mul_": (lambda u: u.mul_(2.0), "mul_ writes in place; use mul"),
     "torch.relu_": (lambda u: torch.relu_(u), "relu_ writes in place"),
@@ -189,7 +175,6 @@ def test_what_a_leaf_cannot_do_is_an_error_by_name(name: str):
     ("error", "message", "update", "kept"),
     [
         (ValueError, r"update of shape \(\) for 'b', expected its shape \(3,\)", lambda u: u.sum(), None),
-        (ValueError, r"update of shape \(2, 3\) for 'b'", lambda u: u * torch.ones(2, 1), None),
         (
             ValueError,
             r"state of shape \(1, 3\) for 'b', expected its shape \(3,\)",
@@ -197,7 +182,6 @@ def test_what_a_leaf_cannot_do_is_an_error_by_name(name: str):
             lambda u: u[None] if isinstance(u, Tensor) else u.unsqueeze(0),
         ),
         (TypeError, "update of torch.complex64 for 'b', expected real numbers", lambda u: u * 1j, None),
-        (TypeError, "update of torch.complex64 for 'b'", lambda u: torch.exp(u + 1j), None),
         (TypeError, "state of torch.complex64 for 'b'", None, lambda u: torch.complex(u, u)),
     ],
 )
