@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,12 +27,12 @@ __all__ = ["Report", "check_transform", "laws_for", "suitable_params"]
 
 @dataclass(frozen=True)
 class Report:
-    """What `check_transform` found to hold, and what it did not ask.
+    """The laws that `check_transform` checked, and the laws that it left out.
 
     Attributes:
         tx: the transform, printed.
-        held: how many examples each law held on.
-        left_out: why a law was not asked.
+        held: the number of examples that each law held on.
+        left_out: the reason why a law was not checked.
 
     >>> print(Report("scale(factor=2.0)", {"identity_is_neutral": 10}, {"pickle_gives_an_equal_transform": "skipped"}))
     scale(factor=2.0): 1 law holds
@@ -54,7 +55,7 @@ class Report:
 
 
 def laws_for(tx: Transform) -> dict[str, str | None]:
-    """List every law with None where it applies to a transform, else with the reason why it does not.
+    """List every law, with None if it applies to a transform, else with the reason why it does not.
 
     >>> import muonfx as mfx
     >>> found = laws_for(mfx.clip_by_global_norm(1.0))
@@ -85,10 +86,10 @@ def _strategy(ranks: tuple[int, int]) -> st.SearchStrategy[Example]:
 
 
 def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
-    """Find what a transform takes by trying it: any tree, or one whose leaves have two dims and more.
+    """Return examples that a transform accepts, found by trying: any tree, or leaves of two dims and more.
 
     Raises:
-        TypeError: it takes neither; the message shows both errors.
+        TypeError: the transform accepts neither; the message shows both errors.
 
     >>> import muonfx as mfx
     >>> from hypothesis import find
@@ -125,20 +126,19 @@ def check_transform(
     Args:
         tx: the transform.
         laws: names of laws, or the functions; None: all.
-        skip: those to leave out.
-        params: a strategy of `Example` values, such as ``params_and_grads(ranks=(2, 2))``; None: what the transform
-            takes, found by trying.
-        max_examples: examples for each law (fewer for the slow ones, such as compilation); None: as the hypothesis
-            profile says.
+        skip: laws to leave out.
+        params: a strategy of `Example` values, such as ``params_and_grads(ranks=(2, 2))``; None: `suitable_params`.
+        max_examples: examples for each law (fewer for slow laws, such as compilation); None: as the hypothesis
+            profile sets.
         seed: of the examples; None: the hypothesis profile decides.
         updates_dtype: the dtype that the transform is documented to give to all updates, instead of the gradients', or
             a function that returns it for the dtype of a parameter.
 
     Returns:
-        What held on how many examples, and what was left out and why. It prints.
+        The number of examples on which each law held, and the laws that were left out, with the reason. It prints.
 
     Raises:
-        LawViolation: a law does not hold; the message names the law, the leaf and what was found, and shows the
+        LawViolation: a law does not hold; the message names the law, the leaf and the values found, and shows the
             smallest example.
         ValueError: no law has a given name.
 
@@ -150,12 +150,11 @@ def check_transform(
     ['update_remembers_nothing', 'identity_is_neutral']
     """
     skipped = {law.name for law in _chosen(skip)}
-    chosen = _chosen(laws)
     number = max_examples or hypothesis.settings().max_examples
     held: dict[str, int] = {}
     left_out: dict[str, str] = {}
     pool: list[Example] = []
-    for law in chosen:
+    for law in _chosen(laws):
         why_not = "skipped" if law.name in skipped else law.why_not(tx)
         if why_not is not None:
             left_out[law.name] = why_not
@@ -164,17 +163,20 @@ def check_transform(
             params = suitable_params(tx) if params is None else params
             pool = _drawn(params, number, seed)
         assert params is not None
-        options: dict[str, Any] = {"updates_dtype": updates_dtype} if "updates_dtype" in law.options else {}
+        options: dict[str, Any] = {}
+        if updates_dtype is not None and "updates_dtype" in inspect.signature(law.check).parameters:
+            options["updates_dtype"] = updates_dtype
+
+        def holds(example: Example, law: Law = law, options: dict[str, Any] = options) -> None:
+            law.check(tx, *example, **options)
+
         taken = _spread(pool, math.ceil(len(pool) * law.share))
         try:
             for example in taken:
-                law.check(tx, *example, **options)
+                holds(example)
         except LawViolation as violation:
-            if law.share < SLOW:
-                smallest = _smallest_of(pool, law, tx, options, violation)
-            else:
-                smallest = _smallest(law, tx, params, number, seed, options, violation)
-            raise smallest from violation.__cause__
+            smallest = _smallest_drawn(holds, pool) if law.share < SLOW else _shrunk(holds, params, number, seed)
+            raise smallest or violation from violation.__cause__
         held[law.name] = len(taken)
     return Report(repr(tx), held, left_out)
 
@@ -184,8 +186,13 @@ def _spread(pool: list[Example], number: int) -> list[Example]:
     return [pool[-1 - place * len(pool) // number] for place in range(number)]
 
 
-def _settings(number: int, seed: int | None) -> hypothesis.settings:
-    return hypothesis.settings(
+Check = Callable[[Example], None]
+
+
+def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
+    """Call a function on drawn examples; hypothesis shrinks an example on which it raises an error."""
+
+    @hypothesis.settings(
         max_examples=number,
         deadline=None,
         database=None,
@@ -195,6 +202,11 @@ def _settings(number: int, seed: int | None) -> hypothesis.settings:
         report_multiple_bugs=False,
         print_blob=False,
     )
+    @hypothesis.given(strategy)
+    def run(example: Example) -> None:
+        function(example)
+
+    (run if seed is None else hypothesis.seed(seed)(run))()
 
 
 _pools: dict[Any, list[Example]] = {}
@@ -206,13 +218,7 @@ def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) 
     if fixed and (strategy, number, seed) in _pools:
         return _pools[strategy, number, seed]
     pool: list[Example] = []
-
-    @_settings(number, seed)
-    @hypothesis.given(strategy)
-    def draw(example: Example) -> None:
-        pool.append(example)
-
-    (draw if seed is None else hypothesis.seed(seed)(draw))()
+    _for_each(pool.append, strategy, number, seed)
     if fixed:
         _pools[strategy, number, seed] = pool
     return pool
@@ -222,10 +228,8 @@ SLOW = 0.1
 """A law that uses less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 
-def _smallest_of(
-    pool: list[Example], law: Law, tx: Transform, options: dict[str, Any], found: LawViolation
-) -> LawViolation:
-    """Return the violation of the first of the ten smallest drawn examples that break a law, else `found`."""
+def _smallest_drawn(holds: Check, pool: list[Example]) -> LawViolation | None:
+    """Return the violation of the first of the ten smallest drawn examples that break a law."""
 
     def size(example: Example) -> tuple[int, int]:
         tensors = list(tree.tensors(example))
@@ -233,33 +237,19 @@ def _smallest_of(
 
     for example in sorted((example for example in pool if any(size(example))), key=size)[:10]:
         try:
-            law.check(tx, *example, **options)
+            holds(example)
         except LawViolation as smaller:
             return smaller
-    return found
+    return None
 
 
-def _smallest(
-    law: Law,
-    tx: Transform,
-    strategy: st.SearchStrategy[Example],
-    number: int,
-    seed: int | None,
-    options: dict[str, Any],
-    found: LawViolation,
-) -> LawViolation:
-    """Search with hypothesis for the smallest example that breaks a law; return `found` if it finds none."""
-
-    @_settings(max(number, 100), seed)
-    @hypothesis.given(strategy)
-    def holds(example: Example) -> None:
-        law.check(tx, *example, **options)
-
+def _shrunk(holds: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:
+    """Return the violation of the smallest example that hypothesis finds, or None if it finds none."""
     try:
-        (holds if seed is None else hypothesis.seed(seed)(holds))()
-    except LawViolation as smallest:
+        _for_each(holds, strategy, max(number, 100), seed)
+    except LawViolation as found:
         # A new object, without hypothesis' notes about the same example.
-        return LawViolation(smallest.law, smallest.tx, smallest.leaf, smallest.found, smallest.example)
+        return LawViolation(found.law, found.tx, found.leaf, found.found, found.example)
     except hypothesis.errors.Flaky:  # results are not reproducible: there is no smallest example
         pass
-    return found
+    return None

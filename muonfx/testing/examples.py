@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.testing.violation import shown
+from muonfx.testing.violation import named, shown
 from muonfx.tree import PyTree
 
 __all__ = ["DTYPES", "Example"]
@@ -39,24 +39,18 @@ class Example(NamedTuple):
         """
         generator = torch.Generator().manual_seed(seed)
 
-        def drawn() -> PyTree:
-            return {
-                name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-                for name, shape in shapes.items()
-            }
+        def normal(shape: Sequence[int]) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        return cls(drawn(), [drawn() for _ in range(steps)])
+        params, *grads = [{name: normal(shape) for name, shape in shapes.items()} for _ in range(1 + steps)]
+        return cls(params, grads)
 
     def __repr__(self) -> str:
         """Show names, dtypes, shapes and small values, a line for each leaf."""
         lines: list[str] = []
         for title, values in (("params", self.params), *((f"step {i}", grads) for i, grads in enumerate(self.steps))):
-            found = list(zip(tree.names(values), tree.leaves(values), strict=True))
-            lines.extend(
-                f"{title if not place else '':9}{name!r}: {shown(leaf)}" for place, (name, leaf) in enumerate(found)
-            )
-            if not found:
-                lines.append(f"{title:9}no leaves: {values!r}")
+            found = [f"{name!r}: {shown(leaf)}" for name, leaf in named(values)] or [f"no leaves: {values!r}"]
+            lines += [f"{'' if place else title:9}{line}" for place, line in enumerate(found)]
         return "\n".join(lines)
 
     def map(self, function: Any) -> Example:
@@ -73,13 +67,8 @@ class Example(NamedTuple):
         full = [torch.full((2, 2), 0.25) if leaf is None else leaf for leaf in leaves]
 
         def filled(grads: PyTree) -> PyTree:
-            return tree.unflatten(
-                treedef,
-                [
-                    (0.5 * own + 0.5) if grad is None else grad
-                    for own, grad in zip(full, tree.leaves(grads), strict=True)
-                ],
-            )
+            pairs = zip(full, tree.leaves(grads), strict=True)
+            return tree.unflatten(treedef, [0.5 * own + 0.5 if grad is None else grad for own, grad in pairs])
 
         return Example(tree.unflatten(treedef, full), [filled(grads) for grads in self.steps])
 
@@ -99,17 +88,12 @@ class Example(NamedTuple):
         return Example(tree.map(away, params), [tree.map(away, params) for _ in range(steps)])
 
     def in_every_dtype(self) -> list[Example]:
-        """The example once for each floating dtype: the first leaf gets it, the leaves behind it the others in turn."""
+        """Return one example for each floating dtype of the first leaf; later leaves have the next dtypes in turn."""
         leaves, treedef = tree.flatten(self.params)
+        places = tree.unflatten(treedef, list(range(len(leaves))))
 
         def turned(values: PyTree, shift: int) -> PyTree:
-            return tree.unflatten(
-                treedef,
-                [
-                    None if leaf is None else leaf.to(DTYPES[(place + shift) % len(DTYPES)])
-                    for place, leaf in enumerate(tree.leaves(values))
-                ],
-            )
+            return tree.map(lambda leaf, place: leaf.to(DTYPES[(place + shift) % len(DTYPES)]), values, places)
 
         shifts = range(len(DTYPES)) if any(leaf is not None for leaf in leaves) else ()
         return [Example(turned(self.params, n), [turned(grads, n) for grads in self.steps]) for n in shifts]
@@ -129,6 +113,11 @@ def copied(leaf: Tensor) -> Tensor:
 def copied_tree(values: PyTree) -> PyTree:
     """Copy every tensor of a tree."""
     return tree.map(lambda leaf: copied(leaf) if isinstance(leaf, Tensor) else leaf, values)
+
+
+def on_meta(values: PyTree) -> PyTree:
+    """Return tensors of the same shapes and dtypes on the meta device."""
+    return tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), values)
 
 
 def updates_of(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[PyTree]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -30,15 +29,14 @@ class LawFunction(Protocol):
 
 @dataclass(frozen=True)
 class Law:
-    """A law and what a runner must know of it.
+    """A law and the settings with which it is checked.
 
     Attributes:
         name: a sentence with underscores.
         check: the function ``(tx, params, steps, **options)``.
-        family: the file that it lies in.
-        why_not: why the law does not apply to a transform, or None where it does.
-        share: which part of the examples is enough for it; less for what is slow.
-        options: the keyword arguments that the function takes.
+        family: the name of the module that contains it.
+        why_not: returns why the law does not apply to a transform, or None if it applies.
+        share: the share of the examples that it is checked on; small for slow laws.
 
     >>> from muonfx.testing import LAWS
     >>> LAWS["identity_is_neutral"].family
@@ -50,7 +48,6 @@ class Law:
     family: str
     why_not: Callable[[Transform], str | None]
     share: float
-    options: frozenset[str]
 
 
 LAWS: dict[str, Law] = {}
@@ -81,13 +78,12 @@ def law(
     """Register a function as a law.
 
     Args:
-        on: what the law makes of an example before it looks at it.
-        unless: why it does not apply to a transform, or None.
-        share: which part of the examples is enough.
+        on: changes an example before it is checked.
+        unless: returns why the law does not apply to a transform, or None if it applies.
+        share: the share of the examples that the law is checked on.
 
     Returns:
-        A decorator; the decorated function adapts and copies its example, and turns whatever goes wrong into
-        `LawViolation`.
+        A decorator; the decorated function adapts and copies its example, and raises every error as `LawViolation`.
 
     Example:
         >>> import muonfx as mfx
@@ -120,13 +116,8 @@ def law(
                 found = f"raised {type(error).__name__}: {first}"
                 raise LawViolation(function.__name__, tx, None, found, example) from error
 
-        names = frozenset(
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        )
         family = function.__module__.rpartition(".")[2]
-        LAWS[function.__name__] = Law(function.__name__, checked, family, unless, share, names)
+        LAWS[function.__name__] = Law(function.__name__, checked, family, unless, share)
         return checked
 
     return decorate

@@ -22,28 +22,15 @@ from muonfx.tree import PyTree
 __all__ = ["DTYPES", "Pair", "params_and_grads", "trees"]
 
 
-def _seeds() -> st.SearchStrategy[int]:
-    return st.integers(0, 2**16)
+_SEEDS = st.integers(0, 2**16)
 
 
-def _of_half_rank(seed: int, shape: tuple[int, ...]) -> Tensor:
-    """Return float64 matrices whose singular values fall from 1 to 0.001, and are zero in their second half."""
-    if 0 in shape:
-        return torch.zeros(shape, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    *batch, rows, columns = shape
-    kept = (min(rows, columns) + 1) // 2
-    left, right = (
-        torch.linalg.qr(torch.randn(*batch, side, kept, dtype=torch.float64, generator=generator))[0]
-        for side in (rows, columns)
-    )
-    return (left * torch.logspace(0, -3, kept, dtype=torch.float64)) @ right.mT
-
-
-def _scaled(values: Tensor, power: int, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float16:
-        power = max(-8, min(8, power))
-    return (values * 2.0**power).to(dtype)
+def _of_half_rank(values: Tensor) -> Tensor:
+    """Return matrices whose singular values fall from 1 to 0.001, and are zero in their second half."""
+    left, _, right = torch.linalg.svd(values, full_matrices=False)
+    kept = (left.shape[-1] + 1) // 2
+    falling = torch.logspace(0, -3, kept, dtype=values.dtype)
+    return (left[..., :kept] * falling) @ right[..., :kept, :]
 
 
 class Pair(NamedTuple):
@@ -64,14 +51,12 @@ class _Plan:
     power: int
 
     def build(self, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> Tensor:
-        dtype = dtype or self.dtype
-        if self.fill == "lowrank" and len(self.shape) >= 2:
-            values = _of_half_rank(seed, self.shape)
+        values = torch.randn(self.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        if self.fill == "lowrank" and values.ndim >= 2 and values.numel():
+            values = _of_half_rank(values)
         elif self.fill == "zeros":
-            values = torch.zeros(self.shape, dtype=torch.float64)
-        else:
-            values = torch.randn(self.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        return _laid_out(_scaled(values, self.power, dtype), layout or self.layout)
+            values = values.zero_()
+        return _laid_out((values * 2.0**self.power).to(dtype or self.dtype), layout or self.layout)
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
@@ -89,30 +74,33 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
 _SIDES = (1, 2, 3, 4, 5, 2, 3, 4, 6, 7, 2, 0)
 
 
-def _plans(
-    ranks: tuple[int, int], dtypes: Sequence[torch.dtype], exponents: tuple[int, int], layouts: bool
-) -> st.SearchStrategy[_Plan]:
-    return st.builds(
+_KEYS = ("w", "b", "blocks.0.q", "head")
+
+
+def _plan_trees(
+    ranks: tuple[int, int], dtypes: Sequence[torch.dtype], nones: bool, layouts: bool, max_leaves: int
+) -> st.SearchStrategy[PyTree]:
+    leaf: st.SearchStrategy[Any] = st.builds(
         _Plan,
         st.lists(st.sampled_from(_SIDES), min_size=ranks[0], max_size=ranks[1]).map(tuple),
         st.sampled_from(tuple(dtypes)),
         st.sampled_from(("contiguous", "transposed", "gaps", "offset") if layouts else ("contiguous",)),
         st.sampled_from(("normal", "normal", "lowrank", "zeros")),
-        st.integers(*exponents),
+        st.integers(-2, 2),
     )
+    if nones:
+        leaf = st.one_of(leaf, leaf, leaf, st.none())
 
-
-_KEYS = ("w", "b", "blocks.0.q", "head")
-
-
-def _nested(leaf: st.SearchStrategy[Any], max_leaves: int) -> st.SearchStrategy[PyTree]:
     def extend(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         return st.one_of(
             st.dictionaries(st.sampled_from(_KEYS), children, max_size=3),
             st.lists(children, max_size=3),
             st.lists(children, max_size=3).map(tuple),
             st.builds(Pair, children, children),
-            _insertion_ordered(children),
+            # An OrderedDict, as a ``state_dict()`` is, whose keys are not in sorted order.
+            st.dictionaries(st.sampled_from(_KEYS), children, max_size=3).map(
+                lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))
+            ),
             st.dictionaries(st.integers(0, 11), children, max_size=3),
             st.lists(children, max_size=2).map(deque),
         )
@@ -121,52 +109,26 @@ def _nested(leaf: st.SearchStrategy[Any], max_leaves: int) -> st.SearchStrategy[
     return extend(st.recursive(leaf, extend, max_leaves=max_leaves))
 
 
-def _insertion_ordered(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draw an OrderedDict, as a ``state_dict()`` is, whose keys are not in sorted order."""
-    return st.dictionaries(st.sampled_from(_KEYS), children, max_size=3).map(
-        lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))
-    )
-
-
-def _plan_trees(
-    ranks: tuple[int, int],
-    dtypes: Sequence[torch.dtype],
-    exponents: tuple[int, int],
-    nones: bool,
-    layouts: bool,
-    max_leaves: int,
-) -> st.SearchStrategy[PyTree]:
-    leaf: st.SearchStrategy[Any] = _plans(ranks, dtypes, exponents, layouts)
-    if nones:
-        leaf = st.one_of(leaf, leaf, leaf, st.none())
-    return _nested(leaf, max_leaves)
-
-
 def trees(
     *,
     ranks: tuple[int, int] = (0, 4),
     dtypes: Sequence[torch.dtype] = DTYPES,
-    exponents: tuple[int, int] = (-2, 2),
     nones: bool = True,
     layouts: bool = True,
-    max_leaves: int = 5,
 ) -> st.SearchStrategy[PyTree]:
     """Draw a nest of dict, tuple, list, NamedTuple, OrderedDict and deque with tensors (or None) as leaves.
 
     Args:
         ranks: least and largest number of dims of a leaf; sides are 1 to 7, seldom 0.
         dtypes: drawn from; the first is the simplest.
-        exponents: each leaf is scaled by two to a power between these.
         nones: whether a leaf may be None.
         layouts: whether leaves may be transposed, have gaps between elements, or start within a buffer.
-        max_leaves: about how many leaves at most in each branch of the root.
 
     >>> from hypothesis import find
     >>> find(trees(), lambda drawn: len(tree.leaves(drawn)) == 2 and type(drawn) is dict)
     {'w': tensor(...), 'b': tensor(...)}
     """
-    plans = _plan_trees(ranks, dtypes, exponents, nones, layouts, max_leaves)
-    return st.builds(_build, plans, _seeds())
+    return st.builds(_build, _plan_trees(ranks, dtypes, nones, layouts, max_leaves=5), _SEEDS)
 
 
 def _build(plans: PyTree, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> PyTree:
@@ -180,7 +142,7 @@ def _examples(
     draw: st.DrawFn, plan_trees: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool, layouts: bool
 ) -> Example:
     plans = draw(plan_trees)
-    seed = draw(_seeds())
+    seed = draw(_SEEDS)
     number = len(tree.leaves(plans))
     dtype = draw(st.sampled_from((None, None, None, torch.float32)))
     taken: list[PyTree] = []
@@ -201,28 +163,23 @@ def params_and_grads(
     steps: tuple[int, int] = (1, 3),
     ranks: tuple[int, int] = (0, 4),
     dtypes: Sequence[torch.dtype] = DTYPES,
-    exponents: tuple[int, int] = (-2, 2),
     nones: bool = True,
     layouts: bool = True,
-    max_leaves: int = 4,
 ) -> st.SearchStrategy[Example]:
     """Draw an `Example`: a tree of parameters and, for each of some steps, a tree of gradients like it.
 
-    Gradients have the dtypes of their parameters, or all of them float32, as mixed-precision training gives them.
+    Gradients have the dtypes of their parameters, or are all float32, as in mixed-precision training.
 
     Args:
         steps: least and largest number of steps.
         ranks: as in `trees`; ``(2, 4)`` for transforms that take matrices only.
         dtypes: as in `trees`.
-        exponents: as in `trees`.
         nones: whether a parameter, or a gradient in some steps, may be None.
         layouts: as in `trees`.
-        max_leaves: as in `trees`.
 
     >>> from hypothesis import find
     >>> params, steps = find(params_and_grads(nones=False), lambda e: type(e.params) is dict and len(e.steps) == 2)
     >>> tree.flatten(params)[1] == tree.flatten(steps[1])[1]
     True
     """
-    plans = _plan_trees(ranks, dtypes, exponents, nones, layouts, max_leaves)
-    return _examples(plans, steps, nones, layouts)
+    return _examples(_plan_trees(ranks, dtypes, nones, layouts, max_leaves=4), steps, nones, layouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ __all__ = [
     "LawViolation",
     "bits_equal",
     "is_close",
+    "named",
     "require_close",
     "require_same",
+    "require_spec",
     "shown",
 ]
 
@@ -90,26 +93,34 @@ def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     if a.numel() == 0:
         return True
     x, y = a.detach().double(), b.detach().double()
-    same = (x == y) | (x.isnan() & y.isnan())
-    x, y = x[~same], y[~same]
-    if x.numel() == 0:
-        return True
-    if not (x.isfinite().all() and y.isfinite().all()):
-        return False
-    largest = max(float(torch.nan_to_num(v.detach().double(), 0.0, 0.0, 0.0).abs().max()) for v in (a, b))
-    return float((x - y).abs().max()) <= tolerance * largest
+    largest = max(float(v.nan_to_num(0.0, 0.0, 0.0).abs().max()) for v in (x, y))
+    return torch.allclose(x, y, rtol=0.0, atol=tolerance * largest, equal_nan=True)
 
 
-def _compare(what: str, found: PyTree, expected: PyTree, expected_is: str, same: Any) -> None:
+def named(values: PyTree) -> list[tuple[str, Any]]:
+    """Return the name and the value of every leaf."""
+    return list(zip(tree.names(values), tree.leaves(values), strict=True))
+
+
+def _compare(
+    what: str,
+    found: PyTree,
+    expected: PyTree,
+    expected_is: str,
+    same: Callable[[Tensor, Tensor], bool],
+    describe: Callable[[Any], str] = shown,
+) -> None:
+    """Raise `Breach` unless two trees have one structure, tensors that are the same, and otherwise equal leaves."""
     have, have_def = tree.flatten(found)
-    want, want_def = tree.flatten(expected)
+    want_def = tree.flatten(expected)[1]
     if have_def != want_def:
-        raise Breach(what, f"the tree is {have_def}, expected that of {expected_is}, {want_def}")
-    for name, a, b in zip(tree.names(expected), have, want, strict=True):
+        raise Breach(what, f"the tree is {have_def}, expected the structure of {expected_is}, {want_def}")
+    for a, (name, b) in zip(have, named(expected), strict=True):
         tensors = isinstance(a, Tensor), isinstance(b, Tensor)
-        if (all(tensors) and same(a, b)) or (not any(tensors) and (a is b or a == b)):
+        if same(a, b) if all(tensors) else not any(tensors) and (a is b or a == b):
             continue
-        raise Breach(f"{what} {name!r}", f"found {shown(a)}, expected as {expected_is} {shown(b)}")
+        narrowed = ": it was narrowed" if all(tensors) and a.dtype.itemsize < b.dtype.itemsize else ""
+        raise Breach(f"{what} {name!r}", f"found {describe(a)}, expected as {expected_is} {describe(b)}{narrowed}")
 
 
 def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
@@ -120,6 +131,17 @@ def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -
 def require_close(what: str, found: PyTree, expected: PyTree, expected_is: str, tolerance: float) -> None:
     """Raise `Breach` unless two trees agree within a tolerance relative to each leaf's largest magnitude."""
     _compare(what, found, expected, expected_is, lambda a, b: is_close(a, b, tolerance))
+
+
+def require_spec(what: str, found: PyTree, expected: PyTree, expected_is: str, *, devices: bool = True) -> None:
+    """Raise `Breach` unless two trees have one structure, shapes, dtypes and devices."""
+
+    def traits(leaf: Any) -> str:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        return f"{leaf.dtype} {tuple(leaf.shape)}" + f" on {leaf.device}" * devices
+
+    _compare(what, found, expected, expected_is, lambda a, b: traits(a) == traits(b), traits)
 
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}

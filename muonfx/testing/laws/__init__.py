@@ -16,28 +16,8 @@ from muonfx.testing.laws.declarations import *
 from muonfx.testing.laws.batching import *
 from muonfx.testing.laws.calculus import *
 from muonfx.testing.laws.compiling import *
-from muonfx.testing.laws import (
-    structure,
-    purity,
-    values,
-    algebra,
-    donation,
-    locality,
-    declarations,
-    batching,
-    calculus,
-    compiling,
-)
 # isort: on
 
-__all__: list[str] = []
-__all__ += structure.__all__
-__all__ += purity.__all__
-__all__ += values.__all__
-__all__ += algebra.__all__
-__all__ += donation.__all__
-__all__ += locality.__all__
-__all__ += declarations.__all__
-__all__ += batching.__all__
-__all__ += calculus.__all__
-__all__ += compiling.__all__
+from muonfx.testing.law import LAWS
+
+__all__ = list(LAWS)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.contract import within
 from muonfx.program.lower import resolve_within
-from muonfx.testing.examples import Example, history, updates_of
+from muonfx.testing.examples import Example, history, on_meta, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.tree import PyTree
@@ -25,7 +26,7 @@ __all__ = [
     "tree_transforms_see_sums_over_leaves",
 ]
 
-# Also used by the laws of declarations: check_elements, check_sums, enlarged, flattened, precise, wider_than.
+# Also used by the laws of declarations: check_elements, check_leaves, check_sums, enlarged, precise, wider_than.
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
@@ -38,11 +39,6 @@ def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
 def precise(example: Example) -> Example:
     """Convert an example to dense float64, with at least two steps."""
     return example.precise().prolonged(2)
-
-
-def flattened(example: Example) -> Example:
-    """Flatten every leaf, like the shards of a flat buffer."""
-    return example.map(lambda leaf: leaf.reshape(-1))
 
 
 def enlarged(example: Example) -> Example:
@@ -69,7 +65,7 @@ def enlarged(example: Example) -> Example:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.4)
 def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A transform declared ELEMENT commutes with cutting leaves in two, and with permuting the elements of a leaf.
+    """A transform declared ELEMENT commutes with splitting leaves in two, and with permuting the elements of a leaf.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -79,22 +75,26 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` unless a transform commutes with splitting leaves, and with permuting their elements."""
-    example = Example(params, steps)
-    whole = updates_of(tx, *example)
-    tolerance = tolerance_of(tx, history(tx, params, steps))
-    # Two runs on trees with the same names and numbers of dims, as on two ranks of a sharded run.
-    halves = [updates_of(tx, *example.map(piece)) for piece in (_first_half, _second_half)]
-    wanted = [[tree.map(piece, updates) for updates in whole] for piece in (_first_half, _second_half)]
-    for which, found, expected in zip(("first", "second"), halves, wanted, strict=True):
-        what = f"updates of the {which} half of each leaf"
-        require_close(what, found, expected, "that half of the whole's", _relative(tolerance, whole, expected))
-    shuffled = updates_of(tx, *example.map(_shuffled))
+    _check_halves("leaf", tx, params, steps)
+    whole = updates_of(tx, params, steps)
+    shuffled = updates_of(tx, *Example(params, steps).map(_shuffled))
     expected = [tree.map(_shuffled, updates) for updates in whole]
+    tolerance = tolerance_of(tx, history(tx, params, steps))
     require_close("updates of leaves with permuted elements", shuffled, expected, "the whole's, permuted", tolerance)
 
 
-def _relative(tolerance: float, whole: PyTree, pieces: PyTree) -> float:
-    """Return a looser tolerance for halves: it is relative to a largest magnitude that a half may lack."""
+def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Compare updates of halves with halves of updates, on trees with the same names, as on two ranks."""
+    whole = history(tx, params, steps)
+    for which, piece in (("first", _first_half), ("second", _second_half)):
+        found = updates_of(tx, *Example(params, steps).map(piece))
+        expected = [tree.map(piece, updates) for updates, _ in whole]
+        what = f"updates of the {which} half of each {of}"
+        require_close(what, found, expected, "the same half of the whole's", _for_halves(tolerance_of(tx, whole)))
+
+
+def _for_halves(tolerance: float) -> float:
+    """Return a looser tolerance: it is relative to a leaf's largest magnitude, which one of its halves lacks."""
     return tolerance * 1e3 if tolerance < 1e-6 else tolerance
 
 
@@ -126,21 +126,14 @@ def _batched(example: Example) -> Example:
 
 @law(on=_batched, unless=wider_than(Locality.MATRIX), share=0.4)
 def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A transform declared MATRIX commutes with cutting leaves along a batch dim (any dim but the last two).
+    """A transform declared MATRIX commutes with splitting leaves along a batch dim (any dim but the last two).
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
     >>> tx = mfx.orthogonalize(view=mfx.MatrixView(((-2,), (-1,))))
     >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
-    example = Example(params, steps)
-    whole = updates_of(tx, *example)
-    tolerance = tolerance_of(tx, history(tx, params, steps))
-    for which, piece in (("first", _first_half), ("second", _second_half)):
-        found = updates_of(tx, *example.map(piece))
-        expected = [tree.map(piece, updates) for updates in whole]
-        what = f"updates of the {which} half of each batch"
-        require_close(what, found, expected, "that half of the whole's", _relative(tolerance, whole, expected))
+    _check_halves("batch", tx, params, steps)
 
 
 @law(on=precise, unless=wider_than(Locality.LEAF), share=0.4)
@@ -150,28 +143,38 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
-    whole = history(tx, params, steps)
-    tolerance = tolerance_of(tx, whole)
-    names, treedef = tree.names(params), tree.flatten(params)[1]
-    for place, name in enumerate(names):
+    cases = {
+        "other leaves have other values": (lambda p: 5.0 * p + 1.0, lambda g: 7.0 * g - 3.0),
+        "other gradients are None": (lambda p: p, _absent),
+    }
+    check_leaves(tx, params, steps, cases | OTHERS_ABSENT)
 
-        def others(values: PyTree, change: Callable[[Tensor], Any], place: int = place) -> PyTree:
+
+def _absent(leaf: Tensor) -> None:
+    return None
+
+
+Others = dict[str, tuple[Callable[[Tensor], Tensor | None], Callable[[Tensor], Tensor | None]]]
+OTHERS_ABSENT: Others = {"other leaves are None": (_absent, _absent)}
+"""The other leaves of an owner rank, for `check_leaves`."""
+
+
+def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree], others: Others) -> None:
+    """Raise `Breach` unless a leaf's updates stay the same when functions change other parameters and gradients."""
+    whole = history(tx, params, steps)
+    treedef = tree.flatten(params)[1]
+    for place, name in enumerate(tree.names(params)):
+
+        def changed(values: PyTree, change: Callable[[Tensor], Any], place: int = place) -> PyTree:
             kept = [leaf if at == place else change(leaf) for at, leaf in enumerate(tree.leaves(values))]
             return tree.unflatten(treedef, kept)
 
-        changed = Example(
-            others(params, lambda p: 5.0 * p + 1.0), [others(grads, lambda g: 7.0 * g - 3.0) for grads in steps]
-        )
-        gone = [others(grads, lambda g: None) for grads in steps]
-        cases = {
-            "other leaves have other values": changed,
-            "other gradients are None": Example(params, gone),
-            "other leaves are None": Example(others(params, lambda p: None), gone),  # as on an owner rank
-        }
-        for how, other in cases.items():
-            for step, (updates, (expected, _)) in enumerate(zip(updates_of(tx, *other), whole, strict=True)):
+        for how, (of_params, of_grads) in others.items():
+            other = updates_of(tx, changed(params, of_params), [changed(grads, of_grads) for grads in steps])
+            for step, (updates, (expected, _)) in enumerate(zip(other, whole, strict=True)):
                 found, wanted = ({name: tree.leaves(values)[place]} for values in (updates, expected))
-                require_close(f"step {step}, when {how}, the update of", found, wanted, "before", tolerance)
+                what = f"step {step}, when {how}, the update of"
+                require_close(what, found, wanted, "before", tolerance_of(tx, whole))
 
 
 def _needs_more_than_sums(tx: Transform) -> str | None:
@@ -190,9 +193,9 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_needs_more_than_sums, share=0.2)
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A TREE transform that names ``sum_over_leaves`` needs no more than these sums of what is on other ranks.
+    """A TREE transform that names ``sum_over_leaves`` needs nothing from other ranks except these sums.
 
-    Two ranks, played by two threads, hold different leaves, or a half of each; the sums go over both.
+    Two threads play ranks that hold different leaves, or a half of each leaf; a sum is over both.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -205,109 +208,98 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` unless two ranks with different leaves, or with halves of them, compute one rank's updates."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
-    resolved = resolve_within(tx, tree.map(lambda p: p.to("meta"), params))
-    halves = _in_halves(resolved, params, steps)
-    for step, (expected, _) in enumerate(whole):
-        for which, (piece, found) in enumerate(zip((_first_half, _second_half), halves, strict=True)):
-            wanted = tree.map(lambda leaf, piece=piece: piece(leaf) if leaf.ndim else leaf, expected)
-            title = f"step {step}, on two ranks that hold a half of each leaf, updates of rank {which}"
-            require_close(title, found[step], wanted, "that half of one rank's", _relative(tolerance, expected, wanted))
-    for what, holder in (("every other leaf", lambda place: place % 2), ("all leaves or none", lambda place: 0)):
-        held = _on_two_ranks(tx, params, steps, holder)
-        for step, (expected, _) in enumerate(whole):
-            for place, (name, leaf) in enumerate(zip(tree.names(expected), tree.leaves(expected), strict=True)):
-                found = {name: tree.leaves(held[holder(place)][step])[place]}
-                title = f"step {step}, on two ranks that hold {what}, update"
-                require_close(title, found, {name: leaf}, "on one rank", tolerance)
+    halves = (_first_half, _second_half)
 
+    def counted_on(rank: int, scalars: PyTree) -> list[Tensor]:
+        """Return this rank's terms: a leaf without dims is whole on both ranks, and counts on the first."""
+        own = zip(tree.leaves(scalars), tree.leaves(params), strict=True)
+        return [x for x, p in own if x is not None and (p.ndim or rank == 0)]
 
-def _in_halves(tx: Transform, params: PyTree, steps: list[PyTree]) -> list[list[PyTree]]:
-    """Return the updates of two ranks, each with a half of every leaf; leaves without dims count on the first rank."""
-    ranks = _Ranks(2)
+    def half_on(rank: int, values: PyTree) -> PyTree:
+        return tree.map(halves[rank], values)
 
-    def run(rank: int) -> list[PyTree]:
-        def mine(leaf: Tensor) -> Tensor:
-            return (_first_half, _second_half)[rank](leaf)
+    resolved = resolve_within(tx, on_meta(params))
+    by_halves = _on_two_ranks(resolved, params, steps, half_on, half_on, counted_on)
+    for rank, found in enumerate(by_halves):
+        wanted = [half_on(rank, expected) for expected, _ in whole]
+        what = f"on two ranks that hold a half of each leaf, updates of rank {rank}"
+        require_close(what, found, wanted, "the same half of one rank's", _for_halves(tolerance))
 
-        def counted(scalars: PyTree) -> Tensor:
-            own = zip(tree.leaves(scalars), tree.leaves(params), strict=True)
-            return ranks.sum(rank, [x for x, p in own if x is not None and (p.ndim or rank == 0)])
+    for held, holder in (("every other leaf", lambda place: place % 2), ("all leaves or none", lambda place: 0)):
 
-        local = tree.map(mine, params)
-        state = tx.init(local)
-        found: list[PyTree] = []
-        for grads in steps:
-            updates, state = tx.update(tree.map(mine, grads), state, local, sum_over_leaves=counted)
-            found.append(updates)
-        return found
-
-    return ranks.run(run)
-
-
-def _on_two_ranks(
-    tx: Transform, params: PyTree, steps: list[PyTree], holder: Callable[[int], int]
-) -> list[list[PyTree]]:
-    ranks = _Ranks(2)
-
-    def run(rank: int) -> list[PyTree]:
-        def mine(values: PyTree) -> PyTree:
+        def own_on(rank: int, values: PyTree, holder: Callable[[int], int] = holder) -> PyTree:
             leaves, treedef = tree.flatten(values)
             return tree.unflatten(treedef, [x if holder(place) == rank else None for place, x in enumerate(leaves)])
 
-        state = tx.init(params)
+        ranks = _on_two_ranks(tx, params, steps, lambda rank, values: values, own_on, lambda rank, scalars: scalars)
+        for rank, found in enumerate(ranks):
+            wanted = [own_on(rank, expected) for expected, _ in whole]
+            require_close(f"on two ranks that hold {held}, updates", found, wanted, "on one rank", tolerance)
+
+
+OnRank = Callable[[int, PyTree], PyTree]
+
+
+def _on_two_ranks(
+    tx: Transform, params: PyTree, steps: list[PyTree], params_on: OnRank, grads_on: OnRank, counted_on: OnRank
+) -> list[list[PyTree]]:
+    """Return the updates of two ranks, from functions of the rank."""
+    ranks = _TwoRanks()
+
+    def run(rank: int) -> list[PyTree]:
+        def total(scalars: PyTree) -> Tensor:
+            return ranks.sum(rank, counted_on(rank, scalars))
+
+        local = params_on(rank, params)
+        state = tx.init(local)
         found: list[PyTree] = []
         for grads in steps:
-            updates, state = tx.update(mine(grads), state, params, sum_over_leaves=lambda t: ranks.sum(rank, t))
+            updates, state = tx.update(grads_on(rank, grads), state, local, sum_over_leaves=total)
             found.append(updates)
         return found
 
     return ranks.run(run)
 
 
-class _Ranks:
-    """Threads that sum scalars with each other, as ranks do."""
+class _TwoRanks:
+    """Two threads that sum scalars with each other, as ranks do."""
 
-    def __init__(self, number: int) -> None:
-        self.changed = threading.Condition()
-        self.given: list[list[Tensor]] = [[] for _ in range(number)]
-        self.done = [False] * number
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.given: list[list[Tensor | None]] = [[], []]
+
+    def _exchange(self, rank: int, own: Tensor | None) -> list[Tensor]:
+        """Exchange the n-th value of each rank; None is the end of a rank."""
+        self.given[rank].append(own)
+        self.barrier.wait()
+        call = len(self.given[rank])
+        both = [given[call - 1] for given in self.given]
+        present = [value for value in both if value is not None]
+        if len(present) == 1:
+            raise Breach(None, f"one rank takes sum {call} and the other does not: it would wait for ever")
+        return present
 
     def sum(self, rank: int, scalars: PyTree) -> Tensor:
-        """Sum the scalars of all ranks; the n-th call of each rank meets the n-th calls of the others."""
+        """Sum the scalars of both ranks."""
         own = [leaf.double() for leaf in tree.tensors(scalars)]
-        with self.changed:
-            self.given[rank].append(torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64))
-            call = len(self.given[rank])
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: all(map(bool, self._here(call))), timeout=60)
-            if any(len(given) < call for given in self.given):
-                raise Breach(
-                    None, f"one rank takes sum {call} and another does not: they would wait for each other for ever"
-                )
-            return torch.stack([given[call - 1] for given in self.given]).sum()
-
-    def _here(self, call: int) -> list[bool]:
-        return [done or len(given) >= call for done, given in zip(self.done, self.given, strict=True)]
+        total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64)
+        return torch.stack(self._exchange(rank, total)).sum()
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Run a function of the rank on all ranks at once, and raise the first error of any rank."""
-        results: list[Any] = [None] * len(self.done)
+        """Run a function of the rank on both ranks at once, and raise the first error."""
         errors: list[Exception] = []
 
-        def work(rank: int) -> None:
+        def work(rank: int) -> Any:
             try:
-                results[rank] = function(rank)
+                result = function(rank)
+                self._exchange(rank, None)
+                return result
             except Exception as error:
                 errors.append(error)
-            with self.changed:
-                self.done[rank] = True
-                self.changed.notify_all()
+                self.barrier.abort()
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.done))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(work, range(2)))
         if errors:
             raise errors[0]
         return results

@@ -11,7 +11,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.testing.examples import copied, copied_tree, history
 from muonfx.testing.law import law
-from muonfx.testing.violation import Breach, bits_equal, require_same, shown
+from muonfx.testing.violation import Breach, bits_equal, named, require_same, shown
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -43,15 +43,13 @@ class Witness:
             now, now_def = tree.flatten(value)
             if now_def != treedef or any(a is not b for a, b in zip(now, leaves, strict=True)):
                 raise Breach(title, f"{when} has put other leaves into its container")
-            for name, leaf, (old, version) in zip(tree.names(value), leaves, kept, strict=True):
+            for (name, leaf), (old, version) in zip(named(value), kept, strict=True):
                 if not isinstance(leaf, Tensor):
                     continue
                 if not bits_equal(leaf, old):
                     raise Breach(f"{title} {name!r}", f"{when} has changed it from {shown(old)} to {shown(leaf)}")
                 if leaf._version != version and leaf.numel():
-                    raise Breach(
-                        f"{title} {name!r}", f"{when} has written to it (its _version rose), if only what it held"
-                    )
+                    raise Breach(f"{title} {name!r}", f"{when} has written its own values to it (its _version rose)")
 
 
 @law()
@@ -71,48 +69,40 @@ def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: lis
         state = new_state
 
 
-def _storages(values: PyTree) -> dict[int, tuple[str, Tensor]]:
-    return {
-        leaf.untyped_storage().data_ptr(): (name, leaf)
-        for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True)
-        if isinstance(leaf, Tensor) and leaf.numel()
-    }
+def _filled(values: PyTree) -> list[tuple[str, Tensor]]:
+    """Return the tensors with elements, by name."""
+    return [(name, leaf) for name, leaf in named(values) if isinstance(leaf, Tensor) and leaf.numel()]
 
 
-def _require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unless_same: bool) -> None:
-    theirs = _storages(other)
+def require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unless_same: bool = False) -> None:
+    """Raise `Breach` if a tensor shares its storage with another tree, unless it may be the same object and is."""
+    theirs = {leaf.untyped_storage().data_ptr(): name for name, leaf in _filled(other)}
     same = {id(leaf) for leaf in tree.tensors(other)} if unless_same else set()
-    for name, leaf in zip(tree.names(found), tree.leaves(found), strict=True):
-        if not isinstance(leaf, Tensor) or not leaf.numel() or id(leaf) in same:
-            continue
-        shared = theirs.get(leaf.untyped_storage().data_ptr())
+    for name, leaf in _filled(found):
+        shared = None if id(leaf) in same else theirs.get(leaf.untyped_storage().data_ptr())
         if shared is not None:
-            raise Breach(
-                f"{what} {name!r}", f"shares its storage with {other_is} {shared[0]!r}; writing to one changes both"
-            )
+            found_is = f"shares its storage with {other_is} {shared!r}; writing to one changes both"
+            raise Breach(f"{what} {name!r}", found_is)
 
 
 @law()
 def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """No output shares its storage with an input, nor updates theirs with the state.
+    """No output shares its storage with an input, and updates share none with the state.
 
-    A tensor may be passed on as the very same object: a gradient as its update, a leaf of the state as itself.
+    A tensor may be returned as the same object: a gradient as its update, a leaf of the state as itself.
 
     >>> import muonfx as mfx
     >>> outputs_share_no_storage_with_inputs(mfx.master_params(mfx.scale(-1.0)), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     state = tx.init(params)
-    _require_apart("state from init", state, "params", params, unless_same=False)
+    require_apart("state from init", state, "params", params)
     for step, grads in enumerate(steps):
         updates, new_state = tx.update(grads, state, params)
-        at = f"step {step},"
-        _require_apart(f"{at} updates", updates, "the gradient", grads, unless_same=True)
-        _require_apart(f"{at} updates", updates, "params", params, unless_same=False)
-        _require_apart(f"{at} updates", updates, "the old state", state, unless_same=False)
-        _require_apart(f"{at} updates", updates, "the new state", new_state, unless_same=False)
-        _require_apart(f"{at} new state", new_state, "the old state", state, unless_same=True)
-        _require_apart(f"{at} new state", new_state, "the gradient", grads, unless_same=False)
-        _require_apart(f"{at} new state", new_state, "params", params, unless_same=False)
+        for what, found in ((f"step {step}, updates", updates), (f"step {step}, new state", new_state)):
+            require_apart(what, found, "the gradient", grads, unless_same=found is updates)
+            require_apart(what, found, "the old state", state, unless_same=found is new_state)
+            require_apart(what, found, "params", params)
+        require_apart(f"step {step}, updates", updates, "the new state", new_state)
         state = new_state
 
 
@@ -125,20 +115,16 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
     """
     for grads, (updates, _) in zip(steps, history(tx, params, steps), strict=True):
         given = {id(leaf) for leaf in tree.leaves(grads)}
-        made = [
-            (name, leaf)
-            for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True)
-            if isinstance(leaf, Tensor) and id(leaf) not in given and leaf.numel()
-        ]
+        made = [(name, leaf) for name, leaf in _filled(updates) if id(leaf) not in given]
         before = [leaf.clone() for _, leaf in made]
         for place, (name, leaf) in enumerate(made):
             try:
                 leaf.add_(1.0)
             except RuntimeError as error:
                 raise Breach(f"updates {name!r}", f"cannot be written to, strides {leaf.stride()}: {error}") from None
-            for later in range(place + 1, len(made)):
-                if not bits_equal(made[later][1], before[later]):
-                    raise Breach(f"updates {name!r}", f"overlaps the update {made[later][0]!r}")
+            for (other, later), old in list(zip(made, before, strict=True))[place + 1 :]:
+                if not bits_equal(later, old):
+                    raise Breach(f"updates {name!r}", f"overlaps the update {other!r}")
 
 
 @law()
@@ -151,9 +137,8 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
     state = tx.init(params)
     for step, grads in enumerate(steps):
         first = copied_tree(tx.update(grads, state, params))
-        require_same(
-            f"step {step}, (updates, state)", tx.update(grads, state, params), first, "in the first of two calls"
-        )
+        again = tx.update(grads, state, params)
+        require_same(f"step {step}, (updates, state)", again, first, "in the first of two calls")
         state = first[1]
     first = history(tx, params, steps)
     require_same("a second run's (updates, state)", history(tx, params, steps), first, "in the first run")
@@ -161,7 +146,7 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
 
 @law()
 def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Two runs of one transform in turns give what each gives alone.
+    """Two alternating runs of one transform give the results of each run alone.
 
     >>> import muonfx as mfx
     >>> interleaved_states_are_independent(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -180,7 +165,7 @@ def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: lis
 def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """An extra that no signature names changes nothing, so that a chain can pass all extras to all.
 
-    Given to ``update`` itself it is a misspelt one, and an error, unless some transform takes any.
+    ``update`` itself raises an error for such an extra, because it is misspelt, unless a transform accepts any extra.
 
     >>> import muonfx as mfx
     >>> unknown_extras_are_ignored(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -195,4 +180,4 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
         except TypeError:
             continue
         if tx.understood_extras is not None:
-            raise Breach(None, "update takes an extra that nothing reads, and says nothing")
+            raise Breach(None, "update accepts an extra that nothing reads, without an error")

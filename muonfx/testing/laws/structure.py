@@ -11,9 +11,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.contract import within
-from muonfx.testing.examples import Example, copied_tree, history
+from muonfx.testing.examples import Example, copied_tree, history, on_meta
 from muonfx.testing.law import law
-from muonfx.testing.violation import Breach, bits_equal, require_same, shown
+from muonfx.testing.violation import Breach, named, require_same, require_spec, shown
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -34,9 +34,9 @@ def _after_a_full_step(example: Example) -> Example:
 
 @law(on=_after_a_full_step)
 def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Where the gradient is None there is no update, and the state of that leaf is bitwise as before.
+    """If a gradient is None, its update is None, and the state of that leaf is bitwise unchanged.
 
-    `accumulate` gathers over steps: there, a leaf counts as absent that had no gradient in any step so far.
+    `accumulate` gathers over steps: under it, a leaf is absent if it had no gradient in any step so far.
 
     >>> import muonfx as mfx
     >>> absent_leaves_are_left_alone(mfx.momentum(), {"w": torch.ones(2), "b": None}, [{"w": None, "b": None}])
@@ -48,24 +48,22 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     for step, grads in enumerate(steps):
         before = copied_tree(state)
         updates, state = tx.run(grads, state, params)
-        leaves = dict(zip(names, tree.leaves(grads), strict=True))
+        leaves = dict(named(grads))
         seen |= {name for name, grad in leaves.items() if grad is not None and gathers}
         absent = {name for name, grad in leaves.items() if grad is None and name not in seen}
         if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
-            raise Breach(f"step {step}", f"updates {updates!r} have not the structure of the gradients {grads!r}")
-        for name, update in zip(names, tree.leaves(updates), strict=True):
+            raise Breach(f"step {step}", f"updates {updates!r} do not have the structure of the gradients {grads!r}")
+        for name, update in named(updates):
             if name in absent and update is not None:
-                raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)} where the gradient is None")
+                raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
             if name not in absent and leaves[name] is not None and update is None:
                 raise Breach(f"step {step}, updates {name!r}", f"found None for the gradient {shown(leaves[name])}")
         if tree.flatten(state)[1] != tree.flatten(before)[1]:
             raise Breach(f"step {step}, state", "the structure has changed")
-        for place, old, new in zip(tree.names(state), tree.leaves(before), tree.leaves(state), strict=True):
-            owner = _owner(place, names)
-            same = (isinstance(old, Tensor) and isinstance(new, Tensor) and bits_equal(old, new)) or old is new
-            if owner in absent and not same:
-                found = f"found {shown(new)}, expected as before {shown(old)}: its gradient is None"
-                raise Breach(f"step {step}, state {place!r}", found)
+        kept, now = (
+            {place: x for place, x in named(held) if _owner(place, names) in absent} for held in (before, state)
+        )
+        require_same(f"step {step}, state of None gradients,", now, kept, "before")
 
 
 def _owner(place: str, names: list[str]) -> str | None:
@@ -78,7 +76,7 @@ def _owner(place: str, names: list[str]) -> str | None:
 def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Structure, shapes, dtypes and devices of the state are those that `init` gave it, step after step.
 
-    Of each example also in every floating dtype, with leaves of several dtypes in one tree.
+    Each example is also checked in every floating dtype, with leaves of several dtypes in one tree.
 
     >>> import muonfx as mfx
     >>> params, steps = mfx.testing.Example.of({"w": (2,)}, dtype=torch.bfloat16)
@@ -89,7 +87,7 @@ def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: l
         wanted = state = tx.init(params)
         for step, grads in enumerate(steps):
             _, state = tx.run(grads, state, params)
-            _require_spec(f"step {step}, state", state, wanted, "init's")
+            require_spec(f"step {step}, state", state, wanted, "init's")
 
 
 @law(on=lambda example: example.dense())
@@ -102,40 +100,34 @@ def updates_look_like_the_gradients(
 ) -> None:
     """Updates have the gradients' structure, shapes, dtypes and devices.
 
-    Of each example also in every floating dtype, with leaves of several dtypes in one tree.
+    Each example is also checked in every floating dtype, with leaves of several dtypes in one tree.
 
     Args:
         tx: the transform.
         params: the parameters.
         steps: the gradients of each step.
         updates_dtype: the dtype that the transform is documented to give to all updates instead, or a function that
-            returns it for that of a parameter.
+            returns it for a parameter's dtype.
 
     >>> import muonfx as mfx
     >>> updates_look_like_the_gradients(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+
+    def dtype_for(grad: Tensor, param: Tensor) -> torch.dtype:
+        if callable(updates_dtype):
+            return updates_dtype(param.dtype)
+        return grad.dtype if updates_dtype is None else updates_dtype
+
     drawn = Example(params, steps)
     for params, steps in (drawn, *drawn.dense().in_every_dtype()):
         for step, (grads, (updates, _)) in enumerate(zip(steps, history(tx, params, steps), strict=True)):
-            wanted = tree.map(
-                lambda g, p: torch.empty(g.shape, dtype=_dtype_of_update(updates_dtype, g, p), device=g.device),
-                grads,
-                params,
-            )
-            _require_spec(f"step {step}, updates", updates, wanted, "the gradients")
-
-
-def _dtype_of_update(
-    documented: torch.dtype | Callable[[torch.dtype], torch.dtype] | None, grad: Tensor, param: Tensor
-) -> torch.dtype:
-    if isinstance(documented, torch.dtype):
-        return documented
-    return grad.dtype if documented is None else documented(param.dtype)
+            wanted = tree.map(lambda g, p: g.detach().to(dtype_for(g, p)), grads, params)
+            require_spec(f"step {step}, updates", updates, wanted, "the gradients")
 
 
 @law(share=0.05)
 def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A tree without leaves, or with none that is present, gives updates without leaves.
+    """A tree without leaves, or with absent leaves only, gives updates without leaves.
 
     >>> import muonfx as mfx
     >>> empty_trees_are_taken(mfx.momentum(), {}, [])
@@ -157,47 +149,22 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
     >>> import muonfx as mfx
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    on_meta = tree.map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
-    state = tx.init(on_meta)
-    if any(True for leaf in tree.leaves(params) if leaf is not None):
-        for name, leaf in zip(tree.names(state), tree.leaves(state), strict=True):
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.device.type != "meta":
-                raise Breach(f"state {name!r}", f"found {shown(leaf)} in memory, for parameters on the meta device")
-    wanted = tx.init(params)
-    _require_spec("state of meta parameters", state, wanted, "init's on real ones", devices=False)
+    state = tx.init(on_meta(params))
+    for name, leaf in named(state) if list(tree.tensors(params)) else ():
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.device.type != "meta":
+            raise Breach(f"state {name!r}", f"found {shown(leaf)} in memory, for parameters on the meta device")
+    require_spec("state of meta parameters", state, tx.init(params), "init's on real ones", devices=False)
 
 
 @law()
 def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The state of parameters that require grad is no part of their graph.
+    """The state of parameters that require grad is not part of their graph.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
     >>> init_returns_a_state_that_needs_no_grad(mfx.master_params(mfx.scale(-1.0)), *Example.of({"w": (2, 3)}))
     """
     state = tx.init(tree.map(lambda p: p.detach().requires_grad_(), params))
-    for name, leaf in zip(tree.names(state), tree.leaves(state), strict=True):
+    for name, leaf in named(state):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise Breach(f"state {name!r}", "requires grad: every step would keep the graphs of all steps before")
-
-
-def _require_spec(what: str, found: PyTree, wanted: PyTree, wanted_is: str, *, devices: bool = True) -> None:
-    have, have_def = tree.flatten(found)
-    want, want_def = tree.flatten(wanted)
-    if have_def != want_def:
-        raise Breach(what, f"the tree is {have_def}, expected that of {wanted_is}, {want_def}")
-    for name, a, b in zip(tree.names(wanted), have, want, strict=True):
-        if not isinstance(b, Tensor):
-            if a is not b:
-                raise Breach(f"{what} {name!r}", f"found {shown(a)}, expected as {wanted_is} {shown(b)}")
-            continue
-        if not isinstance(a, Tensor):
-            raise Breach(f"{what} {name!r}", f"found {shown(a)}, expected a tensor")
-        for trait in ("shape", "dtype", "device") if devices else ("shape", "dtype"):
-            if getattr(a, trait) != getattr(b, trait):
-                narrowed = trait == "dtype" and a.dtype.itemsize < b.dtype.itemsize
-                raise Breach(
-                    f"{what} {name!r}",
-                    f"has {trait} {getattr(a, trait)}, expected as {wanted_is} {getattr(b, trait)}"
-                    + ": it was narrowed" * narrowed,
-                )
+            raise Breach(f"state {name!r}", "requires grad: every step would keep the graphs of all earlier steps")
