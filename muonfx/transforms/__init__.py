@@ -4,7 +4,6 @@ Each file contains one family. `leafwise` makes a transform from a function of o
 a stack of matrices. Variants that few chains need are in `muonfx.contrib`.
 """
 
-from muonfx.transforms._heads import AttentionHeads
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
@@ -26,7 +25,7 @@ from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.normalize import normalize_columns, normalize_leaves, normalize_matrices, normalize_rows
 from muonfx.transforms.norms import centralize, normalize_by_update_norm, scale_by_trust_ratio
 from muonfx.transforms.orthogonalize import orthogonalize
-from muonfx.transforms.qk_clip import qk_clip
+from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
 from muonfx.transforms.rms import DebiasedRmsState, FactoredRmsState, RmsState, scale_by_factored_rms, scale_by_rms
 from muonfx.transforms.scale import (
     ShapeRule,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,124 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, checks, trans
 from muonfx.core.checks import NamePatterns
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._heads import AttentionHeads
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
-from muonfx.tree.arguments import did_you_mean
+from muonfx.tree.arguments import code_of, did_you_mean
+from muonfx.tree.tracing import matches
 from muonfx.tree.wrappers import unwrapped
 
-__all__ = ["qk_clip"]
+__all__ = ["AttentionHeads", "qk_clip"]
+
+Span = tuple[int, int]
+"""The first index of a range and its end (exclusive)."""
+
+_ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionHeads:
+    """The query and key weights of attention modules, and the rows of these that belong to each head.
+
+    The weights and biases of a module are found by name. With ``query="q_proj"``, the queries of ``layers.0.attn`` are
+    ``layers.0.attn.q_proj.weight`` and ``.bias``, or a parameter ``layers.0.attn.q_proj``.
+
+    Args:
+        module: a glob over the dotted names of attention modules. These names are the keys of ``max_logits``.
+        heads: the number of query heads.
+        key_heads: the number of key heads, which divides ``heads``; default: as many. Consecutive query heads share a
+            key head.
+        query: the name of the query weights within the module.
+        key: the name of the key weights. For fused weights it is the same as ``query``: without ``query_dims`` and
+            ``key_dims``, their rows are all queries, then all keys, then as many values as keys.
+        query_dims: the rows of the query within the block of its head. Default: the whole block except ``rotary_dims``.
+        key_dims: the rows of the key within the block of its head, if the block also contains, for example, a value.
+        rotary_dims: the rows of each query head's block that are multiplied by a rotary key shared by all heads.
+        axis: the dim of output features in a weight: 0 for ``nn.Linear``, 1 for ``Conv1D``.
+
+    Raises:
+        TypeError: a number of heads is not an int.
+        ValueError: heads are not a multiple of key heads, or a range is not a pair of ints, empty or negative.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> mfx.AttentionHeads("*.self_attn", heads=32, key_heads=8)
+        AttentionHeads(module='*.self_attn', heads=32, key_heads=8)
+        >>> fused = mfx.AttentionHeads("*.attn", heads=12, query="qkv", key="qkv")
+    """
+
+    module: str
+    heads: int
+    key_heads: int | None = None
+    query: str = "q_proj"
+    key: str = "k_proj"
+    query_dims: Span | None = None
+    key_dims: Span | None = None
+    rotary_dims: Span | None = None
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        checks.positive_int("AttentionHeads: heads", self.heads)
+        checks.positive_int("AttentionHeads: key_heads", self.keys)
+        if self.heads % self.keys:
+            raise ValueError(
+                f"AttentionHeads: heads must be a multiple of key_heads, found {self.heads} and {self.keys}"
+            )
+        for name in ("query_dims", "key_dims", "rotary_dims"):
+            span = getattr(self, name)
+            is_pair = isinstance(span, tuple) and len(span) == 2 and all(isinstance(at, int) for at in span)
+            if span is not None and not (is_pair and 0 <= span[0] < span[1]):
+                raise ValueError(
+                    f"AttentionHeads: {name} must be a tuple (first, end) of ints with 0 <= first < end, found {span!r}"
+                )
+
+    def __repr__(self) -> str:
+        return code_of(self)
+
+    @property
+    def keys(self) -> int:
+        """The number of key heads."""
+        return self.heads if self.key_heads is None else self.key_heads
+
+    def patterns(self) -> tuple[tuple[str, ...], ...]:
+        """Return globs over parameter names: one tuple for the queries, and one for the keys."""
+        roots = [f"{self.module}."] * bool(self.module) + [""] * matches("", self.module)
+        parts = dict.fromkeys((self.query, self.key))
+        return tuple(tuple(root + part + ending for root in roots for ending in _ENDINGS) for part in parts)
+
+    def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """Return the module that a parameter belongs to, and what it holds: "query", "key", both or nothing."""
+        module = ""
+        roles: list[str] = []
+        for part, role in ((self.query, "query"), (self.key, "key")):
+            for ending in _ENDINGS:
+                owner = f".{name}".removesuffix(f".{part}{ending}")
+                if owner != f".{name}" and matches(owner[1:], self.module):
+                    module = owner[1:]
+                    roles.append(role)
+        return module, tuple(roles)
+
+    def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
+        """Return for each row the index of its factor in the tensor of `_factors`."""
+        found = torch.full((size,), 2 * self.heads + self.keys, device=device)
+        for role in roles:
+            is_query = role == "query"
+            count = self.heads if is_query else self.keys
+            dims = self.query_dims if is_query else self.key_dims
+            is_fused = dims is None and self.query == self.key  # all queries, all keys, all values
+            block, rest = divmod(size, self.heads + 2 * self.keys if is_fused else count)
+            start = 0 if is_query or not is_fused else self.heads * block
+            spans = [(0 if is_query else self.heads, dims or (0, block))]
+            if is_query and self.rotary_dims is not None:
+                spans.append((self.heads + self.keys, self.rotary_dims))
+            if rest or any(last > block for _, (_, last) in spans):
+                raise ValueError(
+                    f"qk_clip: {name!r} has {size} rows, which {self!r} does not divide into equal blocks, one for "
+                    "each head: correct the heads or the dims"
+                )
+            for first_place, (first, last) in spans:
+                head = torch.arange(first_place, first_place + count, device=device)
+                found[start : start + count * block].view(count, block)[:, first:last] = head.unsqueeze(1)
+        return found
 
 
 class _Member(NamedTuple):
@@ -28,82 +139,70 @@ class _Member(NamedTuple):
 
     name: str
     module: str
-    which: int
-    """The index of its `AttentionHeads`."""
+    heads: AttentionHeads
     roles: tuple[str, ...]
-    shape: tuple[int, ...] | None = None
-    """The shape of the whole parameter; None if the parameter at hand is whole."""
+    shape: tuple[int, ...]
+    """The shape of the whole parameter."""
+    is_present: bool
+
+    def places(self, device: torch.device | str) -> Tensor:
+        """Return the index of the factor of each element, in a shape that broadcasts to the parameter."""
+        shape, axis = self.shape, 0 if len(self.shape) == 1 else self.heads.axis
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(f"qk_clip: {self.name!r} has shape {shape}, and no dim {axis}, the axis of {self.heads!r}")
+        rows = self.heads.places(self.name, shape[axis], self.roles, device)
+        return rows.reshape([size if dim == axis % len(shape) else 1 for dim, size in enumerate(shape)])
+
+    def lacking(self, factors: dict[str, Tensor], device: torch.device) -> Tensor:
+        """Return 1 minus the factor of each element of the whole parameter."""
+        return (1.0 - factors[self.module].to(device)[self.places(device)]).expand(self.shape)
 
 
-@dataclass(frozen=True)
-class _Members:
-    """`AttentionHeads` together with the parameters that match them."""
+def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
+    given: tuple[object, ...] = heads if type(heads) is tuple else (heads,)
+    found = tuple(own for own in given if isinstance(own, AttentionHeads | _Member))
+    if len(found) != len(given):
+        raise TypeError(f"qk_clip: heads must be an AttentionHeads or a tuple of these, found {heads!r}")
+    return found
 
-    heads: tuple[AttentionHeads, ...]
-    members: tuple[_Member, ...]
 
-
-def _members(heads: Sequence[AttentionHeads], names: Iterable[str]) -> tuple[_Member, ...]:
-    found: list[_Member] = []
-    for name, plain in unwrapped(names).items():  # module names have no wrapper prefixes
-        for which, own in enumerate(heads):
-            place = own.module_of(plain)
-            if place is not None:
-                found.append(_Member(name, place[0], which, place[1]))
+def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
+    """Return the parameters of each module, unless `_resolve` did that."""
+    found = [own for own in heads if isinstance(own, _Member)]
+    if found:
+        return found
+    leaves = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    for name, plain in unwrapped(leaves).items():  # module names have no wrapper prefixes
+        for own in heads:
+            assert isinstance(own, AttentionHeads)
+            module, roles = own.module_of(plain)
+            if roles:
+                shape = () if leaves[name] is None else tuple(leaves[name].shape)
+                found.append(_Member(name, module, own, roles, shape, leaves[name] is not None))
                 break
-    return tuple(found)
-
-
-def _check_pairs(heads: Sequence[AttentionHeads], found: Sequence[_Member]) -> None:
-    """Require both the queries and the keys of each module, because each gets a share of the factor."""
-    for module, which in dict.fromkeys((own.module, own.which) for own in found):
-        seen = {role: own.name for own in found if own.module == module for role in own.roles}
-        for role, other in (("query", "key"), ("key", "query")):
-            if role in seen and other not in seen:
-                lacking = ".".join(filter(None, (module, getattr(heads[which], other))))
-                raise ValueError(
-                    f"qk_clip: found the {role} weights {seen[role]!r} and no {other} weights {lacking!r} among its "
-                    "parameters. Each takes a share of the factor, so it must see both: give both to it in the mask or "
-                    "the labels around it"
-                )
+    return found
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
-    given = tx.arguments["heads"]
-    if isinstance(given, _Members):
-        return tx
-    heads = _as_tuple(given)
-    shapes = {n: tuple(x.shape) for n, x in zip(tree.names(params), tree.leaves(params), strict=True) if x is not None}
-    found = tuple(own._replace(shape=shapes[own.name]) for own in _members(heads, shapes))
-    return tx.replace(heads=_Members(heads, found))
+    """Give the transform the shapes of whole parameters."""
+    members = _members(_as_tuple(tx.arguments["heads"]), params)
+    return tx.replace(heads=tuple(own for own in members if own.is_present))
 
 
 def _patterns(tx: Transform) -> list[NamePatterns]:
-    given = tx.arguments["heads"]
-    heads = () if isinstance(given, _Members) else _as_tuple(given)
-    groups = tuple(group for own in heads for group in own.patterns())
+    heads = _as_tuple(tx.arguments["heads"])
+    groups = tuple(group for own in heads if isinstance(own, AttentionHeads) for group in own.patterns())
     return [NamePatterns("qk_clip: heads", groups, required=True)] if groups else []
 
 
-def _as_tuple(given: object) -> tuple[AttentionHeads, ...]:
-    found = (given,) if isinstance(given, AttentionHeads) else tuple(given) if isinstance(given, tuple | list) else None
-    if found is None or not all(isinstance(own, AttentionHeads) for own in found):
-        raise TypeError(f"qk_clip: heads must be an AttentionHeads or a tuple of these, found {given!r}")
-    return found
+def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
+    heads = _as_tuple(tx.arguments["heads"])
+    if heads and "max_logits" in extras:
+        _logits([own for own in heads if isinstance(own, _Member)], extras["max_logits"])
 
 
 def _unchanged(values: PyTree) -> PyTree:
     return values
-
-
-def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
-    resolved, logits = tx.arguments["heads"], extras.get("max_logits")
-    if resolved != () and "max_logits" in extras:
-        _check_logits(logits)
-    if isinstance(resolved, _Members) and logits is not None:
-        given = _by_module(logits)
-        for own in resolved.members:
-            _logits_of(own.module, resolved.heads[own.which], given)
 
 
 @transform(
@@ -114,37 +213,35 @@ def qk_clip(
     tau: ScalarOrSchedule = 100.0,
     alpha: ScalarOrSchedule = 0.5,
 ):
-    r"""Scale query and key weights down by head where the largest attention logit of a step exceeds a bound.
+    r"""Scale down the query and key weights of each head whose largest attention logit exceeds a bound.
 
-    With $s_h$ the largest logit $q_i k_j^\top / \sqrt d$ of head h in the step and $\gamma_h = \min(1, \tau / s_h)$,
-    the updates are changed so that the updated weights of the head's query and key, and their biases, come out times
-    $\gamma_h^\alpha$ and $\gamma_h^{1 - \alpha}$: all logits of the head are multiplied by $\gamma_h$. Heads with
-    $s_h \le \tau$ are left alone, bitwise, and so are those whose $s_h$ is not finite.
+    Let $s_h$ be the largest logit $q_i k_j^\top / \sqrt d$ of head h in the step, and $\gamma_h = \min(1, \tau / s_h)$.
+    The updates are changed so that the updated query weights of the head, and their biases, are multiplied by
+    $\gamma_h^\alpha$, and its key weights by $\gamma_h^{1 - \alpha}$. All logits of the head are then multiplied by
+    $\gamma_h$. Heads with $s_h \le \tau$, or with an $s_h$ that is not finite, are bitwise unchanged.
 
-    It comes last in a chain, behind the learning rate, where the updates are what will be added, and inside
-    `master_params`. Each `update` needs the named extra ``max_logits``: a dict with a tensor of $s_h$, one number for
-    each query head, for the name of each attention module. `muonfx.attention.collect_max_logits` makes it. Over ranks
-    the largest that any rank has counts, which takes one all-reduce of a number a head under
-    `muonfx.sharding.sharded`; else see `muonfx.attention.reduce_max_logits`. What has no update stays as it is, and so
-    lacks its share of the factor.
+    It is the last transform of a chain, after the learning rate, and inside `master_params`. Each `update` requires the
+    named extra ``max_logits``: a dict from the name of each attention module to a tensor with $s_h$ of each query head,
+    which `muonfx.attention.collect_max_logits` collects. Under `muonfx.sharding.sharded` the largest logit of all ranks
+    is used, at the cost of one all-reduce; otherwise see `muonfx.attention.reduce_max_logits`. A parameter without an
+    update is not scaled.
 
-    Query heads that share a key head: the key is scaled by $\max_h \gamma_h^{1 - \alpha}$ over these heads, and each
-    query by what its own $\gamma_h$ then lacks. So each head's logits get exactly its own factor, no factor exceeds
-    1, and a key that a head below the bound looks at stays as it is. (By the smallest factor, the queries of the other
-    heads would have to grow by what they did not ask for.) For the same reason a rotary key that all heads share is not
-    touched: the queries that meet it are scaled by $\gamma_h$.
+    If query heads share a key head, the key is multiplied by $\max_h \gamma_h^{1 - \alpha}$ over these heads, and each
+    query by the rest of its own $\gamma_h$. The logits of each head are then multiplied by exactly its own factor, and
+    no factor exceeds 1. The smallest factor would instead make the queries of the other heads grow. A rotary key that
+    all heads share is not changed; the queries that it multiplies are scaled by $\gamma_h$.
 
     Args:
-        heads: which parameters hold queries and keys, or several such values where modules differ; the first that
-            finds a parameter counts.
+        heads: which parameters hold queries and keys; several values if modules differ. The first value that matches a
+            parameter is used.
         tau: the bound, positive.
         alpha: the query's share of the exponent, from 0 to 1.
 
     Raises:
-        TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing or not a dict.
-        ValueError: a number is out of range; at `init`, a pattern matches no parameter, or one has not the rows that
-            its heads need, or a mask around it hides the queries or the keys of a module; at `update`, ``params`` or an
-            entry of ``max_logits`` is missing or has another shape.
+        TypeError: ``heads`` has another type; at `update`, ``max_logits`` is missing or not a dict.
+        ValueError: a number is out of range; at `init`, a pattern matches no parameter, or a parameter does not have
+            the rows of its heads, or a mask around it hides the queries or the keys of a module; at `update`,
+            ``params`` or an entry of ``max_logits`` is missing or has another shape.
 
     Follows Kimi K2 (arXiv 2507.20534), section 2.1 and algorithm 1.
 
@@ -162,19 +259,14 @@ def qk_clip(
     alpha = checks.at_least("alpha", alpha, 0.0)
     if isinstance(alpha, float | int) and alpha > 1:
         raise ValueError(f"alpha must be from 0 to 1, found {alpha!r}")
-    given = cast("object", heads)
-    resolved = given if isinstance(given, _Members) else None
-    known = _as_tuple(given) if resolved is None else resolved.heads
-
-    def found(params: PyTree) -> tuple[_Member, ...]:
-        return _members(known, tree.names(params)) if resolved is None else resolved.members
+    given = _as_tuple(heads)
 
     def init(params: PyTree) -> EmptyState:
-        shapes = dict(zip(tree.names(params), tree.leaves(params), strict=True))
-        _check_pairs(known, _members(known, shapes))
-        for own in found(params) if resolved is None else ():
-            if shapes[own.name] is not None:
-                _check_rows(known[own.which], own, tuple(shapes[own.name].shape))
+        members = _members(given, params)
+        _check_pairs(members)
+        for own in members:
+            if own.is_present:
+                own.places("meta")  # raises if the heads do not fit
         return EmptyState()
 
     def update(
@@ -187,25 +279,23 @@ def qk_clip(
         shard: Callable[[PyTree], PyTree] = _unchanged,
         max_over_ranks: Callable[[Tensor], Tensor] = _unchanged,
     ):
-        members = found(updates if params is None else params)
-        if not members:
-            return updates, state
         if params is None:
             raise ValueError("qk_clip needs the parameters: call update(updates, state, params)")
-        names, leaves = tree.names(params), tree.leaves(params)
-        weights = dict(zip(names, leaves, strict=True))
-        wide = ew.wide_dtype(*(w.dtype for own in members if (w := weights[own.name]) is not None))
-        at = torch.zeros((), dtype=wide, device=tree.device_of(params))
-        factors = _factors(known, members, max_logits, tau, alpha, max_over_ranks, at)
-        whole = {own.name: _of_rows(known[own.which], own, weights[own.name], factors) for own in members}
-        local = shard({name: lacking for name, lacking in whole.items() if lacking is not None})
+        weights = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+        members = [own for own in _members(given, params) if weights[own.name] is not None]
+        if not members:
+            return updates, state
+        wide = ew.wide_dtype(*(weights[own.name].dtype for own in members))
+        like = torch.zeros((), dtype=wide, device=tree.device_of(params))
+        factors = _factors(members, max_logits, tau, alpha, max_over_ranks, like)
+        local = shard({own.name: own.lacking(factors, weights[own.name].device) for own in members})
         changed = [
             _scaled(u, weights[name], local[name]) if u is not None and name in local else u
-            for name, u in zip(names, tree.leaves(updates), strict=True)
+            for name, u in zip(weights, tree.leaves(updates), strict=True)
         ]
         return tree.unflatten(tree.flatten(updates)[1], changed), state
 
-    def update_without_heads(
+    def without_heads(
         updates: PyTree,
         state: EmptyState,
         params: PyTree = None,
@@ -216,99 +306,67 @@ def qk_clip(
     ):
         return updates, state
 
-    return init, update if known else update_without_heads
+    return init, update if given else without_heads
 
 
-def _axis(own: AttentionHeads, shape: Sequence[int]) -> int:
-    return 0 if len(shape) == 1 else own.axis % len(shape)
+def _check_pairs(members: list[_Member]) -> None:
+    """Require both the queries and the keys of each module, because each gets a share of the factor."""
+    for member in members:
+        seen = {role for own in members if own.module == member.module for role in own.roles}
+        for role in {"query", "key"} - seen:
+            lacking = ".".join(filter(None, (member.module, getattr(member.heads, role))))
+            raise ValueError(
+                f"qk_clip: found the {member.roles[0]} weights {member.name!r} and no {role} weights {lacking!r} among "
+                "its parameters. Each takes a share of the factor, so it must see both: give both to it in the mask or "
+                "the labels around it"
+            )
 
 
-def _check_rows(own: AttentionHeads, member: _Member, shape: tuple[int, ...]) -> None:
-    if not shape or (len(shape) > 1 and not -len(shape) <= own.axis < len(shape)):
-        raise ValueError(f"qk_clip: {member.name!r} has shape {shape}, and no dim {own.axis}, which {own!r} says")
-    own.parts(member.name, shape[_axis(own, shape)], member.roles)
-
-
-def _factors(
-    heads: Sequence[AttentionHeads],
-    members: Sequence[_Member],
-    max_logits: PyTree,
-    tau: float | Tensor,
-    alpha: float | Tensor,
-    max_over_ranks: Callable[[Tensor], Tensor],
-    like: Tensor,
-) -> dict[str, dict[str, Tensor]]:
-    """Return the factors of each module by kind, one per head; modules with the same heads are batched."""
-    _check_logits(max_logits)
-    given = _by_module(max_logits)
-    which = {own.module: own.which for own in members}
-    modules = sorted(which, key=lambda module: which[module])
-    logits = [_logits_of(module, heads[which[module]], given) for module in modules]
-    most = max_over_ranks(torch.cat([own.to(like) for own in logits]))
-    rows = dict(zip(modules, most.split([len(own) for own in logits]), strict=True))
-    found: dict[str, dict[str, Tensor]] = {}
-    for place, own in enumerate(heads):
-        mine = [module for module in modules if which[module] == place]
-        if not mine:
-            continue
-        largest = torch.stack([rows[module] for module in mine])
-        exceeds = largest.isfinite() & (largest > tau)
-        gamma = torch.where(
-            exceeds, ew.scalar_like(tau, largest) / torch.where(exceeds, largest, 1.0), torch.ones_like(largest)
-        )
-        groups = gamma.unflatten(1, (own.keys, own.heads // own.keys))
-        key = torch.pow(groups.amax(dim=2), ew.scalar_like(1.0 - alpha, groups))
-        query = (groups / key.unsqueeze(2)).flatten(1)
-        kinds = {"query": query.unbind(), "key": key.unbind(), "rotary": gamma.unbind()}
-        found |= {module: {kind: every[i] for kind, every in kinds.items()} for i, module in enumerate(mine)}
-    return found
-
-
-def _check_logits(max_logits: object) -> None:
+def _logits(members: list[_Member], max_logits: object) -> dict[str, Tensor]:
+    """Return the largest logits of each module after checking them."""
     if not isinstance(max_logits, Mapping):
         raise TypeError(
             "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
+    given = dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
+    found: dict[str, Tensor] = {}
+    for own in members:
+        logits, size = given.get(own.module), own.heads.heads
+        if not isinstance(logits, Tensor) or logits.is_complex() or logits.shape != (size,):
+            found_here = f"one of {tuple(logits.shape)}" if isinstance(logits, Tensor) else repr(logits)
+            raise ValueError(
+                f"qk_clip: max_logits[{own.module!r}] must be a real tensor of shape ({size},), the largest logit of "
+                "each query head (-inf for a head of another rank), as muonfx.attention.collect_max_logits collects "
+                "it from calls of scaled_dot_product_attention and of muonfx.attention.record_max_logits; found "
+                + (found_here if own.module in given else f"none{did_you_mean(own.module, given)}")
+            )
+        found[own.module] = logits
+    return found
 
 
-def _by_module(max_logits: PyTree) -> dict[str, PyTree]:
-    return dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
-
-
-def _logits_of(module: str, own: AttentionHeads, given: dict[str, PyTree]) -> Tensor:
-    logits = given.get(module)
-    if not isinstance(logits, Tensor) or logits.dtype == torch.bool or logits.is_complex():
-        found = f", found {logits!r}" if module in given else did_you_mean(module, given)
-        raise ValueError(
-            f"qk_clip: max_logits has no tensor for the module {module!r}{found}: give the "
-            f"largest logit of each of its {own.heads} heads, update(..., max_logits={{{module!r}: ...}}), which "
-            "muonfx.attention.collect_max_logits collects"
-        )
-    if tuple(logits.shape) != (own.heads,):
-        raise ValueError(
-            f"qk_clip: max_logits[{module!r}] has shape {tuple(logits.shape)}, expected ({own.heads},), one number for "
-            "each query head; on a rank with some of the heads, -inf stands for the others"
-        )
-    return logits
-
-
-def _of_rows(
-    own: AttentionHeads, member: _Member, weight: Tensor | None, factors: dict[str, dict[str, Tensor]]
-) -> Tensor | None:
-    """Return 1 minus the factors of a whole parameter, in its shape."""
-    if weight is None:
-        return None
-    shape = weight.shape if member.shape is None else member.shape
-    axis = _axis(own, shape)
-    product: Tensor | None = None
-    for part in own.parts(member.name, shape[axis], member.roles):
-        each = part.of(factors[member.module][part.kind], shape[axis])
-        product = each if product is None else product * each  # parts do not overlap: one of the factors is 1
-    assert product is not None
-    along = [1] * len(shape)
-    along[axis] = shape[axis]
-    return (1.0 - product).to(weight.device).reshape(along).expand(shape)
+def _factors(
+    members: list[_Member],
+    max_logits: PyTree,
+    tau: float | Tensor,
+    alpha: float | Tensor,
+    max_over_ranks: Callable[[Tensor], Tensor],
+    like: Tensor,
+) -> dict[str, Tensor]:
+    """Return for each module the factors of its queries, its keys and its rotary queries, and a 1."""
+    logits = _logits(members, max_logits)
+    largest = max_over_ranks(torch.cat([own.to(like) for own in logits.values()]))
+    exceeds = largest.isfinite() & (largest > tau)
+    bounded = ew.scalar_like(tau, largest) / torch.where(exceeds, largest, 1.0)
+    gammas = torch.where(exceeds, bounded, torch.ones_like(largest)).split([len(own) for own in logits.values()])
+    heads = {own.module: own.heads for own in members}
+    found: dict[str, Tensor] = {}
+    for module, gamma in zip(logits, gammas, strict=True):
+        groups = gamma.unflatten(0, (heads[module].keys, -1))
+        key = torch.pow(groups.amax(dim=1), ew.scalar_like(1.0 - alpha, groups))
+        query = (groups / key.unsqueeze(1)).flatten()
+        found[module] = torch.cat([query, key, gamma, gamma.new_ones(1)])
+    return found
 
 
 def _scaled(update: Tensor, weight: Tensor, lacking: Tensor) -> Tensor:
