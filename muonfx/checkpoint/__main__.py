@@ -12,7 +12,6 @@ from pathlib import Path
 from muonfx.checkpoint.catalog import checkpoints, clean, inspect, with_reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.loading import verify
-from muonfx.checkpoint.target import matches
 from muonfx.tree.display import Table, format_bytes, printable
 
 __all__ = ["main"]
@@ -22,80 +21,62 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; invalid arguments end the process with exit code 2."""
     options = _parser().parse_args(argv)
     try:
-        return options.run(options)
+        return options.run(options.path)
     except CorruptError as error:
         print(f"damaged: {printable(error)}", file=sys.stderr)
         return 1
     except CheckpointError as error:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader closed the pipe, as `head` does
-        sys.stderr.close()
-        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint", description="Look at checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="command")
-
-    command = commands.add_parser("inspect", help="what a checkpoint says about itself, or a folder of them")
-    command.add_argument("path", type=Path)
-    command.add_argument(
-        "--match", default="*", metavar="PATTERN", help="leaves: a name, levels it begins with, a glob"
-    )
-    command.set_defaults(run=_inspect)
-
-    command = commands.add_parser("verify", help="read every byte and compare the checksums")
-    command.add_argument("paths", type=Path, nargs="+", metavar="path", help="a checkpoint, or a folder of them")
-    command.set_defaults(run=_verify)
-
-    command = commands.add_parser("clean", help="remove the files of saves that were stopped; none may be in progress")
-    command.add_argument("path", type=Path, help="a checkpoint, or a folder of them")
-    command.set_defaults(run=_clean)
-
+    for name, run, text in (
+        ("inspect", _inspect, "show the contents of a checkpoint, or list a folder of checkpoints"),
+        ("verify", _verify, "read every byte and compare the checksums"),
+        ("clean", _clean, "remove the files of saves that were stopped; none may be in progress"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
+        command.set_defaults(run=run)
     return parser
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    path: Path = options.path
-    if checkpoints(path):
-        print(_folder_table(path))
-    else:
-        index = inspect(path)
-        print(index.report(path, {name: leaf for name, leaf in index.leaves.items() if matches(options.match, name)}))
+def _inspect(path: Path) -> int:
+    if not (found := checkpoints(path)):
+        print(inspect(path))
+        return 0
+    rows: list[tuple[str, ...]] = []
+    for inner in found:
+        try:
+            index = with_reader(inner, lambda index, reader: index)
+            cells = str(index.step), str(len(index.leaves)), format_bytes(index.nbytes), "looks whole"
+        except CheckpointError as error:
+            cells = "?", "?", "?", str(error)
+        rows.append((inner.name, *cells))
+    print(Table.of(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3)).to_text())
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(path: Path) -> int:
     code = 0
-    given: list[Path] = options.paths
-    for path in [inner for outer in given for inner in checkpoints(outer) or [outer]]:
+    for inner in checkpoints(path) or [path]:
         try:
-            index = verify(path)
+            index = verify(inner)
         except CorruptError as error:
-            print(f"{path}: damaged: {printable(error)}")
+            print(f"{inner}: damaged: {printable(error)}")
             code = 1
         else:
-            print(f"{path}: good, {len(index.leaves)} leaves, {format_bytes(index.nbytes)}")
+            print(f"{inner}: good, {len(index.leaves)} leaves, {format_bytes(index.nbytes)}")
     return code
 
 
-def _clean(options: argparse.Namespace) -> int:
-    removed = clean(options.path)
+def _clean(path: Path) -> int:
+    removed = clean(path)
     print("\n".join([*map(str, removed), f"{len(removed)} files removed"]))
     return 0
-
-
-def _folder_table(folder: Path) -> str:
-    """Return a table with one line for each checkpoint in a folder."""
-    rows: list[tuple[str, ...]] = []
-    for path in checkpoints(folder):
-        try:
-            index = with_reader(path, lambda index, reader: index)
-            rows.append((path.name, str(index.step), str(len(index.leaves)), format_bytes(index.nbytes), "looks whole"))
-        except CheckpointError as error:
-            rows.append((path.name, "?", "?", "?", str(error)))
-    return Table.of(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3)).to_text()
 
 
 if __name__ == "__main__":

@@ -13,16 +13,13 @@ from typing import TypeVar
 
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
-from muonfx.checkpoint.files import open_regular
-from muonfx.checkpoint.index import FORMAT, INDEX, Index, is_own_name, read_parsed
+from muonfx.checkpoint.index import INDEX, Index, is_own_name, read_index
 
 __all__ = [
-    "before",
     "checkpoints",
     "clean",
     "folder_named",
     "inspect",
-    "is_foreign",
     "latest",
     "prune",
     "remove_files",
@@ -84,13 +81,8 @@ def inspect(path: str | os.PathLike[str]) -> Index:
     (3, {'seed': 0}, Spec(shape=(2,), dtype=torch.float32))
     """
     path = folder_named(path)
-    with offering(path):
-        return _index_at(path)
-
-
-def _index_at(path: Path) -> Index:
     try:
-        return read_parsed(path)
+        return read_index(path / INDEX)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(_why_not(path)) from None
     except OSError as error:
@@ -108,13 +100,8 @@ Result = TypeVar("Result")
 
 def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
     """Call ``work`` with the index and a reader of one checkpoint, again if the checkpoint was replaced meanwhile."""
-    with offering(path):
-        return _with_reader(path, work)
-
-
-def _with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
     for _ in range(TRIES):
-        index = _index_at(path)
+        index = inspect(path)
         with suppress(ReplacedError), reading(path, index), Reader(path, index) as reader:
             return work(index, reader.check_files())
     raise ReplacedError(replaced_often(path))
@@ -131,15 +118,13 @@ def reading(path: Path, index: Index) -> Generator[None]:
     try:
         yield
     except CorruptError as error:
-        if _index_at(path).save_id != index.save_id:
+        if inspect(path).save_id != index.save_id:
             raise ReplacedError(f"{path} was replaced while it was read") from error
         raise
 
 
 def _why_not(path: Path) -> str:
     with suppress(OSError, CheckpointError):
-        if path.is_symlink() and not path.exists():
-            return f"there is no checkpoint at {path}: it is a link to nowhere"
         if not path.exists():
             return f"there is no checkpoint at {path}: no such folder"
         if not path.is_dir():
@@ -183,7 +168,7 @@ def _by_step(folder: Path) -> list[Path]:
 
 def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
     try:
-        _with_reader(path, lambda index, reader: reader.verify() if verify else None)
+        with_reader(path, lambda index, reader: reader.verify() if verify else None)
     except CheckpointError as error:
         return error
     return None
@@ -218,29 +203,6 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
             continue  # removed since the folder was listed
         warnings.warn(f"{path.name} is not used, an older checkpoint is looked for: {problem}", stacklevel=2)
     return None
-
-
-def before(path: Path) -> Path | None:
-    """Return the newest checkpoint of an earlier step in the same folder that looks whole."""
-    step = step_of(path)
-    if step is None:
-        return None
-    with suppress(CheckpointError):
-        for other in reversed(checkpoints(path.parent)):
-            if (step_of(other) or 0) < step and _problem(other) is None:
-                return other
-    return None
-
-
-@contextmanager
-def offering(path: Path) -> Generator[None]:
-    """Add the path of an older good checkpoint to a `CorruptError`."""
-    try:
-        yield
-    except CorruptError as error:
-        if error.previous is None and (previous := before(path)) is not None:
-            raise CorruptError(error.detail, previous) from error
-        raise
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = None) -> list[Path]:
@@ -279,39 +241,29 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
     removed: list[Path] = []
     refused: list[str] = []
     for path in found:
-        if path in kept or (path not in good and path not in older):
-            continue
-        try:
-            if remove(path):
+        if path not in kept and (path in good or path in older):
+            try:
+                index = inspect(path)
+                (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
+                remove_files(path, index)
+                with suppress(OSError):  # the folder still contains other files
+                    path.rmdir()
                 removed.append(path)
-        except OSError as error:
-            refused.append(f"{path}: {error.strerror}")
+            except (FileNotFoundError, NotFoundError):  # another process has removed it
+                removed.append(path)
+            except CheckpointError:  # the files of an unreadable index are not known, so they stay
+                continue
+            except OSError as error:
+                refused.append(f"{path}: {error.strerror}")
     if refused:
         raise CheckpointError("checkpoints that are not to be kept cannot be removed: " + "; ".join(refused))
     return removed
 
 
-def remove(path: Path) -> bool:
-    """Remove a checkpoint and return whether it is gone; one with an unreadable index stays."""
-    try:
-        index = _index_at(path)
-        (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
-        remove_files(path, index)
-    except (FileNotFoundError, NotFoundError):  # another process has removed it
-        return True
-    except CheckpointError:
-        return False
-    with suppress(OSError):  # the folder still contains other files
-        path.rmdir()
-    return True
-
-
 def remove_files(path: Path, index: Index) -> None:
     """Remove the data files of a checkpoint that is no longer at the path."""
     for file in index.files:
-        if is_own_name(file.name):  # an index that muonfx has not written may name any file
-            with suppress(FileNotFoundError):
-                (path / file.name).unlink()
+        (path / file.name).unlink(missing_ok=True)
 
 
 def clean(path: str | os.PathLike[str]) -> list[Path]:
@@ -340,7 +292,7 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
         try:
             files = [file for file in sorted(folder.iterdir()) if is_own_name(file.name)]
             # Read after the files were listed, so that it names those of a save that has just ended.
-            named = {file.name for file in _index_at(folder).files} if _has_index(folder) else set[str]()
+            named = {file.name for file in inspect(folder).files} if _has_index(folder) else set[str]()
         except (OSError, CheckpointError):
             continue
         for file in files:
@@ -367,18 +319,3 @@ def warn_of_later_steps(path: Path) -> None:
                 "finds before it: if the run went back on purpose, move them away",
                 stacklevel=2,
             )
-
-
-def is_foreign(index: Path) -> bool:
-    """True if the file exists and muonfx did not write it: its first 4096 bytes do not name the format."""
-    try:
-        with open_regular(index) as file:
-            begin = file.read(4096)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # a pipe, a device
-            return True
-        raise
-    # A damaged file system can leave a file of zeros, so such a file may be ours.
-    return FORMAT.encode() not in begin and bool(begin.strip(b"\0"))

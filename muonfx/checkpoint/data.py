@@ -8,13 +8,14 @@ use would end the process.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from io import FileIO
 from itertools import groupby
 from math import prod
@@ -113,7 +114,7 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
         write_all(file, head)
         for place in order:
             part = parts[place]
-            tensor = _dense(part)
+            tensor = part.tensor().detach().resolve_conj().resolve_neg().cpu().contiguous()
             crc32: list[str] = []
             for block in blocks_of(bytes_of(tensor)):
                 write_all(file, block)
@@ -128,18 +129,29 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
     return described, [chunks[place] for place in range(len(parts))]
 
 
-def _dense(part: Part) -> Tensor:
-    """Return the values of a part as a contiguous CPU tensor, copied only if necessary."""
-    tensor = part.tensor().detach().resolve_conj().resolve_neg().cpu().contiguous()
-    if tuple(tensor.shape) != part.box.sizes or tensor.dtype != part.dtype:
-        raise ValueError(
-            f"{part.name!r} is {tuple(tensor.shape)} {tensor.dtype} now, and was {part.box.sizes} {part.dtype} when "
-            "the save began: a state must not change while it is saved"
-        )
-    return tensor
-
-
 _MOST_OPEN = 64
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
+    """Raise an error of the system as `CorruptError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptError(f"{path}: the data file cannot be read: {error.strerror}") from error
+
+
+def _fill(file: FileIO, at: int, into: memoryview) -> None:
+    """Fill a buffer from a position on; with preadv, several threads may read one file."""
+    while into:
+        if hasattr(os, "preadv"):
+            got = os.preadv(file.fileno(), [into], at)
+        else:
+            file.seek(at)
+            got = file.readinto(into) or 0
+        if not got:
+            raise OSError(errno.EIO, "it ends too early")
+        at, into = at + got, into[got:]
 
 
 class _Block(NamedTuple):
@@ -166,13 +178,25 @@ class Reader:
     def __init__(self, folder: Path, index: Index) -> None:
         check_byte_order()
         self.folder, self.index = folder, index
-        self._stack = ExitStack()
-        self._files: dict[int, FileIO] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._threads = torch.get_num_threads() if hasattr(os, "preadv") else 1
+        self._files: dict[int, tuple[FileIO, ExitStack]] = {}
+        # One pool per reader, not a global one: threads do not survive a fork.
+        threads = torch.get_num_threads() if hasattr(os, "preadv") else 1
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="muonfx-read")
 
     def __enter__(self) -> Reader:
         return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with suppress(CheckpointError) if kind is not None else nullcontext():
+            self.close()
+
+    def close(self) -> None:
+        """Close all files; raise if the system reports an error for one."""
+        self._pool.shutdown()
+        with ExitStack() as stack:
+            for _, closing in self._files.values():
+                stack.callback(closing.close)
+            self._files = {}
 
     def check_files(self, numbers: Iterable[int] | None = None) -> Reader:
         """Open and check the data files with these numbers, by default all of them."""
@@ -181,77 +205,30 @@ class Reader:
         return self
 
     def _file(self, number: int) -> FileIO:
+        """Return an open data file; the first time, check its size and its header."""
         if number not in self._files:
             # The number of open files is limited, and each rank has written one file; no read is in progress.
             if len(self._files) >= _MOST_OPEN:
-                self._close(next(iter(self._files)))
-            self._files[number] = self._open(self.index.files[number])
-        return self._files[number]
-
-    def _close(self, number: int) -> None:
-        try:
-            self._files.pop(number).close()
-        except OSError as error:
-            path = self.folder / self.index.files[number].name
-            raise CheckpointError(
-                f"{path}: cannot be closed: {error.strerror}; nothing was loaded, since the file system has a fault"
-            ) from error
-
-    def close(self) -> None:
-        """Close all files; raise if the system reports an error for one."""
-        self._stack.close()  # waits for the threads
-        with ExitStack() as stack:
-            for number in self._files:
-                stack.callback(self._close, number)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        with suppress(CheckpointError) if kind is not None else nullcontext():
-            self.close()
-
-    def _open(self, described: DataFile) -> FileIO:
-        path = self.folder / described.name
-        try:
-            file = open_regular(path)
-        except OSError as error:
-            raise CorruptError(f"{path}: the data file is missing or cannot be read: {error.strerror}") from error
-        try:
-            try:
-                found = file.seek(0, 2)
-            except OSError as error:
-                raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
-            if found != described.nbytes:
-                raise CorruptError(f"{path}: the data file has {found} bytes, expected {described.nbytes}")
-            head = bytearray(described.header_nbytes)
-            self._fill(file, 0, memoryview(head), path)
-            if checksum_of(head) != described.header_crc32:
-                raise CorruptError(f"{path}: the header of the data file is damaged")
-        except BaseException:
-            with suppress(OSError):
-                file.close()
-            raise
-        return file
-
-    def _fill(self, file: FileIO, at: int, into: memoryview, path: Path) -> None:
-        """Fill a buffer from a position on; with preadv, several threads may read one file."""
-        while into:
-            try:
-                if hasattr(os, "preadv"):
-                    got = os.preadv(file.fileno(), [into], at)
-                else:
-                    file.seek(at)
-                    got = file.readinto(into) or 0
-            except OSError as error:
-                raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
-            if not got:
-                raise CorruptError(f"{path}: the data file ends too early")
-            at, into = at + got, into[got:]
+                self._files.pop(next(iter(self._files)))[1].close()
+            described = self.index.files[number]
+            path = self.folder / described.name
+            with ExitStack() as stack:
+                stack.enter_context(_reading(path))
+                file = stack.enter_context(open_regular(path))
+                if (found := file.seek(0, os.SEEK_END)) != described.nbytes:
+                    raise CorruptError(f"{path}: the data file has {found} bytes, expected {described.nbytes}")
+                head = bytearray(described.header_nbytes)
+                _fill(file, 0, memoryview(head))
+                if checksum_of(head) != described.header_crc32:
+                    raise CorruptError(f"{path}: the header of the data file is damaged")
+                self._files[number] = file, stack.pop_all()
+        return self._files[number][0]
 
     def _read_blocks(self, blocks: list[_Block]) -> None:
         """Read and check blocks, file by file; blocks of one file are read in parallel."""
-        blocks.sort(key=attrgetter("begin"))
-        blocks.sort(key=attrgetter("file"))
+        blocks.sort(key=attrgetter("file", "begin"))
         for number, of_file in groupby(blocks, attrgetter("file")):
-            file, path = self._file(number), self.folder / self.index.files[number].name
+            file = self._file(number)
             parts: list[list[_Block]] = []  # small leaves share a part: a task costs more than the read
             left = 0
             for block in of_file:
@@ -260,37 +237,23 @@ class Reader:
                     left = BLOCK
                 parts[-1].append(block)
                 left -= len(block.into)
-            if len(parts) == 1 or self._threads == 1:
-                for part in parts:
-                    self._read_part(file, path, part)
-                continue
-            if self._pool is None:
-                # One pool per reader, not a global one: threads do not survive a fork.
-                pool = ThreadPoolExecutor(self._threads, thread_name_prefix="muonfx-read")
-                self._pool = self._stack.enter_context(pool)
-            reads = [self._pool.submit(self._read_part, file, path, part) for part in parts]
+            reads = [self._pool.submit(self._read_part, file, part) for part in parts]
             try:
                 for read in reads:
                     read.result()
-            except BaseException:
+            finally:
                 for read in reads:
                     read.cancel()
                 wait(reads)  # the memory must not be freed while a thread writes to it
-                raise
 
-    def _read_part(self, file: FileIO, path: Path, part: list[_Block]) -> None:
-        for _, begin, into, crc32, name in part:
-            self._fill(file, begin, into, path)
+    def _read_part(self, file: FileIO, part: list[_Block]) -> None:
+        for number, begin, into, crc32, name in part:
+            path = self.folder / self.index.files[number].name
+            with _reading(path):
+                _fill(file, begin, into)
             if checksum_of(into) != crc32:
                 where = f"bytes {begin} to {begin + len(into)} of the file"
                 raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
-
-    def read(self, name: str) -> Tensor:
-        """Read a leaf into a new tensor on the CPU."""
-        leaf = self.index.leaves[name]
-        out = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
-        self.read_into({name: out})
-        return out
 
     def read_into(self, rooms: Mapping[str, Tensor]) -> None:
         """Read leaves into tensors of the same shapes; chunks that need a conversion are copied one at a time."""
@@ -326,14 +289,10 @@ class Reader:
     def verify(self) -> Index:
         """Read and check every byte and return the index."""
         self.check_files()
-        many = 2 * self._threads
-        buffer = memoryview(bytearray(many * BLOCK))
         for name, leaf in self.index.leaves.items():
             for chunk in leaf.chunks:
-                nbytes = prod(chunk.sizes) * leaf.spec.dtype.itemsize
-                for place in range(0, len(chunk.crc32), many):
-                    into = buffer[: min(len(buffer), nbytes - place * BLOCK)]
-                    self._read_blocks(_blocks(name, chunk, into, place))
+                held = torch.empty(prod(chunk.sizes) * leaf.spec.dtype.itemsize, dtype=torch.uint8)
+                self._read_blocks(_blocks(name, chunk, bytes_of(held)))
         return self.index
 
 

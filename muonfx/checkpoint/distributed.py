@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from muonfx.checkpoint.background import wait_for_saves
-from muonfx.checkpoint.catalog import TRIES, before, folder_named, inspect, reading, replaced_often
+from muonfx.checkpoint.catalog import TRIES, folder_named, inspect, reading, replaced_often
 from muonfx.checkpoint.data import Part, Reader
-from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
-from muonfx.checkpoint.index import Chunk, DataFile, Leaf, shortened
+from muonfx.checkpoint.errors import CheckpointError, MismatchError, ReplacedError, WriteError
+from muonfx.checkpoint.index import Chunk, DataFile, Leaf
 from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.target import Rules, Target
 from muonfx.checkpoint.writing import Draft, Job
@@ -291,15 +291,13 @@ class _Reader(StorageReader):
         with reading(self.path, self.index):
             self.reader = self.stack.enter_context(Reader(self.path, self.index))
             self.reader.check_files({self.chunk(item).file for item in plan.items})
-        return replace(plan, storage_data=(self.index.save_id, str(self.path), self.rules.described()))
+        return replace(plan, storage_data=(self.index.save_id, {"path": str(self.path), **self.rules.described()}))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Require that all ranks read the same checkpoint with the same rules."""
-        seen = [plan.storage_data for plan in plans]
-        if len({save_id for save_id, _, _ in seen}) > 1:
-            _require_same([{"path": repr(path)} for _, path, _ in seen], "load", "nothing was loaded")
+        _require_same([said for plan in plans for said in plan.storage_data[1:]], "load", "nothing was loaded")
+        if len({plan.storage_data[0] for plan in plans}) > 1:
             raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
-        _require_same([rules for _, _, rules in seen], "load", "nothing was loaded")
         return plans
 
     def chunk(self, item: ReadItem) -> Chunk:
@@ -338,7 +336,7 @@ def load_together(
         planner = _LoadPlanner(make_target, str(path))
         with ExitStack() as stack:
             dcp.load({}, storage_reader=_Reader(path, stack, rules), planner=planner, process_group=group)
-        return planner.target.rebuild(planner.leaves)
+        return planner.target.want.unflatten(planner.leaves)
 
     wait_for_saves()  # a save in the background may use the same group
     try:
@@ -351,7 +349,7 @@ def load_together(
         except CheckpointException as error:
             # All ranks receive the same failures, so all of them raise or all of them retry.
             if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):
-                _raise(error, str(path), _different_paths(path, group))
+                _raise(error, str(path))
         except _FROM_TORCH as error:
             raise CheckpointError(f"{path} was not loaded: {_ended(error)}") from error
         time.sleep(min(0.5, 0.001 * 2**attempts))
@@ -364,28 +362,12 @@ def load_together(
 def _require_same(said: list[dict[str, str]], what: str, state: str) -> None:
     """Require equal arguments, given for each rank by name, and report the first that differs."""
     for name in said[0]:
-        if difference := _difference([of_rank[name] for of_rank in said]):
+        ranks: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(said):
+            ranks.setdefault(of_rank[name], []).append(rank)
+        if len(ranks) > 1:
+            difference = "; ".join(f"{listed(own)}: {value:.200}" for value, own in ranks.items())
             raise CheckpointError(f"{state}: the ranks {what} with different {name}= ({difference}): give all the same")
-
-
-def _difference(values: list[str]) -> str:
-    """List the ranks that have each value; empty if all values are equal."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return (
-        "; ".join(f"{listed(own)}: {shortened(value, 200)}" for value, own in ranks.items()) if len(ranks) > 1 else ""
-    )
-
-
-def _different_paths(path: object, group: dist.ProcessGroup) -> str:
-    """Return a line for an error on all ranks if the ranks were given different paths."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    with suppress(RuntimeError):  # another rank has ended; the original error is raised anyway
-        dist.all_gather_object(said, repr(str(path)), group=group)
-        if difference := _difference(said):
-            return f"\nthe ranks load different paths: {difference}"
-    return ""
 
 
 _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
@@ -410,16 +392,14 @@ def _ended(error: BaseException) -> str:
     return f"another rank has ended, or did not come within the group's timeout: {error}"
 
 
-def _raise(error: CheckpointException, path: str, also: str = "") -> NoReturn:
+def _raise(error: CheckpointException, path: str) -> NoReturn:
     """Raise the errors of the ranks as one error, the same on all ranks."""
     said: dict[str, list[int]] = {}
     for rank, (problem, _) in sorted(error.failures.items()):
-        text = problem.detail if isinstance(problem, CorruptError) else str(problem)
-        said.setdefault(text if isinstance(problem, CheckpointError) else f"{path}: {text}", []).append(rank)
-    message = "\n".join(f"{listed(ranks)}: {text}" for text, ranks in said.items()) + also
+        text = str(problem) if isinstance(problem, CheckpointError) else f"{path}: {problem}"
+        said.setdefault(text, []).append(rank)
+    message = "\n".join(f"{listed(ranks)}: {text}" for text, ranks in said.items())
     first: BaseException = error.failures[min(error.failures)][0]
-    if isinstance(first, CorruptError):
-        raise CorruptError(message, before(Path(path))) from first
     if isinstance(first, MismatchError):
         raise MismatchError(message, first.problems) from first
     if isinstance(first, WriteError):

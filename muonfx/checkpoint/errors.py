@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 __all__ = [
     "CheckpointError",
@@ -46,17 +45,6 @@ class WriteError(CheckpointError):
 
 class CorruptError(CheckpointError):
     """A checkpoint is damaged: a file is missing, truncated, or changed."""
-
-    def __init__(self, message: str, previous: Path | None = None) -> None:
-        offer = f"; the one before it looks whole: {previous}" if previous is not None else ""
-        super().__init__(message + offer)
-        self.previous = previous
-        """The newest checkpoint of an earlier step in the same folder that looks whole; None if there is none."""
-        self.detail = message
-
-    def __reduce__(self) -> tuple[type[CorruptError], tuple[str, Path | None]]:
-        """Pickle both arguments, since torch sends errors from one rank to the others."""
-        return type(self), (self.detail, self.previous)
 
 
 class ReplacedError(CheckpointError):

@@ -12,13 +12,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-__all__ = ["fresh_file", "identity_of", "make_folder", "open_regular", "read_regular", "sync_folder", "write_all"]
+__all__ = ["fresh_file", "make_folder", "open_regular", "read_regular", "sync_folder", "write_all"]
 
 
 @contextmanager
@@ -47,31 +46,12 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents and flush their entries; warn if an entry cannot be flushed."""
-    there = path.exists()
-    missing = [path]
-    while not missing[-1].parent.exists():
-        missing.append(missing[-1].parent)
+    """Create a folder and its missing parents, and flush their entries."""
+    missing = [path, *(parent for parent in path.parents if not parent.exists())]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
-        try:
+        with suppress(PermissionError):  # an entry cannot be flushed if its folder is not readable
             sync_folder(made.parent)
-        except PermissionError as error:
-            if not there:
-                warnings.warn(
-                    f"{made} may not survive a loss of power: its entry in {made.parent} cannot be flushed to the "
-                    f"disk: {error.strerror}",
-                    stacklevel=2,
-                )
-
-
-def identity_of(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when a file is replaced, None if there is no file."""
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def sync_folder(path: Path) -> None:
@@ -90,57 +70,23 @@ def sync_folder(path: Path) -> None:
 
 def open_regular(path: Path) -> FileIO:
     """Open a regular file for reading without blocking; follow links; raise OSError for anything else."""
-    _check_regular(path, os.stat(path).st_mode)  # checked before opening, since opening a device can have effects
-    # The file may have been replaced since the check. O_NONBLOCK keeps the call from blocking on a pipe without a
-    # writer and has no effect on regular files.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | _CLOEXEC)
+    # O_NONBLOCK keeps the call from blocking on a pipe without a writer and has no effect on regular files.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    file = FileIO(path, "rb", opener=lambda name, _: os.open(name, flags))
     try:
-        _check_regular(path, os.fstat(handle).st_mode)
-        return FileIO(handle, "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
     except BaseException:
         with suppress(OSError):
-            os.close(handle)
+            file.close()
         raise
+    return file
 
 
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
-
-
-def _check_regular(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, expected an ordinary file", str(path))
-
-
-def _kind(mode: int) -> str:
-    kinds = (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-    )
-    return next((name for test, name in kinds if test(mode)), "no file")
-
-
-def read_regular(path: Path, most: int, begins: bytes = b"") -> bytearray:
-    """Read a regular file of at most ``most`` bytes, or only its first bytes if they are not ``begins``."""
+def read_regular(path: Path, most: int) -> bytes:
+    """Read a regular file of at most ``most`` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        head = _read(file, min(size, len(begins)))
-        if bytes(head) != begins:
-            return head
         if size > most:
             raise OSError(errno.EFBIG, f"it has {size} bytes, expected at most {most}", str(path))
-        file.seek(0)
-        return _read(file, size)
-
-
-def _read(file: FileIO, nbytes: int) -> bytearray:
-    """Read the given number of bytes, fewer at the end of the file."""
-    found = bytearray(nbytes)
-    view, done = memoryview(found), 0
-    while done < nbytes and (got := file.readinto(view[done : done + (1 << 30)])):
-        done += got
-    view.release()
-    del found[done:]
-    return found
+        return file.readall()

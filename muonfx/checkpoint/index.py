@@ -13,18 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.files import read_regular
-from muonfx.checkpoint.names import is_name
 from muonfx.sharding.boxes import Box, cover
 from muonfx.tree import Spec
-from muonfx.tree.display import Report, Table, format_bytes, printable
+from muonfx.tree.display import Report, Shown, Table, format_bytes, printable
 from muonfx.tree.dtypes import dtype_named, name_of_dtype
 
 __all__ = [
@@ -39,9 +37,7 @@ __all__ = [
     "Leaf",
     "data_name",
     "is_own_name",
-    "parse",
-    "read_parsed",
-    "shortened",
+    "read_index",
     "text_of",
     "unfinished_index_name",
 ]
@@ -58,8 +54,6 @@ LONGEST_HEADER = 8 + 100_000_000
 """Maximum size of the header of a data file in bytes, the limit of safetensors."""
 _MOST_DIMS = 64
 """Maximum number of dims of a tensor in torch."""
-_LONGEST_NAME = 255
-"""Maximum length of a file name, in any file system."""
 
 _HEAD = b'{"sha256": "'
 _BETWEEN = b'",\n"index": '
@@ -94,21 +88,15 @@ class Chunk:
         return Box(self.offsets, self.sizes)
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A leaf: its global shape and dtype, and chunks that hold every element exactly once."""
 
     spec: Spec
     chunks: tuple[Chunk, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Return the size in bytes."""
-        return self.spec.nbytes
-
 
 @dataclass(frozen=True)
-class Index:
+class Index(Shown):
     """The index of a checkpoint, as `inspect` returns it.
 
     Attributes:
@@ -142,44 +130,24 @@ class Index:
     @property
     def nbytes(self) -> int:
         """The bytes of all leaves."""
-        return sum(leaf.nbytes for leaf in self.leaves.values())
+        return sum(leaf.spec.nbytes for leaf in self.leaves.values())
 
-    def report(self, path: Path | None = None, leaves: Mapping[str, Leaf] | None = None) -> Report:
-        """Return a table of the leaves with a heading.
-
-        Args:
-            path: the path for the heading.
-            leaves: the leaves to show; None for all.
-        """
-        shown = self.leaves if leaves is None else leaves
+    def report(self) -> Report:
+        """Return a table of the leaves with a heading."""
         said = {
-            **({} if path is None else {"checkpoint": path}),
             "step": "-" if self.step is None else self.step,
             "chain": f"{self.chain} (fingerprint {self.fingerprint})" if self.fingerprint is not None else "-",
             "written by": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-            "extra": _as_text(self.extra) if self.extra else "-",
+            "extra": json.dumps(self.extra, sort_keys=True) if self.extra else "-",
             "files": f"{len(self.files)}, {format_bytes(sum(file.nbytes for file in self.files))}",
         }
-        wide = max(map(len, said))
-        heading = "\n".join(f"{key:{wide}}  {shortened(printable(value))}" for key, value in said.items())
+        heading = "\n".join(f"{key:10}  {printable(value):.2000}" for key, value in said.items())
         rows = [
-            (
-                name,
-                str(leaf.spec.shape),
-                str(leaf.spec.dtype).removeprefix("torch."),
-                format_bytes(leaf.nbytes),
-                str(len(leaf.chunks)),
-            )
-            for name, leaf in shown.items()
+            (name, str(spec.shape), str(spec.dtype).removeprefix("torch."), format_bytes(spec.nbytes), str(len(chunks)))
+            for name, (spec, chunks) in self.leaves.items()
         ]
         table = Table.of(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
-        return Report((heading, table, f"{len(shown)} leaves, {format_bytes(sum(x.nbytes for x in shown.values()))}"))
-
-    def __str__(self) -> str:
-        return str(self.report())
-
-    def _repr_html_(self) -> str:
-        return self.report().to_html()
+        return Report((heading, table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}"))
 
 
 def data_name(save_id: str, rank: int, ranks: int) -> str:
@@ -198,19 +166,6 @@ def is_own_name(name: str) -> bool:
 
 
 _OWN_NAME = re.compile(rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part")
-
-
-def _as_text(extra: object) -> str:
-    """Return the caller's ``extra`` as JSON text."""
-    try:
-        return json.dumps(extra, sort_keys=True)
-    except RecursionError:  # parsing needed less stack than is left here
-        return "(nested too deeply to be shown)"
-
-
-def shortened(text: str, most: int = 2000) -> str:
-    """Return the first ``most`` characters of a text, with its length if it is longer."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def text_of(index: Index) -> bytes:
@@ -241,182 +196,104 @@ def text_of(index: Index) -> bytes:
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
 
 
-def read_parsed(path: Path) -> Index:
-    """Read a folder's index in bounded time and memory, whatever the file contains."""
-    return parse(read_regular(path / INDEX, LONGEST, _HEAD), str(path / INDEX))
-
-
-class _Wrong(Exception):
-    """An index is not valid."""
-
-
-def parse(data: bytes | bytearray, where: str) -> Index:
-    """Parse an index; raise `FormatError` for another format version and `CorruptError` if it is not valid."""
+def read_index(path: Path) -> Index:
+    """Read an index in bounded time and memory; raise `CorruptError`, or `FormatError` for another version."""
+    data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):
-        raise CorruptError(
-            f"{where} is damaged, or no index of a muonfx checkpoint: one begins with {_HEAD.decode()!r}"
-        )
+        raise CorruptError(f"{path} is damaged, or no index of a muonfx checkpoint: one begins with {_HEAD.decode()!r}")
     digest, text = data[len(_HEAD) : len(_HEAD) + 64], memoryview(data)[_START : -len(_TAIL)]
     if (
         hashlib.sha256(text).hexdigest().encode() != digest
         or data[len(_HEAD) + 64 : _START] != _BETWEEN
         or not data.endswith(_TAIL)
     ):
-        raise CorruptError(f"{where} is damaged: its text is not the one that its checksum was made of")
+        raise CorruptError(f"{path} is damaged: its text is not the one that its checksum was made of")
     try:
-        body = json.loads(bytes(text), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
-        format, version = _members(body, "index", format="a string", version="a size")
-        if format != FORMAT:
-            raise FormatError(f"{where} is of the format {format!r}, expected {FORMAT!r}")
-        if version != VERSION:
+        body = json.loads(bytes(text))
+        if body["format"] != FORMAT:
+            raise FormatError(f"{path} is of the format {body['format']!r:.80}, expected {FORMAT!r}")
+        if body["version"] != VERSION:
             raise FormatError(
-                f"{where} is of version {version} of the format, and this muonfx reads version {VERSION}: it was "
-                "written by another muonfx, upgrade to that one"
+                f"{path} is of version {body['version']!r:.80} of the format, and this muonfx reads version {VERSION}: "
+                "it was written by another muonfx, upgrade to that one"
             )
         return _index(body)
-    except (_Wrong, ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CorruptError(f"{where} makes no sense: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{path} makes no sense: {type(error).__name__}: {error!s:.300}") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _Wrong("an object has one name twice")
-    return found
+# The checksum finds damage. The checks below are for files that were made to do harm, or by another program: they bound
+# the memory that a reader allocates, and keep it within the folder.
 
 
-def _no_constant(name: str) -> None:
-    raise _Wrong(f"{name} is no JSON")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if value - value != 0.0:
-        raise _Wrong(f"{digits:.40} is beyond all floats")
+def _size(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _BIGGEST:
+        raise ValueError(f"expected a size, found {value!r:.80}")
     return value
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _BIGGEST
+def _sizes(values: Any) -> tuple[int, ...]:
+    return tuple(map(_size, values))
 
 
-_IS: dict[str, Callable[[Any], bool]] = {
-    "a string": lambda value: isinstance(value, str),
-    "a list": lambda value: isinstance(value, list),
-    "an object": lambda value: isinstance(value, dict),
-    "an object or null": lambda value: isinstance(value, dict | None),
-    "an object of strings": lambda value: isinstance(value, dict) and all(isinstance(x, str) for x in value.values()),
-    "a size": _is_size,
-    "a size or null": lambda value: value is None or _is_size(value),
-    "a list of sizes": lambda value: isinstance(value, list) and all(map(_is_size, value)),
-    "8 hex digits": lambda value: isinstance(value, str) and _CRC.fullmatch(value) is not None,
-    "a list of checksums": lambda value: isinstance(value, list) and all(map(_IS["8 hex digits"], value)),
-}
-"""What a member of an object of the index may be."""
-_CRC = re.compile("[0-9a-f]{8}")
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, found {value!r:.80}")
+    return value
 
 
-def _members(holder: object, where: str, **expected: str) -> list[Any]:
-    """Return the named members of a JSON object; each must be as expected, in the words of `_IS`."""
-    if not isinstance(holder, dict):
-        raise _Wrong(f"{where} must be an object, found {type(holder).__name__}")
-    for key, kind in expected.items():
-        if key not in holder:
-            raise _Wrong(f"{where} has no {key!r}")
-        if not _IS[kind](holder[key]):
-            raise _Wrong(f"{key!r} of {where} is {holder[key]!r:.80}, expected {kind}")
-    return [holder[key] for key in expected]
+def _texts(values: Any) -> dict[str, str]:
+    return {key: _text(value) for key, value in values.items()}
 
 
-def _index(body: object) -> Index:
-    save_id, step, extra, chain, versions, of_files, of_leaves = _members(
-        body,
-        "index",
-        save_id="a string",
-        step="a size or null",
-        extra="an object",
-        chain="an object or null",
-        versions="an object of strings",
-        files="a list",
-        leaves="an object",
+def _index(body: Any) -> Index:
+    chain = body["chain"]
+    files = tuple(
+        DataFile(_text(file["name"]), _size(file["nbytes"]), _size(file["header_nbytes"]), _text(file["header_crc32"]))
+        for file in body["files"]
     )
-    fingerprint = text = None
-    products: dict[str, str] = {}
-    if chain is not None:
-        fingerprint, text, products = _members(
-            chain, "chain", fingerprint="a string", repr="a string", products="an object of strings"
-        )
-    files = tuple(map(_file, of_files))
-    if len({file.name for file in files}) < len(files):
-        raise _Wrong("two data files have one name")
-    leaves = {name: _leaf(name, entry, files) for name, entry in of_leaves.items()}
-    _check_no_overlap(leaves, files)
-    return Index(save_id, step, extra, fingerprint, text, versions, files, leaves, products)
-
-
-def _file(entry: object) -> DataFile:
-    name, nbytes, header, crc32 = _members(
-        entry, "a data file", name="a string", nbytes="a size", header_nbytes="a size", header_crc32="8 hex digits"
-    )
-    # A plain name, so that a checkpoint cannot refer to files outside its folder.
-    plain = name.endswith(".safetensors") and not set(name) & set("/\\:\0") and not name.startswith(".")
-    if not plain or len(name) > _LONGEST_NAME:
-        raise _Wrong(f"{name[:80]!r} is no name of a data file")
-    if header > min(nbytes, LONGEST_HEADER):
-        raise _Wrong(
-            f"the header of {name} has {header} bytes, the file {nbytes}, and a header at most {LONGEST_HEADER}"
-        )
-    return DataFile(name, nbytes, header, crc32)
-
-
-def _leaf(name: str, entry: object, files: tuple[DataFile, ...]) -> Leaf:
-    if not is_name(name):
-        raise _Wrong(f"{name[:80]!r} is not the name of a leaf")
-    written, sides, of_chunks = _members(entry, name, dtype="a string", shape="a list of sizes", chunks="a list")
-    dtype, shape = dtype_named(written), tuple(sides)
-    if dtype is None:
-        raise _Wrong(f"{name} has the unknown dtype {written!r:.80}")
-    if len(shape) > _MOST_DIMS:
-        raise _Wrong(f"{name} has {len(shape)} dims, expected at most {_MOST_DIMS}")
-    if prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
-        raise _Wrong(f"{name} has the shape {shape}, beyond all memory")
-    chunks = tuple(_chunk(name, part, dtype.itemsize, files) for part in of_chunks)
-    if problem := cover(shape, [chunk.box for chunk in chunks]):
-        raise _Wrong(f"the chunks of {name}, of shape {shape}, {problem}")
-    return Leaf(Spec(shape, dtype), chunks)
-
-
-def _chunk(name: str, entry: object, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
-    file, begin, offsets, sizes, crc32 = _members(
-        entry,
-        f"a chunk of {name}",
-        file="a size",
-        begin="a size",
-        offsets="a list of sizes",
-        sizes="a list of sizes",
-        crc32="a list of checksums",
-    )
-    nbytes = prod(sizes) * itemsize
-    if file >= len(files) or begin < files[file].header_nbytes or begin + nbytes > files[file].nbytes:
-        raise _Wrong(f"a chunk of {name} lies outside of the data files")
-    if len(crc32) != -(-nbytes // BLOCK):
-        raise _Wrong(f"a chunk of {name} has {len(crc32)} checksums, expected one for each {BLOCK} of {nbytes} bytes")
-    return Chunk(file, begin, tuple(offsets), tuple(sizes), tuple(crc32))
-
-
-def _check_no_overlap(leaves: Mapping[str, Leaf], files: tuple[DataFile, ...]) -> None:
-    """Require that each byte after the header of a file belongs to exactly one leaf."""
+    for file in files:
+        if not is_own_name(file.name):
+            raise ValueError(f"{file.name:.80} is no name of a data file")
+        if file.header_nbytes > LONGEST_HEADER:
+            raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
     ends = [file.header_nbytes for file in files]
-    spans = sorted(
-        (chunk.file, chunk.begin, prod(chunk.sizes) * leaf.spec.dtype.itemsize, name)
-        for name, leaf in leaves.items()
-        for chunk in leaf.chunks
-    )
-    for file, begin, nbytes, name in spans:
-        if begin != ends[file]:
-            raise _Wrong(f"the bytes of {name} do not follow on those of its neighbour")
-        ends[file] += nbytes
+    leaves = {name: _leaf(name, entry, files, ends) for name, entry in body["leaves"].items()}
     if ends != [file.nbytes for file in files]:
-        raise _Wrong("a data file has bytes that belong to no leaf")
+        raise ValueError("the leaves do not fill the data files")
+    return Index(
+        _text(body["save_id"]),
+        None if body["step"] is None else _size(body["step"]),
+        dict(body["extra"]),
+        None if chain is None else _text(chain["fingerprint"]),
+        None if chain is None else _text(chain["repr"]),
+        _texts(body["versions"]),
+        files,
+        leaves,
+        {} if chain is None else _texts(chain["products"]),
+    )
+
+
+def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -> Leaf:
+    """Return a leaf; add the bytes of its chunks to ``ends``, the ends of the bytes in each file."""
+    dtype, shape = dtype_named(entry["dtype"]), _sizes(entry["shape"])
+    if dtype is None:
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
+    if len(shape) > _MOST_DIMS or prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
+        raise ValueError(f"{name!r} has the shape {shape!r:.80}, beyond all tensors")
+    chunks: list[Chunk] = []
+    for part in entry["chunks"]:
+        sizes = _sizes(part["sizes"])
+        crc32 = tuple(map(_text, part["crc32"]))
+        chunk = Chunk(_size(part["file"]), _size(part["begin"]), _sizes(part["offsets"]), sizes, crc32)
+        nbytes = prod(sizes) * dtype.itemsize
+        file = files[chunk.file] if chunk.file < len(files) else None
+        if file is None or not file.header_nbytes <= chunk.begin <= file.nbytes - nbytes:
+            raise ValueError(f"a chunk of {name!r} lies outside of the data files")
+        if len(crc32) != -(-nbytes // BLOCK):
+            raise ValueError(f"a chunk of {name!r} has {len(crc32)} checksums, expected one for each {BLOCK} bytes")
+        ends[chunk.file] += nbytes
+        chunks.append(chunk)
+    if problem := cover(shape, [chunk.box for chunk in chunks]):
+        raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
+    return Leaf(Spec(shape, dtype), tuple(chunks))

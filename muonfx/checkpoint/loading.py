@@ -14,9 +14,8 @@ from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
-from muonfx.checkpoint.target import Allow, Rules, Target
+from muonfx.checkpoint.target import Allow, Rules, Target, patterns_of
 from muonfx.core import Transform
-from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.views import from_global, is_global, layout_of, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.renaming import Rename
@@ -73,7 +72,7 @@ def load(
         NotFoundError: there is no checkpoint at the path.
         MismatchError: leaves are missing, unknown, of another shape or would be narrowed, or the chain is another; the
             message lists every mismatch and what to do.
-        CorruptError: the checkpoint is damaged; the message names the file, the leaf, and an older good checkpoint.
+        CorruptError: the checkpoint is damaged; the message names the file and the leaf.
         FormatError: it was written by a newer version of muonfx.
 
     Warns:
@@ -94,7 +93,7 @@ def load(
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """
-    rules = Rules(allow_missing, allow_extra, allow_other_chain, cast or {}, rename or {})
+    rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
     layout = layout_of(tx)
     if layout is None or tx is None or isinstance(like, StateSpec):
         return _load(path, lambda: like, tx, rules, device, group, section="")
@@ -141,7 +140,7 @@ def load_params(
         >>> mfx.checkpoint.load_params(path, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    rules = Rules(allow_missing, allow_extra, True, cast or {}, rename or {})
+    rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
     layout = layout_of(tx)
     if layout is None:
         return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
@@ -172,16 +171,10 @@ def _load(
     def read_all(index: Index, reader: Reader) -> dict[str, Any]:
         leaves, rooms = target.make_room(index, str(path))
         # Without a group, Target.of has refused every leaf of which this rank holds only a shard.
-        reader.read_into({source: _whole(room) for source, room in rooms.items()})
+        reader.read_into({name: getattr(room, "whole", room) for name, room in rooms.items()})
         return leaves
 
-    return target.rebuild(with_reader(path, read_all))
-
-
-def _whole(room: Tensor | FlatPiece) -> Tensor:
-    whole = room.whole if isinstance(room, FlatPiece) else room
-    assert whole is not None
-    return whole
+    return target.want.unflatten(with_reader(path, read_all))
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:

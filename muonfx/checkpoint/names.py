@@ -1,4 +1,4 @@
-"""Names of leaves in a checkpoint: reversible, with "/" between the levels of a tree.
+"""Names of leaves in a checkpoint: unique, with "/" between the levels of a tree.
 
 A leaf of a state is named by its path, ``momentum/trace/blocks.0.attn.q.weight``; the name of a parameter begins with
 ``params/``. The state of a chain is a dict by member name, so a leaf keeps its name when another transform is added to
@@ -26,11 +26,9 @@ from muonfx.tree.wrappers import may_be_wrapped, unwrapped
 __all__ = [
     "PARAMS",
     "in_section",
-    "is_name",
     "name_of",
     "named_leaves",
     "named_tensors",
-    "path_of",
     "plain_names",
 ]
 
@@ -39,9 +37,6 @@ PARAMS = "params"
 
 _RESERVED = frozenset({PARAMS, "__metadata__"})
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
-_PLAIN_ENTRY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
-"""Entries that need no escape, which are nearly all."""
-_PLAIN_NAME = re.compile(rf"{_PLAIN_ENTRY.pattern}(/({_PLAIN_ENTRY.pattern}|{_INTEGER.pattern}))*")
 _ESCAPES = {"~0": "~", "~1": "/"}
 _ROOT = "~"
 
@@ -57,8 +52,6 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 
 def _escaped(entry: object) -> str:
-    if type(entry) is str and _PLAIN_ENTRY.fullmatch(entry):
-        return entry
     if isinstance(entry, bool) or not isinstance(entry, str | int):
         raise TypeError(
             f"the key {entry!r} cannot be part of a leaf's name in a checkpoint: keys must be strings or ints, found "
@@ -66,28 +59,8 @@ def _escaped(entry: object) -> str:
         )
     if isinstance(entry, int):
         return str(int(entry))
-    try:
-        entry.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the key {entry!r} cannot be part of a leaf's name: it is no valid Unicode") from error
     literal = "~2" if not entry or _INTEGER.fullmatch(entry) else ""
     return literal + entry.replace("~", "~0").replace("/", "~1")
-
-
-def path_of(name: str) -> tuple[str | int, ...]:
-    """Return the path of the leaf with a name, the inverse of `name_of`."""
-    if name == _ROOT:
-        return ()
-    path = tuple(_read(entry) for entry in name.split("/"))
-    if name_of(path) != name:
-        raise ValueError(f"{name!r} is not the name of a leaf")
-    return path
-
-
-def _read(entry: str) -> str | int:
-    if _INTEGER.fullmatch(entry):
-        return int(entry)
-    return re.sub("~[01]", lambda found: _ESCAPES[found[0]], entry.removeprefix("~2"))
 
 
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
@@ -97,17 +70,14 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     else:
         found = [name_of(path) for path in tree.paths(values)]
     plain = plain_names(found)
-    if len(set(plain.values())) < len(plain):
-        twice = next(name for name, times in Counter(plain.values()).items() if times > 1)
-        both = " and ".join(repr(old) for old, name in plain.items() if name == twice)
+    names = [plain[name] for name in found]
+    if len(set(names)) < len(names):
+        twice = next(name for name, times in Counter(names).items() if times > 1)
         raise ValueError(
-            f"{both} are both {twice!r} without what wrappers (torch.compile, DistributedDataParallel, ...) put into "
-            "names: rename one of them"
+            f"two leaves are called {twice!r} without what wrappers (torch.compile, DistributedDataParallel, ...) put "
+            "into names: rename one of them"
         )
-    if len(set(found)) < len(found):
-        twice = next(name for place, name in enumerate(found) if name in found[:place])
-        raise ValueError(f"two leaves are called {twice!r}: a dict has a key as an int and as a string, say")
-    return list(zip((plain[name] for name in found), tree.leaves(values), strict=True))
+    return list(zip(names, tree.leaves(values), strict=True))
 
 
 def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
@@ -131,8 +101,8 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     beside: dict[str, dict[str, str]] = {}
     for name in found:
         above, level, last = name.rpartition("/")
-        entry = _read(last)
-        if isinstance(entry, str):
+        if not _INTEGER.fullmatch(last):
+            entry = re.sub("~[01]", lambda found: _ESCAPES[found[0]], last.removeprefix("~2"))
             beside.setdefault(above + level, {})[entry] = name
     for above, group in beside.items():
         for entry, plain in unwrapped(group).items():
@@ -146,16 +116,3 @@ def in_section(name: str, section: str) -> bool:
     """True if a name is in a section; "" is the state, that is, everything except the parameters."""
     of_params = name == PARAMS or name.startswith(PARAMS + "/")
     return of_params == (section == PARAMS)
-
-
-def is_name(name: str) -> bool:
-    """True if a text is a valid name of a leaf of a state or of parameters."""
-    if _PLAIN_NAME.fullmatch(name):
-        return True
-    try:
-        if not in_section(name, PARAMS):
-            return name_of(path_of(name)) == name
-        entries = name.split("/")[1:]
-        return [_escaped(_read(entry)) for entry in entries] == entries
-    except ValueError:
-        return False

@@ -17,7 +17,6 @@ from muonfx.core.contract import require_transform
 from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
-from muonfx.tree.display import Report, Table, format_bytes
 
 __all__ = ["StateSpec", "described", "spec", "spec_of_named"]
 
@@ -73,15 +72,6 @@ class StateSpec:
             f"{name:{wide[0]}}  {shapes[name]:{wide[1]}}  {str(spec.dtype).removeprefix('torch.')}"
             for name, spec in self.leaves.items()
         )
-
-    def _repr_html_(self) -> str:
-        """Return the leaves as a table for a notebook."""
-        rows = [
-            (name, str(leaf.shape), str(leaf.dtype).removeprefix("torch."), format_bytes(leaf.nbytes))
-            for name, leaf in self.leaves.items()
-        ]
-        table = Table.of(("leaf", "shape", "dtype", "bytes"), rows, right=(3,))
-        return Report((table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}")).to_html()
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +20,7 @@ from muonfx.tree import PyTree, Spec
 from muonfx.tree.dtypes import widens
 from muonfx.tree.renaming import Rename, found_renaming, new_names
 
-__all__ = ["Allow", "Rules", "Target", "matches"]
+__all__ = ["Allow", "Rules", "Target", "matches", "patterns_of"]
 
 Allow = bool | str | Collection[str]
 """True, False, or patterns of names."""
@@ -31,20 +31,27 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
 
 
+def patterns_of(given: Allow) -> tuple[str, ...]:
+    """Return the patterns in an argument; ``*`` for True."""
+    if isinstance(given, bool):
+        return ("*",) if given else ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 @dataclass(frozen=True)
 class Rules:
     """The arguments of ``load`` that allow differences; see there."""
 
-    allow_missing: Allow = False
-    allow_extra: Allow = False
-    allow_other_chain: bool = False
-    cast: Mapping[str, torch.dtype] = field(default_factory=dict)
-    rename: Rename = field(default_factory=dict)
+    allow_missing: tuple[str, ...]
+    allow_extra: tuple[str, ...]
+    allow_other_chain: bool
+    cast: Mapping[str, torch.dtype]
+    rename: Rename
 
     def described(self) -> dict[str, str]:
         """Return the arguments as texts that can be compared between ranks; functions all compare equal."""
 
-        def text(given: Any) -> str:
+        def text(given: object) -> str:
             if callable(given):
                 return "a function"
             return repr(sorted(given.items()) if isinstance(given, Mapping) else given)
@@ -52,41 +59,40 @@ class Rules:
         return {name: text(given) for name, given in vars(self).items()}
 
 
-def _allowed(given: Allow, name: str) -> bool:
-    if isinstance(given, bool):
-        return given
-    return any(matches(pattern, name) for pattern in patterns_in(given))
-
-
-def patterns_in(given: Allow) -> list[str]:
-    """Return the patterns in an argument, none for True or False."""
-    if isinstance(given, bool):
-        return []
-    return [given] if isinstance(given, str) else list(given)
-
-
 def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
     """Map each leaf in ``want`` to its name in the checkpoint, None if it is allowed to be missing."""
     problems: list[str] = []
     advice: list[str] = []
     names, wrong = new_names(plain_names(index.leaves), rules.rename)
+    there: dict[str, str] = {}  # the new name of each leaf in the section -> its name in the checkpoint
+    for old, new in names.items():
+        if in_section(new, section):
+            if new in there:
+                wrong.append(f"both {there[new]!r} and {old!r} would be {new!r}")
+            there[new] = old
     if wrong:
         problems += [f"rename:    {problem}" for problem in wrong]
         advice.append(
             "rename= goes from names in the checkpoint to those wanted; the documentation of load has its forms"
         )
-    there = _names_in(names, section, problems)
-    _check_chain(index, want, rules, problems, advice)
-    for what, given in (("allow_missing", rules.allow_missing), ("allow_extra", rules.allow_extra)):
-        if unused := [p for p in patterns_in(given) if not any(matches(p, name) for name in (*names.values(), *want))]:
-            problems += [f"{what}: {pattern!r} means no leaf, of the checkpoint or wanted" for pattern in unused]
-            advice.append(
-                f"a pattern is a name, the levels that names begin with, or a glob; leave out what {what}= need "
-                "not mean"
-            )
+    if (
+        not (index.fingerprint is None or want.fingerprint is None or rules.allow_other_chain)
+        and want.fingerprint != index.fingerprint
+    ):
+        problems.append(
+            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
+            f"{want.chain} (fingerprint {want.fingerprint})"
+        )
+        advice.append("if the state means the same to this chain: allow_other_chain=True")
+    everything = [*names.values(), *want]
+    for what in ("allow_missing", "allow_extra", "cast"):
+        for pattern in getattr(rules, what):
+            if pattern != "*" and not any(matches(pattern, name) for name in everything):
+                problems.append(f"{what}: {pattern!r} means no leaf, of the checkpoint or wanted")
+                advice.append("a pattern is a name, the levels that names begin with, or a glob")
 
-    missing = [name for name in want if name not in there and not _allowed(rules.allow_missing, name)]
-    extra = [name for name in there if name not in want and not _allowed(rules.allow_extra, name)]
+    missing = [name for name in want if name not in there and not _any(rules.allow_missing, name)]
+    extra = [name for name in there if name not in want and not _any(rules.allow_extra, name)]
     problems += [f"missing:   {name!r}, {described(want[name])}, is not in the checkpoint" for name in missing]
     problems += [f"extra:     {name!r} is in the checkpoint and not wanted" for name in extra]
     if missing and extra:
@@ -99,24 +105,14 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
         advice.append(f"to leave leaves of the checkpoint out: allow_extra={_shown(extra)}, or True")
     _check_leaves(index, want, rules, there, problems, advice)
     if problems:
-        lines = "\n  ".join(first_ones(problems))
-        hints = "\n  ".join(advice)
-        raise MismatchError(
-            f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else ""),
-            problems,
-        )
+        lines, hints = "\n  ".join(first_ones(problems)), "\n  ".join(dict.fromkeys(advice))
+        text = f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else "")
+        raise MismatchError(text, problems)
     return {name: there.get(name) for name in want}
 
 
-def _names_in(names: Mapping[str, str], section: str, problems: list[str]) -> dict[str, str]:
-    """Map the new name of each leaf in a section to its name in the checkpoint."""
-    there: dict[str, str] = {}
-    for old, new in names.items():
-        if in_section(new, section):
-            if new in there:
-                problems.append(f"rename:    both {there[new]!r} and {old!r} would be {new!r}")
-            there[new] = old
-    return there
+def _any(patterns: Iterable[str], name: str) -> bool:
+    return any(matches(pattern, name) for pattern in patterns)
 
 
 def _renaming(
@@ -135,43 +131,24 @@ def _renaming(
     return found if fits else {}
 
 
-def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str], advice: list[str]) -> None:
-    if index.fingerprint is None or want.fingerprint is None or rules.allow_other_chain:
-        return
-    if want.fingerprint != index.fingerprint:
-        problems.append(
-            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
-            f"{want.chain} (fingerprint {want.fingerprint})"
-        )
-        advice.append("if the state means the same to this chain: allow_other_chain=True")
-
-
 def _check_leaves(
     index: Index, want: StateSpec, rules: Rules, there: Mapping[str, str], problems: list[str], advice: list[str]
 ) -> None:
-    used: set[str] = set()
     narrowed: dict[str, torch.dtype] = {}
     for name, spec in want.leaves.items():
-        chosen = [pattern for pattern in rules.cast if matches(pattern, name)]
-        used.update(chosen)
         if name not in there:
             continue
         have = index.leaves[there[name]].spec
         if have.shape != spec.shape:
             problems.append(f"reshaped:  {name!r} has shape {have.shape}, expected {spec.shape}")
-        if have.dtype != spec.dtype and _holds_codes(there[name], index):
-            problems.append(f"codes:     {name!r} holds codes of {have.dtype}, which mean nothing as {spec.dtype}")
-            advice.append("to read codes: the chain with the compact dtype that wrote them")
-            continue
-        if chosen and {rules.cast[pattern] for pattern in chosen} != {spec.dtype}:
-            asked = ", ".join(sorted({str(rules.cast[pattern]) for pattern in chosen}))
+        chosen = {dtype for pattern, dtype in rules.cast.items() if matches(pattern, name)}
+        if chosen - {spec.dtype}:
+            asked = ", ".join(sorted(map(str, chosen)))
             problems.append(f"cast:      {name!r} is wanted as {spec.dtype}, and cast= says {asked}")
             advice.append("cast= allows the dtype that `like` has, and does not change it: make `like` with that dtype")
         elif not chosen and not widens(have.dtype, spec.dtype):
             problems.append(f"narrowing: {name!r} is {have.dtype} in the checkpoint, and {spec.dtype} is wanted")
             narrowed[name] = spec.dtype
-    if unused := sorted(rules.cast.keys() - used):
-        problems += [f"cast:      no leaf that is wanted is meant by {pattern!r}" for pattern in unused]
     if narrowed:
         name, dtype = next(iter(narrowed.items()))
         rest = ", ..." if len(narrowed) > 1 else ""
@@ -181,16 +158,8 @@ def _check_leaves(
         )
 
 
-def _holds_codes(name: str, index: Index) -> bool:
-    """True if a leaf of a checkpoint holds the codes of a quantized state, with scales next to it."""
-    levels = name.split("/")
-    beside = ("/".join([*levels[:i], "scales", *levels[i + 1 :]]) for i, level in enumerate(levels) if level == "codes")
-    return any(other in index.leaves for other in beside)
-
-
-def _shown(names: Iterable[Any]) -> str:
-    listed = list(names)
-    return f"[{listed[0]!r}{', ...' if len(listed) > 1 else ''}]"
+def _shown(names: Sequence[str]) -> str:
+    return f"[{names[0]!r}{', ...' if len(names) > 1 else ''}]"
 
 
 @dataclass(frozen=True)
@@ -257,18 +226,12 @@ class Target:
                     stacklevel=2,
                 )
 
-    def rebuild(self, leaves: dict[str, Any]) -> PyTree:
-        """Put leaves, given by name, into the structure of the caller's tree."""
-        return self.want.unflatten(leaves)
-
     def _empty(self, leaf: Any) -> Any:
         """Allocate a tensor for the values of a leaf."""
         if isinstance(leaf, Spec):
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device or "cpu")
         if isinstance(leaf, Tensor):
             where = self.device or (leaf.device if leaf.device.type != "meta" else "cpu")
-            if type(leaf) is Tensor and leaf.is_meta and leaf.is_contiguous():  # `empty_like` is slow for meta tensors
-                return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=where)
             return torch.empty_like(leaf, device=where, requires_grad=False)
         return leaf.empty_like()
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import secrets
-import shutil
 import sys
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -19,27 +18,18 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.background import warn_of_failed_saves
-from muonfx.checkpoint.catalog import (
-    before,
-    folder_named,
-    inspect,
-    is_foreign,
-    prune,
-    remove_files,
-    step_of,
-    warn_of_later_steps,
-)
+from muonfx.checkpoint.catalog import folder_named, inspect, prune, remove_files, step_of, warn_of_later_steps
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
-from muonfx.checkpoint.files import fresh_file, identity_of, make_folder, sync_folder, write_all
+from muonfx.checkpoint.files import fresh_file, make_folder, open_regular, sync_folder, write_all
 from muonfx.checkpoint.index import (
+    FORMAT,
     INDEX,
     Chunk,
     DataFile,
     Index,
     Leaf,
     data_name,
-    read_parsed,
     text_of,
     unfinished_index_name,
 )
@@ -252,13 +242,17 @@ class Draft:
 
     def begin(self) -> None:
         """Make the folder; in a group one rank does so before the others begin."""
-        if is_foreign(self.path / INDEX):
+        begin = b""
+        with suppress(FileNotFoundError, NotADirectoryError), open_regular(self.path / INDEX) as file:
+            begin = file.read(4096)
+        # A damaged file system can leave a file of zeros, so such a file may be an index of muonfx.
+        if FORMAT.encode() not in begin and begin.strip(b"\0"):
             raise FileExistsError(
                 errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
             )
         self._made = not self.path.exists()
         make_folder(self.path)
-        self._at_begin = identity_of(self.path / INDEX)
+        self._at_begin = self._identity()
 
     def write(self, file: Path, parts: Sequence[Part], progress: Progress | None) -> tuple[DataFile, list[Chunk]]:
         """Write a data file of this save; see `write_data`."""
@@ -275,13 +269,21 @@ class Draft:
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
             write_all(file, text_of(index))
-        self._other_writer = identity_of(self.path / INDEX) != self._at_begin
+        self._other_writer = self._identity() != self._at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
-            self._replaced = read_parsed(self.path)
+            self._replaced = inspect(self.path)
         self._tried = True  # from here on readers may see the files, so they are kept even if a later step fails
         os.replace(self._unfinished_index, self.path / INDEX)
         self._done = True
         sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Return a value that changes when the index at the path is replaced, None if there is none."""
+        try:
+            found = os.stat(self.path / INDEX)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def tidy(self, keep: int | None) -> None:
         """Remove obsolete files and checkpoints after the commit; warn if the system refuses to."""
@@ -356,20 +358,9 @@ def _refused(path: Path, error: OSError, written: bool | None) -> str:
             f"it is not known whether {path} was written, and nothing was removed: its {INDEX} cannot be read after a "
             f"rename that failed: {why}"
         )
-    free = ""
     with suppress(OSError):
-        there = next(folder for folder in (path, *path.parents) if folder.is_dir())
-        free = f" ({shutil.disk_usage(there).free / 2**30:.2f} GiB are free)"
-    what = f"{path} was not written: {why}{free}"
-    with suppress(OSError):
-        if path.is_symlink() and not path.exists():
-            return f"{what}; there is a link of this name, to nowhere"
         if path.is_file():
-            return f"{what}; a checkpoint is a folder, and there is a file of this name"
-        if (file := next((folder for folder in path.parents if folder.is_file()), None)) is not None:
-            return f"{what}: {file} is a file"
+            why += "; a checkpoint is a folder, and there is a file of this name"
         if (path / INDEX).exists():
-            return f"{what}; the checkpoint that was there is as it was"
-        previous = before(path)
-        return f"{what}; the newest good one is {previous}" if previous is not None else what
-    return what
+            why += "; the checkpoint that was there is as it was"
+    return f"{path} was not written: {why}"

@@ -88,6 +88,10 @@ class _CountedFile(FileIO):
         self._read("read")
         return super().readinto(room)
 
+    def readall(self) -> bytes | None:
+        self._read("read")
+        return super().readall()
+
     def close(self) -> None:
         try:
             self._read("close")

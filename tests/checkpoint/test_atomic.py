@@ -97,7 +97,7 @@ def test_a_new_checkpoint_that_does_not_fit_leaves_no_trace(tmp_path: Path):
     for at in range(6):
         with (
             faults(tmp_path / "step-000000002", at, code=errno.ENOSPC),
-            pytest.raises(WriteError, match=r"No space left .*GiB are free\); the newest good one is .*step-000000001"),
+            pytest.raises(WriteError, match="step-000000002 was not written: No space left"),
         ):
             ck.save(ck.step_path(tmp_path, 2), STATE, step=2)
         assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
@@ -149,7 +149,9 @@ def test_a_reader_of_the_old_one_is_not_disturbed_by_the_new(tmp_path: Path):
     with Reader(tmp_path, ck.inspect(tmp_path)) as reader:
         reader.check_files()
         ck.save(tmp_path, LATER)
-        assert torch.equal(reader.read("trace/w"), STATE["trace"]["w"])
+        found = torch.empty(1000)
+        reader.read_into({"trace/w": found})
+        assert torch.equal(found, STATE["trace"]["w"])
     assert_same_tree(ck.load(tmp_path, like=STATE), LATER)
 
 

@@ -42,9 +42,9 @@ def test_a_checkpoint_may_be_a_link_to_a_folder_and_not_to_nowhere(tmp_path: Pat
     assert ck.verify(tmp_path / "there").step == 2
     assert len(list((tmp_path / "there").iterdir())) == 2
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
-    with pytest.raises(ck.WriteError, match="a link of this name, to nowhere"):
+    with pytest.raises(ck.WriteError, match="File exists"):
         ck.save(tmp_path / "nowhere", {"w": torch.ones(1)})
-    with pytest.raises(ck.NotFoundError, match="it is a link to nowhere"):
+    with pytest.raises(ck.NotFoundError, match="no such folder"):
         ck.read(tmp_path / "nowhere")
 
 

@@ -35,8 +35,6 @@ def test_inspect_shows_what_is_in_it(folder: Path, capsys):
         "\n17 leaves, 890 B\n",
     ):
         assert expected in out
-    assert main(["inspect", str(ck.step_path(folder, 2)), "--match", "*/blocks.0.up.bias"]) == 0
-    assert "\n4 leaves, 84 B\n" in capsys.readouterr().out
 
 
 def test_inspect_lists_a_folder(folder: Path, capsys):
@@ -44,7 +42,7 @@ def test_inspect_lists_a_folder(folder: Path, capsys):
     assert main(["inspect", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["checkpoint", "step", "leaves", "bytes", "state"]
-    assert "the data file is missing" in lines[1]
+    assert "the data file cannot be read" in lines[1]
     assert lines[2] == "step-000000002     2      17  890 B  looks whole"
 
 
@@ -53,7 +51,7 @@ def test_verify_reads_every_byte(folder: Path, capsys):
     assert capsys.readouterr().out.count(": good, 17 leaves, 890 B\n") == 2
     data = next(ck.step_path(folder, 2).glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1] + b"\xff")
-    assert main(["verify", str(ck.step_path(folder, 1)), str(ck.step_path(folder, 2))]) == 1
+    assert main(["verify", str(folder)]) == 1
     out = capsys.readouterr().out
     assert "step-000000001: good" in out
     assert "step-000000002: damaged" in out

@@ -210,9 +210,7 @@ def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, numb
         ("null", CorruptError),
         ("9" * 10_000, CorruptError),
         ('{"format": "muonfx checkpoint", "version": 2}', FormatError),
-        ('{"format": "muonfx checkpoint", "version": 1, "version": 1}', CorruptError),
         ('{"format": "something else", "version": 1}', FormatError),
-        ('{"format": "muonfx checkpoint", "version": NaN}', CorruptError),
         ('{"format": "muonfx checkpoint", "version": 1}', CorruptError),
     ],
 )
@@ -260,16 +258,16 @@ def test_a_checkpoint_cannot_run_code(good, tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_what_is_damaged_is_named_and_the_previous_one_offered(tmp_path: Path, number: int):
+def test_what_is_damaged_is_named(tmp_path: Path, number: int):
     with threads(number):
         names_what_is_damaged(tmp_path)
 
 
 def names_what_is_damaged(tmp_path: Path) -> None:
     state = {"trace": {"w": torch.randn(3 * BLOCK // 4 + 5), "b": torch.randn(7)}}
-    for step in (1, 2, 3):
+    for step in (1, 2):
         ck.save(ck.step_path(tmp_path, step), state, step=step)
-    last = ck.step_path(tmp_path, 3)
+    last = ck.step_path(tmp_path, 2)
     index = ck.inspect(last)
     data = last / index.files[0].name
     whole = data.read_bytes()
@@ -280,14 +278,12 @@ def names_what_is_damaged(tmp_path: Path) -> None:
 
     damaged(chunk.begin + 2 * BLOCK + 100)
     where = f"bytes {chunk.begin + 2 * BLOCK} to {chunk.begin + 3 * BLOCK}"
-    message = f"{data}: the leaf 'trace/w' is damaged, somewhere in {where} .*looks whole: {ck.step_path(tmp_path, 2)}"
     for act in (lambda: ck.load(last, like=state), lambda: ck.read(last), lambda: ck.verify(last)):
-        with pytest.raises(CorruptError, match=message) as caught:
+        with pytest.raises(CorruptError, match=f"{data}: the leaf 'trace/w' is damaged, somewhere in {where}"):
             act()
-        assert caught.value.previous == ck.step_path(tmp_path, 2)
     assert ck.latest(tmp_path) == last  # which reads no leaf
-    with pytest.warns(UserWarning, match=r"step-000000003 is not used.*'trace/w' is damaged"):
-        assert ck.latest(tmp_path, verify=True) == ck.step_path(tmp_path, 2)
+    with pytest.warns(UserWarning, match=r"step-000000002 is not used.*'trace/w' is damaged"):
+        assert ck.latest(tmp_path, verify=True) == ck.step_path(tmp_path, 1)
 
     damaged(20)
     with pytest.raises(CorruptError, match="the header of the data file is damaged"):
@@ -296,19 +292,13 @@ def names_what_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match=f"has {len(whole) - 1} bytes, expected {len(whole)}"):
         ck.load(last, like=state)
     data.unlink()
-    with pytest.raises(CorruptError, match=r"missing or cannot be read: No such file.*step-000000002"):
+    with pytest.raises(CorruptError, match=r"the data file cannot be read: No such file"):
         ck.load(last, like=state)
-    with pytest.warns(UserWarning, match="step-000000003 is not used"):
-        assert ck.latest(tmp_path) == ck.step_path(tmp_path, 2)
-
-    previous = ck.step_path(tmp_path, 2)
-    (previous / INDEX).write_bytes((previous / INDEX).read_bytes()[:-3])
-    with pytest.raises(CorruptError, match=rf"{INDEX} is damaged.*step-000000001"):
-        ck.inspect(previous)
-    with pytest.raises(CorruptError) as caught:
-        ck.load(last, like=state)
-    assert caught.value.previous == ck.step_path(tmp_path, 1)
-    assert_same_tree(ck.load(caught.value.previous, like=state), state)
+    with pytest.warns(UserWarning, match="step-000000002 is not used"):
+        assert ck.latest(tmp_path) == ck.step_path(tmp_path, 1)
+    (last / INDEX).write_bytes((last / INDEX).read_bytes()[:-3])
+    with pytest.raises(CorruptError, match=rf"{INDEX} is damaged"):
+        ck.inspect(last)
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -323,7 +313,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, number: int):
         with data.open("r+b") as file:
             file.truncate(4 * BLOCK + 1000)
         with pytest.raises(CorruptError, match="ends too early"):
-            reader.read("w")
+            reader.verify()
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -339,7 +329,7 @@ def test_a_damaged_leaf_is_named_among_many_that_are_read_together(tmp_path: Pat
         assert all(torch.equal(loaded[name], like[name]) and loaded[name].dtype == like[name].dtype for name in like)
         whole = data.read_bytes()
         for name in ("w00", "w03", "w07", "w11"):
-            last = index.leaves[name].chunks[0].begin + index.leaves[name].nbytes - 1
+            last = index.leaves[name].chunks[0].begin + index.leaves[name].spec.nbytes - 1
             data.write_bytes(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :])
             with pytest.raises(CorruptError, match=f"the leaf '{name}' is damaged"):
                 ck.load(tmp_path, like=like)
@@ -348,7 +338,5 @@ def test_a_damaged_leaf_is_named_among_many_that_are_read_together(tmp_path: Pat
 
 
 def test_errors_survive_pickling():
-    one = pickle.loads(pickle.dumps(CorruptError("broken", Path("a/step-1"))))
-    assert (str(one), one.previous) == ("broken; the one before it looks whole: a/step-1", Path("a/step-1"))
-    two = pickle.loads(pickle.dumps(MismatchError("all wrong", ["a", "b"])))
-    assert (str(two), two.problems) == ("all wrong", ("a", "b"))
+    found = pickle.loads(pickle.dumps(MismatchError("all wrong", ["a", "b"])))
+    assert (str(found), found.problems) == ("all wrong", ("a", "b"))

@@ -229,16 +229,16 @@ def sweep_apart(*sweeps: tuple[str, str, int, int, int]) -> None:
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="forks")
 
 
-def test_faults_of_one_process_lose_nothing():
-    what = "with keep, in place of another"
-    sweep_apart(*((what, how, 1, 0, 7) for how in HOW), ("load", "once", 1, 0, 7))
-
-
 @pytest.mark.dist
-def test_faults_of_one_of_two_ranks_lose_nothing():
+def test_faults_of_one_process_and_of_one_of_two_ranks_lose_nothing():
     what = "with keep, in place of another"
     sweep_apart(
-        (what, "once", 2, 1, 3), (what, "killed", 2, 0, 11), (what, "killed", 2, 1, 4), ("load", "once", 2, 1, 9)
+        *((what, how, 1, 0, 9) for how in HOW),
+        ("load", "once", 1, 0, 7),
+        (what, "once", 2, 1, 3),
+        (what, "killed", 2, 0, 17),
+        (what, "killed", 2, 1, 4),
+        ("load", "once", 2, 1, 9),
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,8 +14,8 @@ import torch
 
 import muonfx as mfx
 from muonfx.checkpoint import MismatchError
-from muonfx.checkpoint.__main__ import main
 from muonfx.checkpoint.index import INDEX, LONGEST, LONGEST_HEADER
+from tests.checkpoint.common import assert_same_tree
 from tests.checkpoint.test_damage import signed
 
 ck = mfx.checkpoint
@@ -125,18 +124,13 @@ EDITS: dict[str, Callable[[Any], Any]] = {
         leaf(body).update(shape=[24] + [1] * 99),
         leaf(body)["chunks"][0].update(offsets=[0] * 100, sizes=[24] + [1] * 99),
     )[0],
-    "overlapping leaves": lambda body: leaf(body)["chunks"][0].update(begin=body["files"][0]["header_nbytes"] + 4),
+    "two leaves of the same bytes": lambda body: body["leaves"].update(copy=leaf(body)),
     "a leaf beyond the file": lambda body: leaf(body)["chunks"][0].update(begin=2**62),
     "a leaf before the leaves": lambda body: leaf(body)["chunks"][0].update(begin=0),
-    "an infinite number": lambda body: json.dumps(body).replace('"seed": 1', '"seed": 1e999'),
-    "a negative infinite number": lambda body: json.dumps(body).replace('"seed": 1', '"seed": -1E400'),
-    "no number": lambda body: json.dumps(body).replace('"seed": 1', '"seed": NaN'),
     "a number of 5000 digits": lambda body: json.dumps(body).replace('"seed": 1', f'"seed": {"7" * 5000}'),
     "a step of 4000 digits": lambda body: body.update(step=int("7" * 4000)),
     "a name twice": lambda body: json.dumps(body).replace('"trace/b"', '"trace/w"'),
-    "a member twice": lambda body: json.dumps(body).replace('"step"', '"step": 1, "step"'),
     "a depth of 100,000": lambda body: json.dumps(body).replace('"seed": 1', f'"seed": {"[" * 10**5}{"]" * 10**5}'),
-    "half a character": lambda body: body["leaves"].update({"\ud800": body["leaves"].pop("trace/w")}),
     "a file elsewhere": lambda body: body["files"][0].update(name="../../x.safetensors"),
     "a file with a null": lambda body: body["files"][0].update(name="x\0.safetensors"),
     "a name of a megabyte": lambda body: body["files"][0].update(name="x" * 10**6 + ".safetensors"),
@@ -205,11 +199,12 @@ def test_thousands_of_data_files_are_read_by_a_process_that_may_open_few(tmp_pat
     # as if each leaf had been written by a rank of its own
     body, data = body_of(path), next(path.glob("*.safetensors"))
     text = data.read_bytes()
-    body["files"] = [{**body["files"][0], "name": f"{number}.safetensors"} for number in range(6)]
+    names = [f"data-{'0' * 16}-{number:05}-of-00006.safetensors" for number in range(6)]
+    body["files"] = [{**body["files"][0], "name": name} for name in names]
     for number, leaf in enumerate(body["leaves"].values()):
         chunk = leaf["chunks"][0]
         header = body["files"][0]["header_nbytes"]
-        (path / f"{number}.safetensors").write_bytes(text[:header] + text[chunk["begin"] : chunk["begin"] + 12])
+        (path / names[number]).write_bytes(text[:header] + text[chunk["begin"] : chunk["begin"] + 12])
         chunk.update(file=number, begin=header)
         body["files"][number]["nbytes"] = header + 12
     (path / INDEX).write_bytes(signed(body))
@@ -218,7 +213,9 @@ def test_thousands_of_data_files_are_read_by_a_process_that_may_open_few(tmp_pat
     with module.Reader(path, ck.inspect(path)) as reader:
         reader.check_files()
         assert len(os.listdir("/dev/fd")) <= before + 2
-        assert all(torch.equal(reader.read(name), leaf) for name, leaf in whole.items())
+        found = {name: torch.empty(3) for name in whole}
+        reader.read_into(found)
+        assert_same_tree(found, whole)
         reader.verify()
     assert len(os.listdir("/dev/fd")) == before
 
@@ -239,14 +236,3 @@ def test_ten_thousand_differences_are_ten_and_a_number(tmp_path: Path):
     assert message.count("missing:   'b") == message.count("extra:     'a") == 10
     assert "missing: ... and 9990 more" in message
     assert "extra: ... and 9990 more" in message
-
-
-def test_an_extra_that_is_read_can_be_shown(tmp_path: Path, capsys):
-    path = good_one(tmp_path, 1)
-    for depth in (500, 700, 900, 950, 980):
-        sign(
-            path, lambda body, depth=depth: json.dumps(body).replace('"seed": 1', f'"seed": {"[" * depth}{"]" * depth}')
-        )
-        assert main(["inspect", str(path)]) in (0, 1)
-    shutil.rmtree(path)
-    assert "Traceback" not in "".join(capsys.readouterr())

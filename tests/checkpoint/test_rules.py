@@ -187,7 +187,7 @@ def test_cast_allows_a_dtype_and_does_not_change_it(saved):
     path, tx, params, state = saved
     with pytest.raises(MismatchError, match=r"is wanted as torch.float32, and cast= says torch.bfloat16"):
         ck.load(path, like=mfx.spec(tx, params), cast={"momentum": torch.bfloat16})
-    with pytest.raises(MismatchError, match=r"cast: .* 'momentun'"):
+    with pytest.raises(MismatchError, match=r"cast: 'momentun' means no leaf"):
         ck.load(path, like=state, cast={"momentun": torch.float32})
     assert_same_tree(ck.load(path, like=state, cast={"momentum": torch.float32}), state)
 
@@ -283,17 +283,3 @@ def test_what_is_not_there_is_said(tmp_path: Path, saved):
         ck.verify(tmp_path / "file")
     with pytest.raises(ck.WriteError, match="a checkpoint is a folder"):
         ck.save(tmp_path / "file", {})
-
-
-@pytest.mark.parametrize("dtype", [mfx.int8(), mfx.fp8()], ids=["int8", "fp8"])
-def test_codes_are_never_taken_for_values(tmp_path: Path, dtype: mfx.Compact):
-    params = {"w": torch.randn(64, 96)}
-    path = ck.save(tmp_path / "a", mfx.chain(mfx.momentum(dtype=dtype)).init(params))
-    with pytest.raises(ck.MismatchError, match=r"holds codes of .* which mean nothing as torch\.float32"):
-        ck.load(
-            path,
-            like=mfx.chain(mfx.momentum()).init(params),
-            rename={"momentum/trace/codes/w": "momentum/trace/w"},
-            allow_extra=["momentum/trace/scales/w"],
-            cast={"momentum/trace/w": torch.float32},
-        )

@@ -31,13 +31,13 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     """As network file systems report it, and an interrupt leaves it."""
     path = tmp_path / "one"
     ck.save(path, OLD, step=8)
-    replace, read = os.replace, catalog.read_parsed
+    replace, read = os.replace, catalog.read_index
 
     def refused(source: Path, target: Path) -> None:
         if done:
             replace(source, target)
         if not readable:
-            monkeypatch.setattr(catalog, "read_parsed", unreadable)
+            monkeypatch.setattr(catalog, "read_index", unreadable)
         raise error
 
     def unreadable(path: Path) -> NoReturn:
@@ -47,7 +47,7 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     with pytest.raises((WriteError, KeyboardInterrupt)) as caught:
         ck.save(path, NEW, step=9)
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(catalog, "read_parsed", read)
+    monkeypatch.setattr(catalog, "read_index", read)
     assert ck.verify(path).step == (9 if done else 8)
     if isinstance(caught.value, WriteError):
         assert caught.value.written is (done if readable else None)
@@ -74,7 +74,7 @@ BAD_PATHS = {
     "NUL": ("a\0b", ValueError, "path must name a folder"),
     "surrogate": ("a\ud800b", ValueError, "path must name a folder"),
     "too long": ("x" * 300, CheckpointError, "name too long"),
-    "below a file": ("file/x", CheckpointError, "file is a file|no such folder"),
+    "below a file": ("file/x", CheckpointError, "Not a directory|no such folder"),
     "a file": ("file", CheckpointError, "a checkpoint is a folder"),
     "no path": (None, TypeError, "path must be a str or a path, found None"),
     "bytes": (b"x", TypeError, "path must be a str or a path, found b'x'"),

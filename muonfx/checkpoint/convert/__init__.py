@@ -113,14 +113,14 @@ def write(
     form, leaves = _format(format), gathered(state)
     saved = target.state_dict() if isinstance(target, torch.optim.Optimizer) else target
     states: dict[int, dict[str, Any]] = {}
-    for name, kind, _, old, index in _entries(form, target, flat(params), names):
+    for name, kind, _, old, number in _entries(form, target, flat(params), names):
         leaf = leaves.get(name)
         if leaf is None or leaf.kind != kind:
             has = "nothing" if leaf is None else f"a {leaf.kind} state"
             raise ValueError(f"{name!r} has a {kind} state in {form.title}; the muonfx state has {has} for it")
         step = None if leaf.step is None else form.make_step(leaf.step)
         new = zip(form.keys[kind], (leaf.first, leaf.second, step), strict=True)
-        states[index] = {**old, **{key: value for key, value in new if key is not None and value is not None}}
+        states[number] = {**old, **{key: value for key, value in new if key is not None and value is not None}}
     return {**saved, "state": states}
 
 
@@ -177,13 +177,13 @@ def recipe(
 
 
 class _Entry(NamedTuple):
-    """One parameter of another optimizer; ``index`` is its number in the ``state_dict()``."""
+    """One parameter of another optimizer; ``number`` is its key in the ``state_dict()``."""
 
     name: str
     kind: str
     group: Group
     values: Values
-    index: int
+    number: int
 
 
 def _format(format: str) -> Format:
@@ -199,15 +199,15 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
         own = names
         if isinstance(given, torch.optim.Optimizer):
             known = {id(param): name for name, param in params.items()}
-            members = [known.get(id(param)) for group in given.param_groups for param in group["params"]]
-            own = names if None in members else members
+            members = [id(param) for group in given.param_groups for param in group["params"]]
+            own = [known[member] for member in members] if known.keys() >= {*members} else names
             given = given.state_dict()
         if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
             raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(given).__name__}")
         groups: list[Group] = list(given["param_groups"])
         if own is None and all("param_names" in group for group in groups):
             own = [name for group in groups for name in group["param_names"]]
-        places = [(index, group) for group in groups for index in group["params"]]
+        places = [(number, group) for group in groups for number in group["params"]]
         if own is None or len(own) != len(places):
             have = "none" if own is None else str(len(own))
             raise ValueError(
@@ -216,9 +216,9 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
             )
         if unknown := sorted({*own} - params.keys()):
             raise ValueError(f"{form.title}: no parameter is called {format_list(unknown)}")
-        for name, (index, group) in zip(own, places, strict=True):
-            values = given["state"].get(index, {})
-            found.append(_Entry(name, form.kind_of(group, values), group, values, index))
+        for name, (number, group) in zip(own, places, strict=True):
+            values = given["state"].get(number, {})
+            found.append(_Entry(name, form.kind_of(group, values), group, values, number))
     seen = [entry.name for entry in found]
     if twice := sorted({name for name in seen if seen.count(name) > 1}):
         raise ValueError(f"{form.title}: {twice[0]!r} is in two optimizers or groups")
