@@ -14,8 +14,10 @@ from typing import TypeVar
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
 from muonfx.checkpoint.index import INDEX, Index, is_own_name, read_index
+from muonfx.core.checks import positive_int
 
 __all__ = [
+    "check_step",
     "checkpoints",
     "clean",
     "folder_named",
@@ -40,9 +42,14 @@ def step_path(folder: str | os.PathLike[str], step: int) -> Path:
     >>> step_path("runs/a", 100).name
     'step-000000100'
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step must be an int of 0 or more, found {step!r}")
+    check_step(step)
     return Path(folder) / f"step-{step:09}"
+
+
+def check_step(step: object) -> None:
+    """Require a number of steps that an index can hold."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+        raise ValueError(f"step must be an int of 0 or more, found {step!r}")
 
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
@@ -227,8 +234,7 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
     >>> prune("no/such/folder", keep=3)
     []
     """
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep must be an int of 1 or more, found {keep!r}")
+    positive_int("keep", keep)
     found = checkpoints(folder)
     good = [path for path in found if _problem(path) is None]
     if not good:

@@ -129,9 +129,8 @@ class _Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add the arguments that must be the same on all ranks."""
-        job = self.job
-        chain = None if job.tx is None else job.tx.fingerprint
-        said = {"path": str(job.path), "step": job.step, "extra": job.extra, "keep": job.keep, "tx": chain}
+        job, head = self.job, self.job.head
+        said = {"path": str(job.path), "step": head.step, "extra": head.extra, "keep": job.keep, "tx": head.fingerprint}
         return replace(plan, storage_data={name: repr(value) for name, value in said.items()})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -191,7 +190,7 @@ class _Writer(StorageWriter):
         assert draft is not None
         try:
             with draft.whole_or_not():
-                draft.commit(self.job.to_index(draft.save_id, files, leaves))
+                draft.commit(replace(self.job.head, save_id=draft.save_id, files=tuple(files), leaves=leaves))
             draft.tidy(self.job.keep)
         except BaseException as error:
             if draft.is_committed() is False or isinstance(error, WriteError):

@@ -141,6 +141,10 @@ def _check_leaves(
         have = index.leaves[there[name]].spec
         if have.shape != spec.shape:
             problems.append(f"reshaped:  {name!r} has shape {have.shape}, expected {spec.shape}")
+        scales = f"{there[name]}/".replace("/codes/", "/scales/")[:-1]
+        if have.dtype != spec.dtype and scales != there[name] and scales in index.leaves:
+            problems.append(f"codes:     {name!r} holds codes of {have.dtype}, which mean nothing as {spec.dtype}")
+            continue
         chosen = {dtype for pattern, dtype in rules.cast.items() if matches(pattern, name)}
         if chosen - {spec.dtype}:
             asked = ", ".join(sorted(map(str, chosen)))

@@ -8,9 +8,9 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.background import warn_of_failed_saves
-from muonfx.checkpoint.catalog import folder_named, inspect, prune, remove_files, step_of, warn_of_later_steps
+from muonfx.checkpoint.catalog import (
+    check_step,
+    folder_named,
+    inspect,
+    prune,
+    remove_files,
+    step_of,
+    warn_of_later_steps,
+)
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.files import fresh_file, make_folder, open_regular, sync_folder, write_all
@@ -35,6 +43,7 @@ from muonfx.checkpoint.index import (
 )
 from muonfx.checkpoint.names import PARAMS, in_section, named_tensors
 from muonfx.core import Transform
+from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import strip_transparent
 from muonfx.sharding.boxes import Box
@@ -50,21 +59,22 @@ if TYPE_CHECKING:
 __all__ = ["Draft", "Job", "write"]
 
 
+_EMPTY = Index("", None, {}, None, None, {}, (), {})
+
+
 @dataclass(frozen=True)
 class Job:
     """The arguments of one save; if they are not valid, ``problem`` is the error, to be raised on all ranks."""
 
     path: Path
+    head: Index = _EMPTY
+    """The index without its id, files and leaves."""
     leaves: dict[str, Any] = field(default_factory=dict)
     """The leaves by name; copied to the CPU for a save in the background."""
-    tx: Transform | None = None
-    step: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
     keep: int | None = None
     progress: Progress | None = None
     group: ProcessGroup | None = None
     problem: Exception | None = None
-    products: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(
@@ -95,23 +105,32 @@ class Job:
             where = folder_named(path)  # absolute, so that a later chdir() does not change it
             if tx is not None and not isinstance(tx, Transform):
                 raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
-            if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
-                raise ValueError(f"step must be an int of 0 or more, or None, found {step!r}")
-            said = _as_json(dict(extra or {}))
-            _check_keep(keep, where)
+            if step is not None:
+                check_step(step)
+            if keep is not None:
+                positive_int("keep", keep)
+                if step_of(where) is None:
+                    raise ValueError(
+                        f"keep= goes by the steps in the names: save to step_path({str(where.parent)!r}, step)"
+                    )
             if layout is not None and tx is not None:
                 if state is not None and not is_global(state):
                     state = to_global(tx, state)
                 params = None if params is None else layout.to_global(params)
             leaves = _leaves_of(state, params, whole=group is None)
+            # Modules inside the package must not import it, so the version is looked up in sys.modules.
+            roof = sys.modules[__name__.partition(".")[0]]
+            versions = {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)}
+            fingerprint, chain = (None, None) if tx is None else (tx.fingerprint, repr(strip_transparent(tx)))
             products = {} if tx is None else _products_of(tx, leaves)
+            head = Index("", step, _as_json(dict(extra or {})), fingerprint, chain, versions, (), {}, products)
             if copy:  # training may change the originals
                 leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
         except Exception as error:
             if group is None:
                 raise
             return cls(where, group=group, problem=error)
-        return cls(where, leaves, tx, step, said, keep, progress, group, products=products)
+        return cls(where, head, leaves, keep, progress, group)
 
     def checked_leaves(self) -> dict[str, Any]:
         """Return the leaves, or raise the error that `of` stored."""
@@ -119,22 +138,13 @@ class Job:
             raise self.problem
         return self.leaves
 
-    def to_index(self, save_id: str, files: Iterable[DataFile], leaves: dict[str, Leaf]) -> Index:
-        """Return the index of a checkpoint with these files and leaves."""
-        # Modules inside the package must not import it, so the version is looked up in sys.modules.
-        roof = sys.modules[__name__.partition(".")[0]]
-        versions = {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)}
-        chain = (None, None) if self.tx is None else (self.tx.fingerprint, repr(strip_transparent(self.tx)))
-        return Index(save_id, self.step, self.extra, *chain, versions, tuple(files), leaves, self.products)
-
 
 def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
     try:
         back: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
-    except TypeError as error:
-        raise TypeError(f"extra must be JSON (dicts, lists, strings, numbers, bools, None): {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"extra must be JSON, which has no NaN, infinity or circle: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        kinds = "dicts, lists, strings, finite numbers, bools, None"
+        raise TypeError(f"extra must be JSON ({kinds}, without circles): {error}") from error
     if back != extra:
         changed = sorted(str(key) for key in extra if key not in back or back[key] != extra[key])
         raise ValueError(
@@ -142,15 +152,6 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
             "strings"
         )
     return back
-
-
-def _check_keep(keep: int | None, path: Path) -> None:
-    if keep is None:
-        return
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep must be an int of 1 or more, or None, found {keep!r}")
-    if step_of(path) is None:
-        raise ValueError(f"keep= goes by the steps in the names: save to step_path({str(path.parent)!r}, step)")
 
 
 def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
@@ -216,7 +217,7 @@ def write(job: Job) -> None:
             name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
             for (name, leaf), chunk in zip(job.leaves.items(), chunks, strict=True)
         }
-        draft.commit(job.to_index(draft.save_id, [file], found))
+        draft.commit(replace(job.head, save_id=draft.save_id, files=(file,), leaves=found))
     draft.tidy(job.keep)
 
 

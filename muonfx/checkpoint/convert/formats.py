@@ -62,25 +62,24 @@ def _adamw(group: Group, betas: Any, eps: Any, weight_decay: Any) -> Transform:
 
 
 def _muon_chain(
+    group: Group,
     decay: Any,
-    *,
-    nesterov: bool,
-    heavy_ball: bool,
-    rule: ShapeRule | None,
-    lr: Any,
     weight_decay: Any,
     options: Options,
+    *,
+    heavy_ball: bool,
+    rule: ShapeRule | None,
     **more: Any,
 ) -> Transform:
     """Return the chain of Muon; ``more`` is passed to `orthogonalize`, and its view also to `scale_by_shape`."""
     orthogonal = orthogonalize(**{**more, **options})
     return chain(
         # float(), since some optimizers hold these numbers in tensors.
-        momentum(float(decay), nesterov=nesterov, heavy_ball=heavy_ball),
+        momentum(float(decay), nesterov=group.get("nesterov", True), heavy_ball=heavy_ball),
         orthogonal,
         *([scale_by_shape(rule, view=orthogonal.arguments["view"])] if rule is not None else []),
         add_decayed_weights(float(weight_decay)),
-        scale_by_learning_rate(float(lr)),
+        scale_by_learning_rate(float(group["lr"])),
     )
 
 
@@ -112,13 +111,12 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         raise ValueError(f"there is no chain for eps={group['eps']}: muonfx divides by the norm alone; expected {_EPS}")
     steps = (tuple(group["ns_coefficients"]),) * group["ns_steps"]
     return _muon_chain(
+        group,
         group["momentum"],
-        nesterov=group["nesterov"],
+        group["weight_decay"],
+        options,
         heavy_ball=False,
         rule=group["adjust_lr_fn"] or "original",
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        options=options,
         coefficients="keller" if steps == (_KELLER,) * 5 else steps,
     )
 
@@ -141,13 +139,12 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
         )
     steps: dict[str, Any] = {"steps": group["ns_steps"]} if group.get("ns_steps", 5) != 5 else {}  # in older releases
     return _muon_chain(
+        group,
         group["momentum"],
-        nesterov=group.get("nesterov", True),
+        group["weight_decay"],
+        options,
         heavy_ball=False,
         rule="original",
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        options=options,
         coefficients="keller",
         **steps,
         view=MatrixView(_STACKED if len(shape) == 3 else None),
@@ -167,13 +164,12 @@ def _moonlight_chain(group: Group, kind: str, shape: torch.Size, options: Option
     if kind == "adamw":
         return _adamw(group, group["adamw_betas"], group["adamw_eps"], group["wd"])
     return _muon_chain(
+        group,
         group["momentum"],
-        nesterov=group["nesterov"],
+        group["wd"],
+        options,
         heavy_ball=True,
         rule="match_rms_adamw",
-        lr=group["lr"],
-        weight_decay=group["wd"],
-        options=options,
         coefficients="keller",
         steps=group["ns_steps"],
     )
@@ -201,13 +197,12 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
     heads, sizes = group.get("num_heads"), group.get("split_sizes")
     blocks = tuple(sizes) if sizes is not None else heads if heads is not None and heads > 1 else None
     return _muon_chain(
+        group,
         group["mu"],
-        nesterov=group["nesterov"],
+        group["weight_decay"],
+        options,
         heavy_ball=True,
         rule=_RULES[group["adjust_lr"]],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        options=options,
         view=MatrixView(_STACKED if len(shape) > 2 and not group["flatten"] else None, blocks),
     )
 
