@@ -10,8 +10,8 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding.checksums import checksum
 from muonfx.sharding.messages import copied, octets
+from muonfx.sharding.replicas import checksum
 from tests.checkpoint.common import bits, folder
 from tests.processes import Here, World
 

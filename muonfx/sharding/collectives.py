@@ -22,7 +22,7 @@ from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.tracing import without_transforms
 
-__all__ = ["BUCKET", "exchange", "gathered", "in_buckets", "reduce_scattered"]
+__all__ = ["BUCKET", "exchange", "start_exchange", "gathered", "in_buckets", "reduce_scattered"]
 
 BUCKET = 1 << 25
 
@@ -48,7 +48,10 @@ def gathered(
                 raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
         except Exception as error:  # on this rank only, perhaps: raised on all ranks together
             problem = problem or error
-        there, missing = _there("gathering leaves", layout, local, problem, sorted(names or ()))
+        chosen = sorted(names or ())
+        there, missing = agree_on_leaves(
+            "gathering leaves", local, layout, problem, same=chosen, explain=lambda: {"arguments": str(chosen)}
+        )
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
     for name, code, gone in zip(every, there, missing, strict=True):
@@ -68,20 +71,6 @@ def gathered(
     for place, whole in zip(chosen, wholes, strict=True):
         leaves[place] = whole
     return tree.unflatten(treedef, leaves)
-
-
-def _there(
-    what: str, layout: ShardTable, values: PyTree, problem: Exception | None, settings: object
-) -> tuple[list[int], list[bool]]:
-    """Return a dtype code per leaf (0: absent on all ranks) and whether any rank lacks it, equal on all ranks."""
-    if layout.group is not None and layout.size > 1:
-        return agree_on_leaves(
-            what, values, layout, problem, same=settings, explain=lambda: {"arguments": str(settings)}
-        )
-    if problem is not None:
-        raise problem
-    leaves = tree.leaves(values)
-    return [0 if leaf is None else 1 + DTYPES.index(leaf.dtype) for leaf in leaves], [leaf is None for leaf in leaves]
 
 
 class _Move(NamedTuple):
@@ -182,12 +171,16 @@ def reduce_scattered(layout: ShardTable, grads: PyTree, op: str, bucket_bytes: i
         for name, leaf in zip(names, leaves, strict=True):
             if name not in layout.specs:
                 problem = ShardingError(f"{name!r} is no parameter of {layout!r}")
+            elif leaf is not None and leaf.dtype not in DTYPES:
+                problem = ShardingError(f"the gradient of {name!r} has dtype {leaf.dtype}, expected a floating dtype")
             elif leaf is not None and tuple(leaf.shape) != layout.specs[name].shape:
                 problem = ShardingError(
                     f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout.specs[name].shape}:"
                     " reduce_scatter takes whole gradients"
                 )
-        there, _ = _there("reducing gradients", layout, grads, problem, op)
+        there, _ = agree_on_leaves(
+            "reducing gradients", grads, layout, problem, same=op, explain=lambda: {"arguments": op}
+        )
         device = tree.device_of(grads)
         places = [place for place, code in enumerate(there) if code]
         full = [
@@ -225,7 +218,9 @@ def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
         begun: Exchange | None = None
         if layout.group is not None:
             expected = [sum(target.numel() for target in targets)] * layout.size
-            begun = _begin(outgoing, expected, full[places[0]], layout, "reducing gradients")
+            begun = start_exchange(
+                layout, outgoing, expected, full[places[0]].dtype, full[places[0]].device, "reducing gradients"
+            )
             outgoing = begun.arrived([[target.shape for target in targets]] * layout.size)
         for target, *theirs in zip(targets, *outgoing, strict=True):
             _add_up(theirs, op, target)
@@ -255,15 +250,22 @@ def exchange(
 ) -> None:
     """Run one exchange between the ranks of a layout."""
     expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
-    _begin(outgoing, expected, like, layout, what).wait(incoming)
+    start_exchange(layout, outgoing, expected, like.dtype, like.device, what).wait(incoming)
 
 
-def _begin(
-    outgoing: Sequence[Sequence[Tensor]], expected: Sequence[int], like: Tensor, layout: ShardTable, what: str
+def start_exchange(
+    layout: ShardTable,
+    outgoing: Sequence[Sequence[Tensor]],
+    expected: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    what: str,
 ) -> Exchange:
+    """Start an exchange between the ranks of a layout."""
     assert layout.group is not None
-    device, buffers = like.device, layout.buffers
-    return Exchange(outgoing, expected, dtype=like.dtype, device=device, group=layout.group, what=what, buffers=buffers)
+    return Exchange(
+        outgoing, expected, dtype=dtype, device=device, group=layout.group, what=what, buffers=layout.buffers
+    )
 
 
 def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.messages import ShardingError, collective
+from muonfx.sharding.messages import ShardingError, collective, digest
 from muonfx.sharding.shard_table import ShardTable
 from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
@@ -24,13 +24,11 @@ __all__ = [
     "DTYPES",
     "LARGE",
     "UNPLACED",
-    "Agreed",
     "Facts",
     "agree",
     "agree_on_leaves",
     "all_objects",
     "check_pieces",
-    "digest",
     "host_device",
     "listed",
     "outside_transforms",
@@ -48,7 +46,7 @@ Facts = Mapping[str, str | Mapping[str, str]]
 def host_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device of small facts: the CPU if the group supports it, so that reading them syncs with no device."""
     kinds = [torch.device(kind) for kind in getattr(group, "_device_types", [torch.device("cpu")])]
-    return torch.device("cpu") if any(kind.type == "cpu" for kind in kinds) else kinds[0]
+    return next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
 
 
 def all_objects(mine: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
@@ -59,24 +57,10 @@ def all_objects(mine: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
     return found
 
 
-def digest(value: object) -> str:
-    """Return a short text that is equal on two ranks if the representations of their values are."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
-
-
 def words(value: object, count: int) -> list[int]:
     """Return the digest of a value as some numbers of 30 bits."""
     found = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
     return [int.from_bytes(found[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
-
-
-class Agreed(NamedTuple):
-    """The result of an agreement; the same on all ranks."""
-
-    alike: bool
-    """True if `alike` was equal on all ranks."""
-    most: list[int]
-    """The maximum over ranks of each number in `numbers`."""
 
 
 def agree(
@@ -88,10 +72,11 @@ def agree(
     alike: object = "",
     explain: Callable[[], Facts] = dict,
     numbers: Sequence[int] = (),
-) -> Agreed:
+) -> tuple[bool, list[int]]:
     """Agree on a call by one all-reduce, or raise on all ranks if one has a problem or `same` differs.
 
-    `explain` returns the facts whose digest is in `same`; they are sent only if the digests differ. `alike` may differ.
+    Returns whether `alike` is equal on all ranks, and the maximum over ranks of each number. `explain` returns the
+    facts whose digest is in `same`; they are sent only if the digests differ.
     """
     # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
     mine = [*words((what, same), 3), *words(alike, 2)]
@@ -103,15 +88,15 @@ def agree(
     failed, *found = reduced.tolist()
     if failed:
         _raise_together(what, problem, group)
-    equal = [found[place] == LARGE - found[len(mine) + place] for place in range(len(mine))]
+    equal = [found[place] == LARGE - found[5 + place] for place in range(5)]
     if not all(equal[:3]):
         _raise_difference({"calls": what, **explain()}, group)
-    return Agreed(all(equal[3:]), found[2 * len(mine) :])
+    return all(equal), found[10:]
 
 
 def _raise_together(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
-    mine = None if problem is None else f"{type(problem).__name__}: {problem}"
     by_text: dict[str, list[int]] = {}
+    mine = None if problem is None else f"{type(problem).__name__}: {problem}"
     for rank, text in enumerate(all_objects(mine, group, what)):
         if text is not None:
             by_text.setdefault(text, []).append(rank)
@@ -123,50 +108,34 @@ def _raise_together(what: str, problem: BaseException | None, group: dist.Proces
 
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     """Raise an error that names the first fact that differs between ranks."""
-    rows = all_objects({subject: digest(fact) for subject, fact in facts.items()}, group, "finding out what differs")
+    what = "finding out what differs"
+    rows = all_objects({subject: digest(fact) for subject, fact in facts.items()}, group, what)
     for subject in rows[0]:
         odd = [rank for rank, row in enumerate(rows) if row.get(subject) != rows[0][subject]]
         if odd:
             same = [rank for rank in odd if rows[rank].get(subject) == rows[odd[0]].get(subject)]
-            first, other = (value_on_rank(rank, facts.get(subject), group) for rank in (0, odd[0]))
+            is_shown = dist.get_rank(group) in (0, odd[0])
+            shown = all_objects(facts.get(subject) if is_shown else None, group, what)
             raise ShardingError(
                 f"nothing was changed on any rank: the ranks have different {subject}: "
-                f"{_difference(first, other, listed(same))}\nAll ranks must have the same."
+                f"{_difference(shown[0], shown[odd[0]], listed(same))}\nAll ranks must have the same."
             )
     raise ShardingError("nothing was changed on any rank: the ranks differ in what they are about to do")
 
 
-def value_on_rank(rank: int, mine: Any, group: dist.ProcessGroup) -> Any:
-    """Return the value that one rank has, on all ranks."""
-    box = [mine]
-    with collective("finding out what differs"):
-        dist.broadcast_object_list(box, dist.get_global_rank(group, rank), group=group, device=host_device(group))
-    return box[0]
-
-
 def _difference(first: object, other: object, odd: str) -> str:
     """Describe the difference between a fact of rank 0 and a fact of other ranks."""
+    place = ""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         name = next((name for name in [*first, *other] if first.get(name) != other.get(name)), None)
         if name is None:
             return f"rank 0 has the order {[*first]}\n  {odd}: {[*other]}"
-        first, other = _around_difference(first.get(name, "missing"), other.get(name, "missing"))
-        return f"{name!r} is {first} on rank 0 and {other} on {odd}"
-    first, other = _around_difference(str(first), str(other))
-    return f"rank 0 has {first}\n  {odd}: {other}"
-
-
-def _around_difference(first: str, other: str, most: int = 400) -> tuple[str, str]:
-    """Shorten two long texts to the part around their first difference."""
-    place = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), 0)
-    start = max(0, place - most // 2)
-
-    def shown(text: str) -> str:
-        if len(text) <= most:
-            return text
-        return "..." * (start > 0) + text[start : start + most] + "..." * (len(text) > start + most)
-
-    return shown(first), shown(other)
+        place, first, other = f"{name!r} is ", first.get(name, "missing"), other.get(name, "missing")
+    # Of long texts only the part around the first difference is shown.
+    one, two = str(first), str(other)
+    start = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0)
+    one, two = (text if len(text) <= 400 else f"...{text[max(0, start - 200) : start + 200]}..." for text in (one, two))
+    return f"{place}{one} on rank 0 and {two} on {odd}" if place else f"rank 0 has {one}\n  {odd}: {two}"
 
 
 def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
@@ -185,6 +154,8 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {format_list(ranks, str)}"
 
 
+# -------------------------------------------------------------------------------------------------------------- leaves
+
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
 UNPLACED = 64
 """Added to the dtype code of a gradient whose placements differ from its parameter's, for example partial."""
@@ -200,21 +171,23 @@ def agree_on_leaves(
     explain: Callable[[], Facts] = dict,
 ) -> tuple[list[int], list[bool]]:
     """Return a dtype code per leaf (0: absent on all ranks) and whether any rank lacks it, equal on all ranks."""
-    group = layout.group
-    assert group is not None
     names = tree.names(values)
     # One code for each parameter of the layout, so that ranks with different trees send equally many numbers.
     codes = dict.fromkeys(layout.specs, 0)
     for name, leaf in zip(names, tree.leaves(values), strict=True):
         if name in codes and isinstance(local_of(leaf), Tensor):
             codes[name] = _code(name, leaf, layout)
+    if layout.group is None or layout.size == 1:
+        if problem is not None:
+            raise problem
+        return [codes[name] for name in names], [not codes[name] for name in names]
     key = ("names", tuple(names))
     if key not in layout.derived:
         layout.derived[key] = digest((layout.digest, list(layout.specs), names))
     mine = [*codes.values()]
     alike, _ = agree(
         what,
-        group,
+        layout.group,
         problem,
         same=(layout.derived[key], same),
         alike=mine,
@@ -227,11 +200,11 @@ def agree_on_leaves(
     )
     if alike:
         return [codes[name] for name in names], [not codes[name] for name in names]
-    lowest = [LARGE - code if code else 0 for code in mine]
-    found = agree("comparing leaves", group, numbers=[*mine, *lowest, *(int(not code) for code in mine)]).most
+    numbers = [*mine, *(LARGE - code if code else 0 for code in mine), *(int(not code) for code in mine)]
+    _, found = agree("comparing leaves", layout.group, numbers=numbers)
     most, least, some = (dict(zip(codes, found[i * len(mine) : (i + 1) * len(mine)], strict=True)) for i in range(3))
-    for name in codes:
-        if most[name] and most[name] != LARGE - least[name]:
+    for name, code in most.items():
+        if code and code != LARGE - least[name]:
             raise ShardingError(
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks"
             )
@@ -263,24 +236,23 @@ def check_pieces(layout: ShardTable, values: PyTree, *, as_placed: bool = True) 
     for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
         if leaf is None:
             continue
-        local, piece = local_of(leaf), layout.piece(name)
+        local, piece, wanted = local_of(leaf), layout.piece(name), layout.dtensors.get(name)
         if not isinstance(local, Tensor):
             raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
-        if is_dtensor(leaf):
-            wanted = layout.dtensors.get(name)
-            if as_placed and (
-                wanted is None or leaf.device_mesh != wanted.mesh or leaf.placements != wanted.placements
-            ):
+        if is_dtensor(leaf) and as_placed:
+            found = leaf.placements, leaf.device_mesh
+            expected = None if wanted is None else (wanted.placements, wanted.mesh)
+            if found != expected:
+                shown = "no DTensor" if expected is None else "placed as {} on {}".format(*expected)
                 raise ShardingError(
-                    f"{name!r} is placed as {leaf.placements} on {leaf.device_mesh}, in the layout "
-                    + (f"as {wanted.placements} on {wanted.mesh}" if wanted is not None else "it is no DTensor")
-                    + ": make the layout anew after placements have changed"
+                    f"{name!r} is placed as {found[0]} on {found[1]}; in the layout it is {shown}: build a new layout "
+                    "after placements have changed"
                 )
         # A gradient may be a partial DTensor, which has the parameter's whole shape.
         whole = is_dtensor(leaf) and not as_placed
-        found, expected = (leaf, layout.specs[name].shape) if whole else (local, piece.shape)
-        if tuple(found.shape) != expected and (whole or not piece.fits(found)):
+        shape, needed = tuple((leaf if whole else local).shape), layout.specs[name].shape if whole else piece.shape
+        if shape != needed and (whole or not piece.fits(local)):
             raise ShardingError(
-                f"{name!r} has a local tensor of shape {tuple(found.shape)}, the layout says {expected}: was the "
-                "tree sharded by this layout?"
+                f"{name!r} has a local tensor of shape {shape}, the layout says {needed}: was the tree sharded by this "
+                "layout?"
             )

@@ -7,7 +7,6 @@ shape with one partition share one cut and everything derived from it.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,22 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from muonfx.sharding.messages import digest
 from muonfx.sharding.shards import Piece, Span
 from muonfx.tree import Spec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-__all__ = ["Buffer", "Cut", "Intervals", "Listed", "OnMesh", "OneOwner", "Places", "Replicas"]
+__all__ = ["Buffer", "Cut", "Intervals", "OnMesh", "Places", "Whole"]
 
 
 class Buffer(NamedTuple):
-    """The places of parameters in the flat buffers of an engine; in elements."""
+    """The positions of parameters in the flat buffers of an engine, in elements."""
 
     starts: dict[str, int]
-    """The beginning of each parameter: in the one buffer that is cut, or in that of the rank that has it."""
+    """The start of each parameter, in the one buffer that is partitioned or in the buffer of the rank that holds it."""
     lengths: tuple[int, ...]
-    """Of each rank's part, with its padding."""
+    """The length of each rank's part, with its padding."""
 
 
 class Cut:
@@ -57,7 +57,7 @@ class Cut:
     @cached_property
     def digest(self) -> str:
         """A hash of `key`."""
-        return hashlib.sha256(repr(self.key).encode()).hexdigest()
+        return digest(self.key)
 
     def _ranks(self) -> Iterator[int]:
         """Yield the ranks that may hold elements, ascending."""
@@ -94,70 +94,41 @@ class Cut:
         """The ranks that hold any element, ascending."""
         return tuple(sorted(rank for ranks in self.holders.values() for rank in ranks))
 
-    def __len__(self) -> int:
-        return self.size
-
     def __getitem__(self, rank: int) -> Piece:
-        found = self._asked.get(rank)
-        if found is None:
-            found = self._asked[rank] = self._at(range(self.size)[rank])
-        return found
-
-    def __iter__(self) -> Iterator[Piece]:
-        return map(self._at, range(self.size))
+        if rank not in self._asked:
+            self._asked[rank] = self._at(range(self.size)[rank])
+        return self._asked[rank]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Cut):
-            return NotImplemented
-        if self is other or (type(self) is type(other) and self.key == other.key):
-            return True
-        return self.shape == other.shape and self.size == other.size and all(map(Piece.__eq__, self, other))
+        return isinstance(other, Cut) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash((self.shape, self.size))
+        return hash(self.key)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.shape} over {self.size} ranks>"
 
 
-class Replicas(Cut):
-    """Every rank holds the whole tensor."""
+class Whole(Cut):
+    """Some ranks hold the whole tensor, by default all; the other ranks hold nothing."""
 
-    @cached_property
-    def _whole(self) -> Piece:
-        return Piece.whole(self.shape)
+    def __init__(self, shape: Sequence[int], size: int, owner: int | None = None) -> None:
+        super().__init__(shape, size)
+        self._owners = range(size) if owner is None else range(owner, owner + 1)
+        self._whole = Piece.whole(shape)
 
     def _at(self, rank: int) -> Piece:
-        return self._whole
+        return self._whole if rank in self._owners else Piece.interval(self.shape, 0, 0)
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape and the number of ranks."""
-        return "replicas", self.shape, self.size
+        """The shape, the number of ranks, and the owners."""
+        return "whole", self.shape, self.size, self._owners
 
     @cached_property
     def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """The whole tensor, on all ranks."""
-        return {self._whole: tuple(range(self.size))} if self._whole.numel else {}
-
-
-class OneOwner(Cut):
-    """One rank holds the whole tensor, the other ranks nothing."""
-
-    def __init__(self, shape: Sequence[int], size: int, owner: int) -> None:
-        super().__init__(shape, size)
-        self.owner = owner
-
-    def _at(self, rank: int) -> Piece:
-        return Piece.whole(self.shape) if rank == self.owner else Piece.interval(self.shape, 0, 0)
-
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """The shape, the number of ranks, and the owner."""
-        return "one owner", self.shape, self.size, self.owner
-
-    def _ranks(self) -> Iterator[int]:
-        yield self.owner
+        """The whole tensor, on its owners."""
+        return {self._whole: tuple(self._owners)} if self._whole.numel else {}
 
 
 class Intervals(Cut):
@@ -181,11 +152,6 @@ class Intervals(Cut):
         return "intervals", self.shape, self.size, first, last, tuple(place - self.start for place in inner)
 
     @cached_property
-    def copies(self) -> tuple[tuple[int, ...], ...]:
-        """Empty."""
-        return ()
-
-    @cached_property
     def _between(self) -> tuple[int, int]:
         """The first rank that may hold elements, and the exclusive end of such ranks."""
         end = self.start + prod(self.shape)
@@ -205,7 +171,7 @@ class Places:
     @cached_property
     def key(self) -> tuple[object, ...]:
         """The shape, and a digest of the coordinates."""
-        return self.shape, hashlib.sha256(repr(self.coordinates).encode()).hexdigest()
+        return self.shape, digest(self.coordinates)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -275,22 +241,6 @@ class OnMesh(Cut):
             (along, repr(self.placements[along])) for along in sorted(a for cutting in self._cutting for a in cutting)
         )
         return "on a mesh", self.shape, self.places.key, ways
-
-
-class Listed(Cut):
-    """Shards without a rule, one for each rank."""
-
-    def __init__(self, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
-        super().__init__(shape, len(pieces))
-        self._pieces = tuple(pieces)
-
-    def _at(self, rank: int) -> Piece:
-        return self._pieces[rank]
-
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """All shards."""
-        return "listed", self._pieces
 
 
 def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
-from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
@@ -19,13 +18,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+
 __all__ = [
     "dtensor_of",
     "is_dtensor",
     "local_of",
-    "from_global_tree",
     "global_piece",
-    "to_global_tree",
     "map_named",
     "parameter_like",
     "to_dtensors",
@@ -102,35 +100,6 @@ def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPi
     if layout.is_flat:
         return FlatPiece(layout.specs[name].shape, layout.piece(name).start or 0, leaf.reshape(-1))
     return leaf
-
-
-def to_global_tree(layout: ShardTable, local: PyTree) -> PyTree:
-    """Implement `Layout.to_global`."""
-
-    def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
-        piece, whole = layout.piece(name), layout.specs[name].shape
-        if isinstance(leaf, FlatPiece) or is_dtensor(leaf):
-            return leaf
-        # Test the whole shape first: this rank's shard may be the whole, but the result must be whole on all ranks.
-        if tuple(leaf.shape) == whole and name not in layout.dtensors:
-            return leaf
-        if piece.fits(leaf):
-            return global_piece(layout, name, leaf)
-        raise ShardingError(
-            f"{name!r} has shape {tuple(leaf.shape)}; in {layout!r} the whole has {whole} and this rank's piece "
-            f"{piece.shape}: give the parameters that the layout was made for"
-        )
-
-    return map_named(at, local)
-
-
-def from_global_tree(layout: ShardTable, values: PyTree) -> PyTree:
-    """Implement `Layout.from_global`."""
-
-    def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
-        return leaf.data.view(layout.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
-
-    return map_named(at, values)
 
 
 def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:

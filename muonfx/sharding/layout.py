@@ -16,9 +16,10 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
 from muonfx.sharding.consensus import outside_transforms
-from muonfx.sharding.dtensors import from_global_tree, map_named, to_global_tree
+from muonfx.sharding.dtensors import global_piece, is_dtensor, map_named
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.shard_table import ShardTable
+from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
 
 __all__ = ["Layout"]
@@ -28,18 +29,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout(ShardTable):
-    """Which piece of each parameter each rank holds: a value, made by the functions of `muonfx.sharding`.
+    """The piece of each parameter that each rank holds. The functions of `muonfx.sharding` build layouts.
 
-    Every element lies on exactly one rank, or in pieces of several ranks that are the same.
+    Each element is in the piece of one rank, or in equal pieces of several ranks.
 
     Attributes:
-        kind: what it was made by: "replicated", "from_dtensors", "zero" or "flat".
+        kind: "replicated", "from_dtensors", "zero" or "flat", the function that built the layout.
         specs: global shape and dtype of each parameter by name.
-        size: how many ranks there are.
-        rank: this process's place among them; 0 where there is no group.
-        group: the process group; None for a layout that is only looked at.
-        stage: of ZeRO: 1 shards the optimizer's state, 2 gradients too, 3 parameters too; None elsewhere.
-        buffer: for `zero` and `flat`, how the pieces lie in flat buffers.
+        size: the number of ranks.
+        rank: this process's rank in the group; 0 without a group.
+        group: the process group; None for a layout without processes.
+        stage: the ZeRO stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too; None if not ZeRO.
+        buffer: for `zero` and `flat`, the positions of the pieces in flat buffers.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.arange(6.0).reshape(2, 3)}
@@ -57,66 +58,68 @@ class Layout(ShardTable):
 
         Args:
             whole: a tree whose leaves have the names and global shapes of the parameters, in any dtype; None is kept.
-            rank: whose; by default this one's.
+            rank: the rank, by default this one.
 
         Returns:
             A tree of local tensors.
 
         Raises:
-            ShardingError: a leaf is no parameter, or has another shape than it.
+            ShardingError: a leaf is not a parameter, or has another shape than the parameter.
         """
+
+        def at(name: str, leaf: Tensor) -> Tensor:
+            piece = self.piece(name, rank)
+            if tuple(leaf.shape) != self.specs[name].shape:
+                raise ShardingError(f"{name!r} has shape {tuple(leaf.shape)}, in the layout {self.specs[name].shape}")
+            return piece.cut(leaf.detach())
+
         with outside_transforms("layout.shard", whole) as problem:
             if problem is not None:
                 raise problem
-            return map_named(lambda name, leaf: self._cut(name, leaf, rank), whole)
-
-    def _cut(self, name: str, leaf: Tensor, rank: int | None) -> Tensor:
-        piece = self.piece(name, rank)
-        if tuple(leaf.shape) != self.specs[name].shape:
-            raise ShardingError(f"{name!r} has shape {tuple(leaf.shape)}, in the layout {self.specs[name].shape}")
-        return piece.cut(leaf.detach())
+            return map_named(at, whole)
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
-        """Put the local trees of all ranks together: the inverse of `shard`, in one process.
+        """Build the whole tree from the local trees of all ranks: the inverse of `shard`, in one process.
 
         Args:
             locals_: the local tree of each rank, in order.
 
         Raises:
-            ValueError: another number of trees than ranks.
+            ValueError: the number of trees is not the number of ranks.
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
         columns = [tree.leaves(local) for local in locals_]
-        at = dict(zip(tree.names(locals_[0]), zip(*columns, strict=True), strict=True))
-        return map_named(lambda name, _: self._paste(name, at[name]), locals_[0])
+        by_name = dict(zip(tree.names(locals_[0]), zip(*columns, strict=True), strict=True))
 
-    def _paste(self, name: str, locals_: Sequence[Tensor]) -> Tensor:
-        whole = locals_[0].new_zeros(self.specs[name].shape)
-        for piece, ranks in self.holders(name).items():
-            piece.paste(locals_[ranks[0]], whole)
-        return whole
+        def at(name: str, leaf: Tensor) -> Tensor:
+            whole = leaf.new_zeros(self.specs[name].shape)
+            for piece, ranks in self.holders(name).items():
+                piece.paste(by_name[name][ranks[0]], whole)
+            return whole
+
+        return map_named(at, locals_[0])
 
     # ------------------------------------------------------------------------------------------- trees, on all ranks
 
     def gather(self, local: T) -> T:
-        """Make the whole tree on every rank; all ranks must call it together.
+        """Gather a local tree to the whole tree on every rank; all ranks must call it together.
 
         Raises:
-            ShardingError: a leaf is no parameter or has another shape than the rank's piece; a rank is gone.
+            ShardingError: a leaf is not a parameter or has another shape than the rank's piece; a rank has ended.
         """
         return gathered(self, local)
 
     def all_gather(self, local: T, names: Sequence[str] | None = None, *, op: ReduceOp = "mean") -> T:
-        """`gather`, through which gradients flow: they are reduced over the ranks as `reduce_scatter` does it.
+        """Gather like `gather`, differentiably: gradients are reduced over the ranks as by `reduce_scatter`.
 
-        So ``grad(lambda local: loss(layout.all_gather(local)))`` gives a ZeRO-3 loop its sharded gradients. It can be
+        ``grad(lambda local: loss(layout.all_gather(local)))`` gives a ZeRO-3 loop its sharded gradients. It can be
         differentiated again, and called under ``vjp``, ``jvp`` and ``vmap``, all ranks with the same transforms.
 
         Args:
             local: a tree of local tensors.
-            names: gather the leaves of these names only and leave the others as they are; None: all.
-            op: what becomes of gradients: "mean" or "sum" over the ranks.
+            names: the names of the leaves to gather; the other leaves are unchanged. None: all.
+            op: the reduction of gradients over the ranks, "mean" or "sum".
 
         Raises:
             ShardingError: as `gather`.
@@ -127,21 +130,21 @@ class Layout(ShardTable):
     def reduce_scatter(self, grads: T, op: ReduceOp = "mean", *, bucket_bytes: int = 1 << 25) -> T:
         """Reduce every rank's own whole gradients over all ranks, and return this rank's pieces.
 
-        Values are added in the order of the ranks, in fp32 at least, and rounded once, so that the sum does not depend
-        on how many ranks hold a piece. Each rank sends S(P-1)/P bytes for S bytes of gradients; twice that where every
-        rank gets all of them.
+        Values are added in the order of the ranks, in fp32 at least, and rounded once, so the sum does not depend on
+        the number of ranks that hold a piece. Each rank sends S(P-1)/P bytes for S bytes of gradients, or twice as many
+        if every rank holds all of them.
 
         Args:
-            grads: whole gradients, different on every rank. A leaf that is None on some ranks counts there as zero;
-                one that is None on all stays None.
+            grads: whole gradients, different on every rank. A leaf that is None on some ranks counts as zero there; a
+                leaf that is None on all ranks stays None.
             op: "mean" divides by the number of ranks; "sum" does not.
-            bucket_bytes: about how many bytes of gradients go at a time.
+            bucket_bytes: the approximate bytes of gradients that are sent at a time.
 
         Returns:
             A tree of local tensors, in the gradients' dtypes.
 
         Raises:
-            ShardingError: a leaf is no parameter or has another shape; a rank is gone.
+            ShardingError: a leaf is not a parameter or has another shape; a rank has ended.
             ValueError: an unknown ``op``.
         """
         return reduce_scattered(self, grads, op, bucket_bytes)
@@ -157,8 +160,26 @@ class Layout(ShardTable):
         Raises:
             ShardingError: a leaf is neither this rank's piece nor the whole; the message names it.
         """
-        return to_global_tree(self, local)
+
+        def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
+            piece, whole = self.piece(name), self.specs[name].shape
+            # This rank's piece may be the whole tensor, but a whole tensor must be whole on all ranks: test it first.
+            is_whole = tuple(leaf.shape) == whole and name not in self.dtensors
+            if isinstance(leaf, FlatPiece) or is_dtensor(leaf) or is_whole:
+                return leaf
+            if piece.fits(leaf):
+                return global_piece(self, name, leaf)
+            raise ShardingError(
+                f"{name!r} has shape {tuple(leaf.shape)}; in {self!r} the whole has {whole} and this rank's piece "
+                f"{piece.shape}: give the parameters that the layout was made for"
+            )
+
+        return map_named(at, local)
 
     def from_global(self, values: PyTree) -> PyTree:
         """Return the local tree that a tree of `to_global` describes; DTensors are returned unchanged."""
-        return from_global_tree(self, values)
+
+        def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
+            return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
+
+        return map_named(at, values)

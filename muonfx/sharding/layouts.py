@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.sharding.consensus import all_objects
 from muonfx.sharding.cut import (
     Buffer,
     Cut,
     Intervals,
-    Listed,
-    OneOwner,
     OnMesh,
     Places,
-    Replicas,
+    Whole,
     equal_intervals,
     equal_parts,
     one_behind_another,
@@ -28,7 +26,7 @@ from muonfx.sharding.cut import (
 )
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import ShardingError, collective
+from muonfx.sharding.messages import ShardingError, digest
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.sharding.shard_table import specs_of
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 __all__ = ["Placed", "flat", "from_dtensors", "on_mesh", "replicated", "zero"]
-
-T = TypeVar("T")
 
 Group = dist.ProcessGroup | int | None
 """A process group, None for the default group, or a number of ranks for a layout without processes."""
@@ -72,7 +68,7 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
         )
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    cuts = {shape: Replicas(shape, size) for shape in dict.fromkeys(spec.shape for spec in specs.values())}
+    cuts = {shape: Whole(shape, size) for shape in dict.fromkeys(spec.shape for spec in specs.values())}
     pieces = {name: cuts[spec.shape] for name, spec in specs.items()}
     return Layout("replicated", specs, pieces, size, rank, process_group)
 
@@ -215,10 +211,8 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
     places = {mesh: _places(mesh, ranks) for mesh in meshes}
-    pieces = _cuts(specs, dtensors, places, len(ranks))
-    on_several: tuple[str, ...] = ()
-    if len(set(meshes.values())) > 1:
-        pieces, on_several = _each_by_its_own(specs, dtensors, meshes, places, pieces, group)
+    found = _each_by_its_own(specs, dtensors, meshes, places, group) if len(set(meshes.values())) > 1 else None
+    pieces, on_several = found or (_cuts(specs, dtensors, places, len(ranks)), ())
     for name in dtensors:
         local, piece = named[name]._local_tensor, pieces[name][rank]
         if not piece.fits(local):
@@ -253,47 +247,26 @@ def _each_by_its_own(
     dtensors: Mapping[str, DTensorSpec],
     meshes: Mapping[DeviceMesh, tuple[int, ...]],
     places: Mapping[DeviceMesh, Places],
-    pieces: dict[str, Cut],
     group: dist.ProcessGroup,
-) -> tuple[dict[str, Cut], tuple[str, ...]]:
-    """Gather the shards that each rank reports, and the names of parameters whose meshes differ between ranks."""
-    rank = dist.get_rank(group)
+) -> tuple[dict[str, Cut], tuple[str, ...]] | None:
+    """Build cuts of the coordinates that each rank reports, and list the parameters whose meshes differ between ranks.
+
+    Return None if ranks differ in more than the ranks of their meshes, which is an error when they bind the layout.
+    """
     number = {mesh: place for place, mesh in enumerate(meshes)}
-    ways = [
-        (name, spec, (number[dtensors[name].mesh], dtensors[name].placements) if name in dtensors else None)
-        for name, spec in specs.items()
-    ]
+    ways = [(n, spec, (number[d.mesh], d.placements) if (d := dtensors.get(n)) else None) for n, spec in specs.items()]
+    rank = dist.get_rank(group)
     mine = (
-        _digest((ways, [places[mesh].shape for mesh in meshes])),
-        [(_digest(meshes[mesh]), places[mesh].coordinates[rank]) for mesh in meshes],
+        digest((ways, [own.shape for own in places.values()])),
+        [(digest(meshes[mesh]), own.coordinates[rank]) for mesh, own in places.items()],
     )
-    said = _said(mine, group)
-    # If the ranks differ only in the ranks of their meshes, as under FSDP2 with tensor parallelism, the coordinates
-    # on each mesh suffice; else each rank lists its shards.
-    if len({digest for digest, _ in said}) == 1:
-        own = {
-            mesh: Places(places[mesh].shape, [theirs[place][1] for _, theirs in said])
-            for place, mesh in enumerate(meshes)
-        }
-        differ = {mesh for place, mesh in enumerate(meshes) if len({theirs[place][0] for _, theirs in said}) > 1}
-        return _cuts(specs, dtensors, own, len(said)), tuple(n for n, spec in dtensors.items() if spec.mesh in differ)
-    listed = {name: (meshes[dtensors[name].mesh] if name in dtensors else None, pieces[name][rank]) for name in specs}
-    lists = _said(listed, group)
-    if any(theirs.keys() != listed.keys() for theirs in lists):
-        return pieces, ()  # `verify_ranks` reports the difference
-    alike = tuple(name for name in listed if len({theirs[name][0] for theirs in lists}) > 1)
-    return {n: Listed(spec.shape, [theirs[n][1] for theirs in lists]) for n, spec in specs.items()}, alike
-
-
-def _digest(said: object) -> str:
-    return hashlib.sha256(repr(said).encode()).hexdigest()
-
-
-def _said(mine: T, group: dist.ProcessGroup) -> list[T]:
-    said: list[Any] = [None] * dist.get_world_size(group)
-    with collective("finding out who holds what"):
-        dist.all_gather_object(said, mine, group=group)
-    return said
+    said = all_objects(mine, group, "finding out who holds what")
+    if len({way for way, _ in said}) > 1:
+        return None
+    columns = dict(zip(places, zip(*(theirs for _, theirs in said), strict=True), strict=True))
+    own = {mesh: Places(places[mesh].shape, [at for _, at in column]) for mesh, column in columns.items()}
+    differ = {mesh for mesh, column in columns.items() if len({ranks for ranks, _ in column}) > 1}
+    return _cuts(specs, dtensors, own, len(said)), tuple(n for n, spec in dtensors.items() if spec.mesh in differ)
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
@@ -324,7 +297,7 @@ def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform |
     starts: dict[str, int] = {}
     lengths = [0] * size
     for (name, spec), owner in zip(specs.items(), owners, strict=True):
-        pieces[name] = OneOwner(spec.shape, size, owner)
+        pieces[name] = Whole(spec.shape, size, owner)
         starts[name] = lengths[owner]
         lengths[owner] += padded(prod(spec.shape), alignment)
     return pieces, Buffer(starts, tuple(lengths))
@@ -393,7 +366,7 @@ def _cuts(
                 if not isinstance(placement, Shard | _StridedShard | Replicate):
                     raise TypeError(f"{name!r} has the placement {placement}, expected Shard or Replicate")
             made[key] = (
-                Replicas(spec.shape, size)
+                Whole(spec.shape, size)
                 if placed is None
                 else OnMesh(spec.shape, places[placed.mesh], placed.placements)
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "octets"]
+__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "digest", "octets"]
 
 
 class ShardingError(RuntimeError):
@@ -119,6 +120,11 @@ def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
     if pairs:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
+
+
+def digest(value: object) -> str:
+    """Return a short text that is equal on two ranks if the representations of their values are."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
 def octets(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from muonfx.sharding.consensus import host_device, listed
-from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.messages import ShardingError, collective
 
 __all__ = ["wait_for_all"]
 
@@ -26,11 +26,10 @@ _met: dict[tuple[str, str], int] = {}
 
 def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
     """Return once all ranks of a group have called this for the same purpose; ShardingError names missing ranks."""
-    purpose = (group.group_name, what)
-    turn = _met.get(purpose, 0)
+    turn = _met.get((group.group_name, what), 0)
     keys = [f"muonfx/{what}/{turn}/{rank}" for rank in range(dist.get_world_size(group))]
     own = keys[dist.get_rank(group)]
-    try:
+    with collective(what):
         store = group.get_group_store()
         store.set(own, "")
         try:
@@ -38,25 +37,19 @@ def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
         except BaseException:  # also an interrupt: this rank no longer waits, and all can meet later
             store.delete_key(own)
             raise
-    except RuntimeError as error:
-        if isinstance(error, ShardingError):
-            raise
-        raise ShardingError(f"{what} failed: the ranks' store cannot be reached: {error}") from error
-    _met[purpose] = turn + 1
+    _met[group.group_name, what] = turn + 1
 
 
 def _wait(store: dist.Store, keys: list[str], what: str, patience: timedelta) -> None:
     """Wait until the keys of all ranks are set."""
-    first = min(PATIENCE, patience)
-    if not (missing := _missing(store, keys, first)):
-        return
-    if patience > first:
+    missing = _missing(store, keys, min(PATIENCE, patience))
+    if missing and patience > PATIENCE:
         warnings.warn(f"{what} waits for {missing}: all ranks must call it together", stacklevel=5)
-        if not (missing := _missing(store, keys, patience - first)):
-            return
-    raise ShardingError(
-        f"nothing was changed: all ranks must call {what} together, but {missing} did not within {patience}"
-    )
+        missing = _missing(store, keys, patience - PATIENCE)
+    if missing:
+        raise ShardingError(
+            f"nothing was changed: all ranks must call {what} together, but {missing} did not within {patience}"
+        )
 
 
 def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:

@@ -1,8 +1,14 @@
-"""Verify replicas on several ranks by checksums, and make them equal by `broadcast`."""
+"""Verify replicas on several ranks by checksums, and make them equal by `broadcast`.
+
+The checksum of 32-bit words `u_0, u_1, ...` is `sum_j w_j u_j` modulo 2^64, with a pseudo-random odd weight for each
+index. The order of elements counts, one pass suffices, and two given tensors that differ have the same checksum with a
+probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do two NaNs with different payloads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -12,7 +18,6 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.checksums import checksum
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
 from muonfx.sharding.consensus import (
     LARGE,
@@ -27,12 +32,12 @@ from muonfx.sharding.consensus import (
 )
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import ShardingError, collective, copied
+from muonfx.sharding.messages import ShardingError, collective, copied, octets
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import plain_arguments
 
-__all__ = ["broadcast", "verify_params", "verify_state", "warn_of_gradients"]
+__all__ = ["broadcast", "checksum", "send_copies", "verify_params", "verify_state", "warn_of_gradients"]
 
 T = TypeVar("T")
 
@@ -47,9 +52,9 @@ class _Copies(NamedTuple):
     """For each part of the leaf, the ranks that hold it; the same order on all ranks."""
 
 
-def verify_params(layout: Layout, local: PyTree, problems: Sequence[Exception] | None = None) -> None:
-    """Raise on all ranks if replicas of a parameter differ in any bit, or if a rank gives a problem."""
-    found = _find_difference("comparing parameters", _copies_of(layout, local), layout, problems)
+def verify_params(layout: Layout, local: PyTree, problem: Exception | None = None, *, may_fail: bool = False) -> None:
+    """Raise on all ranks if replicas of a parameter differ in any bit, or, with `may_fail`, if a rank has a problem."""
+    found = _find_difference("comparing parameters", _copies_of(layout, local), layout, problem, may_fail=may_fail)
     if found is None:
         return
     name, where = found
@@ -100,7 +105,7 @@ def warn_of_gradients(layout: Layout, local: PyTree) -> None:
 
 def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
     named = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    return [_Copies(name, named.get(name), layout.pieces[name].copies) for name in layout.names]
+    return [_Copies(name, named.get(name), cut.copies) for name, cut in layout.pieces.items()]
 
 
 def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence[int]]:
@@ -113,10 +118,9 @@ def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence
 
 
 def _find_difference(
-    what: str, copies: Sequence[_Copies], layout: Layout, problems: Sequence[Exception] | None = None
+    what: str, copies: Sequence[_Copies], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
 ) -> tuple[str, str] | None:
     """Return the name of the first leaf whose replicas differ and a text that says where; the same on all ranks."""
-    problem = problems[0] if problems else None
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:
@@ -124,7 +128,7 @@ def _find_difference(
         return None
     # Each set of ranks that hold replicas compares one digest of all their leaves; more is sent only if two differ.
     sets = dict.fromkeys(tuple(ranks) for leaf in copies for ranks in leaf.holders if len(ranks) > 1)
-    if not sets and problems is None:  # nothing to compare and no rank can have a problem
+    if not sets and not may_fail:
         return None
     shared = {leaf.name: leaf for leaf in copies if any(layout.rank in ranks for ranks in leaf.holders)}
     sums: dict[str, int] = {}
@@ -134,8 +138,8 @@ def _find_difference(
     for ranks in sets:
         (mine,) = words([number for name, number in sums.items() if ranks in map(tuple, shared[name].holders)], 1)
         digests += [mine, LARGE - mine] if layout.rank in ranks and problem is None else [0, 0]
-    most = agree(what, group, problem, numbers=digests).most
-    if all(most[2 * place] == LARGE - most[2 * place + 1] for place in range(len(sets))):
+    _, most = agree(what, group, problem, numbers=digests)
+    if all(most[place] == LARGE - most[place + 1] for place in range(0, len(most), 2)):
         return None
     rows = all_objects(sums, group, what)
     wrong: list[tuple[str, str]] = []
@@ -162,28 +166,56 @@ def _checksums(values: Sequence[Tensor | None]) -> list[int]:
     return found
 
 
+WORDS = 1 << 20
+"""Words per pass, which have one table of weights; each pass has one further weight."""
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(device: torch.device) -> Tensor:
+    """Return a pseudo-random odd int64 for each index (splitmix64)."""
+    # Constants and shifts as int64: a shift keeps the sign, which is masked away.
+    z = torch.arange(1, WORDS + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
+    return z ^ (z >> 31 & (1 << 33) - 1) | 1
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Return the checksum of the elements in order, whatever the strides, as a 0-d int64 tensor on their device."""
+    total, weights = torch.zeros((), dtype=torch.int64, device=tensor.device), _weights(tensor.device)
+    flat = tensor.detach().reshape(-1)
+    for number, block in enumerate(flat.split(4 * WORDS // flat.element_size())):
+        data = octets(block)
+        if data.numel() % 4 or data.storage_offset() % 4:
+            data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
+        values = data.view(torch.int32).to(torch.int64)
+        total += values.mul_(weights[: values.numel()]).sum() * weights[number]
+    return total
+
+
 # ----------------------------------------------------------------------------------------------------------- broadcast
 
 
 @torch.no_grad()
 @plain_arguments
 def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
-    """Make equal what several ranks hold: every copy becomes that of the first rank that holds it.
+    """Overwrite every replica by the values of the first rank that holds it.
 
     For models that were made with a seed for each rank, or loaded on one rank only. All ranks must call it together.
 
     Args:
         params: a tree of local tensors, or of DTensors.
-        layout: who holds what.
-        donate: the caller's promise not to use the old values again: they are overwritten, which makes a model's
-            parameters equal where they are: ``broadcast(dict(model.named_parameters()), layout, donate=True)``.
+        layout: the layout of the parameters.
+        donate: the caller's promise not to use the old values again. The tensors are then overwritten in place:
+            ``broadcast(dict(model.named_parameters()), layout, donate=True)`` corrects a model.
 
     Returns:
-        A tree like ``params``; without ``donate``, of new tensors where several ranks hold a leaf. Leaves that this
-        rank alone holds are the very ones.
+        A tree like ``params``; without ``donate``, of new tensors if several ranks hold a leaf. A leaf that this rank
+        alone holds is returned unchanged.
 
     Raises:
-        ShardingError: a leaf is not what the layout says, or something is wrong on another rank.
+        ShardingError: a leaf does not fit the layout, or another rank has an error.
 
     Example:
         >>> import muonfx as mfx
@@ -192,32 +224,25 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         {'w': tensor([1., 1.])}
     """
     with outside_transforms("broadcast", params) as problem:
-        return _broadcast(params, layout, problem, donate=donate)
-
-
-def _broadcast(params: T, layout: Layout, problem: Exception | None, *, donate: bool) -> T:
-    try:
-        check_pieces(layout, params)
-    except Exception as error:  # perhaps on this rank only: raised on all ranks together
-        problem = problem or error
-    if layout.group is None or layout.size == 1:
-        if problem is not None:
-            raise problem
-        return params
-    _, missing = agree_on_leaves("broadcasting parameters", params, layout, problem)
-    leaves, treedef = tree.flatten(params)
-    names = tree.names(params)
-    places: dict[str, Tensor] = {}
-    for place, (name, leaf, gone) in enumerate(zip(names, leaves, missing, strict=True)):
-        if leaf is None or not layout.pieces[name].copies:
-            continue
-        if gone:  # equal on all ranks, so all of them raise
-            raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
-        if not donate:
-            leaves[place] = leaf = leaf.detach().clone()
-        places[name] = local_of(leaf).detach()
-    _from_first_holders(places, layout, layout.group)
-    return tree.unflatten(treedef, leaves)
+        try:
+            check_pieces(layout, params)
+        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+            problem = problem or error
+        _, missing = agree_on_leaves("broadcasting parameters", params, layout, problem)
+        if layout.group is None or layout.size == 1:
+            return params
+        leaves, treedef = tree.flatten(params)
+        places: dict[str, Tensor] = {}
+        for place, (name, leaf, gone) in enumerate(zip(tree.names(params), leaves, missing, strict=True)):
+            if leaf is None or not layout.pieces[name].copies:
+                continue
+            if gone:  # equal on all ranks, so all of them raise
+                raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
+            if not donate:
+                leaves[place] = leaf = leaf.detach().clone()
+            places[name] = local_of(leaf).detach()
+        _from_first_holders(places, layout, layout.group)
+        return tree.unflatten(treedef, leaves)
 
 
 def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
@@ -231,17 +256,23 @@ def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dis
             dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
         parts = packed.split([tensor.numel() for tensor in tensors])
         copied([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], tensors)
-    rest = [name for name in places if name not in set(of_all)]
+    rest = [name for name in places if len(holders[name][0]) < layout.size]
     most = max((len(ranks) for name in rest for ranks in holders[name]), default=1)
     like = [torch.empty(layout.specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
     for bucket in in_buckets(like, max(1, BUCKET // most)):
-        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        for name in (rest[place] for place in bucket):
-            for first, *others in holders[name]:
-                if layout.rank == first:
-                    for other in others:
-                        outgoing[other].append(places[name])
-                elif layout.rank in others:
-                    incoming[first].append(places[name])
-        exchange(outgoing, incoming, places[rest[bucket[0]]], layout, "broadcasting parameters")
+        names = [rest[place] for place in bucket]
+        sends = [(places[name], first, others) for name in names for first, *others in holders[name]]
+        send_copies(sends, places[names[0]], layout, "broadcasting parameters")
+
+
+def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], like: Tensor, layout: Layout, what: str) -> None:
+    """Copy tensors between ranks; each send is a rank's own tensor, the sender, and the ranks that receive it."""
+    outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
+    incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+    for tensor, sender, takers in sends:
+        if layout.rank == sender:
+            for taker in takers:
+                outgoing[taker].append(tensor)
+        elif layout.rank in takers:
+            incoming[sender].append(tensor)
+    exchange(outgoing, incoming, like, layout, what)

@@ -1,8 +1,7 @@
-"""The table of a layout: which shard of each parameter each rank holds, without communication."""
+"""The table of a layout: the shard of each parameter on each rank, without communication."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core.checks import check_tree
 from muonfx.sharding.cut import Buffer, Cut
-from muonfx.sharding.messages import Buffers, ShardingError
+from muonfx.sharding.messages import Buffers, ShardingError, digest
 from muonfx.sharding.shards import Piece
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.display import format_list
@@ -27,25 +26,25 @@ if TYPE_CHECKING:
 __all__ = ["ShardTable", "specs_of"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ShardTable:
     """The fields and the lookups of a `Layout`, which adds the operations on trees."""
 
     kind: str
     specs: Mapping[str, Spec]
-    pieces: Mapping[str, Cut] = field(repr=False)
+    pieces: Mapping[str, Cut]
     size: int
     rank: int = 0
-    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    group: dist.ProcessGroup | None = None
     stage: int | None = None
-    buffer: Buffer | None = field(default=None, repr=False)
-    dtensors: Mapping[str, DTensorSpec] = field(default_factory=dict, repr=False)
-    """For `from_dtensors`: the DTensor spec of each parameter that is one."""
-    on_several_meshes: tuple[str, ...] = field(default=(), repr=False)
-    """The parameters that lie on different meshes on different ranks, whose pieces are taken for the same."""
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    buffer: Buffer | None = None
+    dtensors: Mapping[str, DTensorSpec] = field(default_factory=dict)
+    """For `from_dtensors`: the spec of each parameter that is a DTensor."""
+    on_several_meshes: tuple[str, ...] = ()
+    """The parameters that have different meshes on different ranks; their pieces are assumed to be replicas."""
+    derived: dict[Any, Any] = field(default_factory=dict)
     """Values that follow from the layout, computed once."""
-    buffers: Buffers = field(default_factory=Buffers, repr=False)
+    buffers: Buffers = field(default_factory=Buffers)
     """The memory of the messages between its ranks."""
 
     def __repr__(self) -> str:
@@ -53,30 +52,10 @@ class ShardTable:
         ranks = f"{self.size} rank{'s' * (self.size != 1)}"
         return f"<{self.kind} of {len(self.specs)} parameters over {ranks}{stage}>"
 
-    def __eq__(self, other: object) -> bool:
-        """True if every rank holds the same shards."""
-        if not isinstance(other, ShardTable):
-            return NotImplemented
-        return self is other or (
-            self._key == other._key and self.specs == other.specs and dict(self.pieces) == dict(other.pieces)
-        )
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self.kind, self.size, self.rank, self.stage, self.group
-
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a layout belongs to a running process group and cannot be pickled: recreate it in the other process"
         )
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the parameters."""
-        return list(self.specs)
 
     @cached_property
     def is_replicated(self) -> bool:
@@ -85,14 +64,14 @@ class ShardTable:
 
     @property
     def is_flat(self) -> bool:
-        """True if the pieces lie in flat buffers."""
+        """True if the pieces are intervals of flat buffers."""
         return self.buffer is not None
 
     def piece(self, name: str, rank: int | None = None) -> Piece:
-        """What a rank, by default this one, holds of a parameter.
+        """Return a rank's piece of a parameter, by default this rank's.
 
         Raises:
-            ShardingError: there is no such parameter; the message names some that there are.
+            ShardingError: there is no such parameter; the message names some existing parameters.
         """
         if name not in self.specs:
             known = format_list(list(self.specs)) or "none"
@@ -101,20 +80,19 @@ class ShardTable:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of who holds what, the same on all ranks; made of a word a parameter, however many ranks there are."""
-        text = repr([(name, self.pieces[name].digest) for name in self.specs])
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """A hash of all pieces, the same on all ranks."""
+        return digest([(name, cut.digest) for name, cut in self.pieces.items()])[:12]
 
     def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
-        """The different pieces of a parameter that have elements, and the ranks that hold each."""
+        """Return the distinct nonempty pieces of a parameter and the ranks that hold each."""
         return self.pieces[name].holders
 
     def nbytes(self, rank: int | None = None) -> int:
-        """The bytes of a rank's pieces of the parameters."""
+        """Return the bytes of a rank's pieces of the parameters."""
         return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
 
     def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Meta tensors of the global shapes and dtypes, by name."""
+        """Return meta tensors of the global shapes and dtypes by name, of all parameters or of some."""
         chosen = self.specs if names is None else names
         return {n: torch.empty(self.specs[n].shape, dtype=self.specs[n].dtype, device="meta") for n in chosen}
 

@@ -16,8 +16,8 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import DTYPES, UNPLACED, Facts, agree_on_leaves, all_objects, check_pieces
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import Exchange, ShardingError
-from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
+from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.replicas import send_copies, verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.state import describe_state
 from muonfx.sharding.verification import number_text, numbers_of, program_digest, program_facts, verify_ranks
 from muonfx.tree import PyTree
@@ -205,32 +205,22 @@ def _filled(
     """Fill leaves that are absent on this rank and present on another from another holder, or with zeros."""
     assert layout.group is not None
     # This is rare, so every rank sends its list of present leaves to every other.
-    mine = [leaf is not None for leaf in leaves]
-    have = all_objects(mine, layout.group, "finding out who has which gradient")
+    have = all_objects([leaf is not None for leaf in leaves], layout.group, "finding out who has which gradient")
     found = list(leaves)
     for place, (name, code) in enumerate(zip(names, codes, strict=True)):
         if not code:
             continue
-        dtype = DTYPES[code - 1]
-        if found[place] is None:
-            found[place] = torch.zeros(layout.piece(name).shape, dtype=dtype, device=device)
-        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        leaf = leaves[place]
+        if leaf is None:
+            leaf = torch.zeros(layout.piece(name).shape, dtype=DTYPES[code - 1], device=device)
+        found[place] = leaf
+        sends: list[tuple[Tensor, int, list[int]]] = []
         for ranks in layout.holders(name).values():
-            present = [rank for rank in ranks if have[rank][place]]
-            for taker in ranks if present else []:
-                if not have[taker][place]:
-                    own = found[place]
-                    assert own is not None
-                    if layout.rank == present[0]:
-                        outgoing[taker].append(own)
-                    if layout.rank == taker:
-                        incoming[present[0]].append(own)
-        if any(len({have[rank][place] for rank in ranks}) > 1 for ranks in layout.holders(name).values()):
-            expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
-            Exchange(
-                outgoing, expected, dtype=dtype, device=device, group=layout.group, what="sharing a gradient"
-            ).wait(incoming)
+            present, absent = ([rank for rank in ranks if have[rank][place] == there] for there in (True, False))
+            if present and absent:
+                sends.append((leaf, present[0], absent))
+        if sends:
+            send_copies(sends, leaf, layout, "sharing a gradient")
     return found
 
 

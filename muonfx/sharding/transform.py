@@ -185,12 +185,11 @@ def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     verify_ranks(binding, tx, params, problem)
     local = tree.map(local_of, params)
     state: PyTree = None
-    problems: list[Exception] = []
     try:
         state = binding.executor.init(tx, local)
     except Exception as error:
-        problems.append(error)
-    verify_params(binding.layout, local, problems)
+        problem = error
+    verify_params(binding.layout, local, problem, may_fail=True)
     binding.serial = next_serial(binding.layout)
     return state
 

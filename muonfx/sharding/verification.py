@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import platform
 import sys
 
 import torch
@@ -14,13 +13,12 @@ from muonfx.core import Transform, checks
 from muonfx.core.identity import text_of
 from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import Recorded, parts_of
-from muonfx.polar.hardware import cpu_has_bf16
 from muonfx.program.nodes import Program
 from muonfx.program.offload.store import OffloadStore
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import Facts, agree, all_objects, check_pieces, digest, listed, warn_together
+from muonfx.sharding.consensus import Facts, agree, check_pieces
 from muonfx.sharding.dtensors import local_of
-from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.messages import ShardingError, digest
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
 
@@ -30,43 +28,23 @@ __all__ = ["numbers_of", "program_digest", "program_facts", "verify_ranks"]
 def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
     """Raise on all ranks unless they have the same program, parameters, layout, settings and versions."""
     layout = binding.layout
-    local: PyTree = None
     facts: Facts = {}
-    machine = ""
-    many = layout.group is not None and layout.size > 1
+    if layout.size > 1 and layout.group is None:
+        raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
     try:
         checks.check_params(params)
         check_pieces(layout, params)
         local = tree.map(local_of, params)
         binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
-        if many and problem is None:
+        if layout.size > 1 and problem is None:
             facts = _facts(binding, tx, local)
-            machine = f"torch {torch.__version__}, {_machine(binding.store.device(tree.device_of(local)))}"
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
-    if layout.size > 1 and layout.group is None:
-        raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
-    if layout.group is None or layout.size == 1:
-        if problem is not None:
-            raise problem
-        return
-    same_machine, _ = agree(
-        "binding a transform to a layout",
-        layout.group,
-        problem,
-        same={subject: digest(fact) for subject, fact in facts.items()},
-        alike=machine,
-        explain=lambda: facts,
-    )
-    # Computations that every rank repeats may differ in the last bit on other hardware.
-    if not same_machine and any(cut.copies for cut in layout.pieces.values()):
-        machines = all_objects(machine, layout.group, "comparing machines")
-        odd = [rank for rank, other in enumerate(machines) if other != machines[0]]
-        warn_together(
-            f"what each rank computes for itself may differ in the last bit: rank 0 has {machines[0]}; {listed(odd)}: "
-            f"{machines[odd[0]]}. The copies that ranks hold may drift apart",
-            layout.group,
-        )
+    if layout.group is not None and layout.size > 1:
+        same = {subject: digest(fact) for subject, fact in facts.items()}
+        agree("binding a transform to a layout", layout.group, problem, same=same, explain=lambda: facts)
+    elif problem is not None:
+        raise problem
 
 
 def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
@@ -76,7 +54,7 @@ def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     described = describe_state(binding, tx, local)
     names_of_state = tree.names(binding.executor.init(tx, binding.local_like(local)))
     return {
-        "versions": {"muonfx": _version(), "Python": ".".join(platform.python_version_tuple()[:2])},
+        "versions": {"muonfx": _version(), "torch": str(torch.__version__)},
         "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
         "parameters that are None": {name: "None" for name in tree.names(local) if name not in present},
         "trees": str(tree.flatten(local)[1]),
@@ -161,15 +139,6 @@ def _store(binding: Binding) -> str:
 def _version() -> str:
     roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
     return str(getattr(roof, "__version__", "unknown"))
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        bf16 = "with" if cpu_has_bf16() else "without"
-        return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {bf16} bf16, {torch.get_num_threads()} threads"
-    return device.type
 
 
 def _settings_of_torch() -> dict[str, str]:

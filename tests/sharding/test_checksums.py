@@ -1,11 +1,11 @@
-"""Checksums see every bit and its place, and nothing of how a tensor lies in memory."""
+"""Checksums depend on every bit and its place, and not on the memory layout of a tensor."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muonfx.sharding.checksums import BLOCK, ROW, checksum, scattered
+from muonfx.sharding.replicas import WORDS, checksum
 from tests.sharding.cases import bits
 
 DTYPES = st.sampled_from(
@@ -33,8 +33,8 @@ def test_a_checksum_is_of_bits_in_their_order(x: Tensor, data: st.DataObject):
 
 
 @given(tensors(), st.lists(st.tuples(st.integers(0, 728), st.integers(0, 63)), min_size=1, max_size=4))
-def test_flipped_bits_are_seen(x: Tensor, flips: list[tuple[int, int]]):
-    """Also the signs of two elements, and 0.0 for -0.0: of which the weights have no say in the last bits."""
+def test_flipped_bits_change_the_checksum(x: Tensor, flips: list[tuple[int, int]]):
+    """Also the signs of two elements, and 0.0 for -0.0, which an even weight would hide."""
     other = x.clone()
     octets = other.view(-1).view(torch.uint8) if x.numel() else other.view(torch.uint8)
     for place, bit in flips:
@@ -43,18 +43,10 @@ def test_flipped_bits_are_seen(x: Tensor, flips: list[tuple[int, int]]):
     assert (int(checksum(other)) == int(checksum(x))) == (bits(other) == bits(x))
 
 
-def test_elements_count_wherever_rows_and_blocks_begin():
-    x = torch.arange(2 * BLOCK // 4 + 3 * ROW + 5, dtype=torch.int32)
+def test_elements_count_wherever_a_pass_begins():
+    x = torch.arange(2 * WORDS + 5, dtype=torch.int32)
     number = int(checksum(x))
-    for one, other in ((0, ROW), (5, BLOCK // 4 + 5), (BLOCK // 4, 2 * BLOCK // 4 + 3 * ROW + 1), (7, len(x) - 1)):
+    for one, other in ((0, 1), (5, WORDS + 5), (WORDS, 2 * WORDS + 1), (7, len(x) - 1)):
         y = x.clone()
         y[one], y[other] = x[other], x[one]
         assert int(checksum(y)) != number, (one, other)
-    rows = x[: 4 * ROW].view(4, ROW)
-    assert int(checksum(rows[[1, 0, 2, 3]])) != int(checksum(rows))
-
-
-def test_weights_are_those_of_the_definition():
-    x = torch.tensor([3, -1, 7, 2], dtype=torch.int32)
-    wanted = sum(scattered(place) * int(word) for place, word in enumerate(x)) * scattered(0)
-    assert int(checksum(x)) % 2**64 == wanted % 2**64

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonfx.sharding.cut import Intervals, Replicas
+from muonfx.sharding.cut import Intervals, Whole
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import Spec
@@ -63,7 +63,7 @@ class Pieces(NamedTuple):
         assert layout is not None
         others = {name: x for name, x in like.items() if name not in layout.specs}
         specs = {name: Spec(tuple(x.shape), x.dtype) for name, x in others.items()}
-        cuts = {name: Replicas(spec.shape, layout.size) for name, spec in specs.items()}
+        cuts = {name: Whole(spec.shape, layout.size) for name, spec in specs.items()}
         whole = replace(layout, specs={**layout.specs, **specs}, pieces={**layout.pieces, **cuts}, derived={})
         return self._replace(layout=whole)
 
