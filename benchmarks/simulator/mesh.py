@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from benchmarks.simulator.bounds import lower_bound
 from benchmarks.simulator.models import Kind, Model
 from muonfx.core import Transform
 from muonfx.polar.cost import Cost, newton_schulz_cost
@@ -24,7 +25,6 @@ from muonfx.sharding.cut import Places
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import Partition, Placed, on_mesh, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
-from muonfx.sharding.plan.balance import lower_bound
 from muonfx.transforms.adam import scale_by_adam
 from muonfx.transforms.orthogonalize import orthogonalize
 

@@ -16,6 +16,7 @@ from benchmarks.simulator.mesh import Setting
 from muonfx.polar.cost import Cost
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Plan, RunPlan
+from muonfx.sharding.plan.shares import Share
 
 __all__ = ["OURS", "Scheme", "Tally", "Wire"]
 
@@ -91,12 +92,22 @@ def of_plan(on: Setting, layout: Layout, plan: Plan) -> Tally:
     (run,) = plan.runs
     exchanges, fullest = _exchanged(run)
     return Tally(
-        [Wire(sent, block) for block, sent in run.sent_by_block().items()],
+        [Wire(run.sent_for(shares), block) for block, shares in _by_block(run).items()],
         _work(on, run),
         _state(on, layout),
         on.intermediates + BUFFERS_PER_BUCKET * fullest,
         exchanges + (run.size > 1),  # all ranks agree before a step
     )
+
+
+def _by_block(run: RunPlan) -> dict[int, list[Share]]:
+    """Shares by block: the smallest power of two of ranks, aligned to its size, that holds a parameter."""
+    # If nodes have a power of two of ranks, a block no larger than a node does not cross nodes.
+    found: dict[int, list[Share]] = {}
+    for share in run.shares:
+        ranks = share.cut.taking_part or (0,)
+        found.setdefault(min(1 << (ranks[0] ^ ranks[-1]).bit_length(), run.size), []).append(share)
+    return found
 
 
 def _work(on: Setting, run: RunPlan) -> dict[tuple[int, Cost], list[float]]:

@@ -19,6 +19,7 @@ from muonfx.core import Transform, chain
 from muonfx.program.buckets import BucketedState, device_of, init_in_buckets
 from muonfx.program.execute import with_numbers_on
 from muonfx.program.placement import Arguments, Store
+from muonfx.sharding.collectives import start_exchange
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
 from muonfx.sharding.plan.assignment import RunPlan
@@ -56,7 +57,7 @@ def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, p
     if reads and not on_meta:
         for bucket in plan.buckets:
             shares = [share for i in bucket if by_name[(share := plan.shares[i]).name] is not None]
-            given.update(_SendToOwners(plan, layout, shares, by_name, as_given=True).wait())
+            given.update(_send_to_owners(plan, layout, shares, by_name, as_given=True)[1]())
     else:
         for share in mine:
             if (like := by_name[share.name]) is not None:
@@ -117,175 +118,145 @@ def update_run(
     at_once = store.is_resident and len(buckets) <= 1
     of_leaves = [None] * len(tree.leaves(state)) if at_once else parameters()
     bucketed = BucketedState(store, device, state, of_leaves, mine, donate)
-    ahead = _begin(plan, layout, buckets[0], local, weights) if buckets else None
-    before: _ReturnResults | None = None
+
+    def begin(shares: list[Share]) -> tuple[bool, Callable[[], dict[str, Tensor]], Callable[[], dict[str, Tensor]]]:
+        fresh, wait = _send_to_owners(plan, layout, shares, local)
+        return fresh, wait, _send_to_owners(plan, layout, shares, weights, as_given=True)[1] if weights else dict
+
+    def tree_of(values: Mapping[str, Tensor]) -> PyTree:
+        return tree.unflatten(treedef, [values.get(name) for name in names])
+
+    buckets = buckets or [[]]
+    begun = [begin(buckets[0])]
+    receive: Callable[[], None] | None = None
     try:
-        for turn, shares in enumerate(buckets or [[]]):
-            given, values = ({}, {}) if ahead is None else (ahead[0].wait(), ahead[1].wait() if ahead[1] else {})
-            fresh = ahead is None or ahead[0].is_fresh
-            ahead = _begin(plan, layout, buckets[turn + 1], local, weights) if turn + 1 < len(buckets) else None
+        for turn, shares in enumerate(buckets):
+            fresh, wait, wait_for_weights = begun.pop()
+            given, values = wait(), wait_for_weights()
+            begun += [begin(following) for following in buckets[turn + 1 : turn + 2]]
             out = bucketed.run(
                 turn,
                 tx.run,
-                tree.unflatten(treedef, [given.get(name) for name in names]),
-                bucketed.to_compute_device(tree.unflatten(treedef, [values.get(name) for name in names]))
-                if reads
-                else None,
+                tree_of(given),
+                bucketed.to_compute_device(tree_of(values)) if reads else None,
                 extras,
                 may_write=donate.updates or fresh,
             )
             done = dict(zip(names, tree.leaves(out), strict=True))
-            del given, values, out
-            if before is not None:
-                before.wait()  # first, so that this bucket's results reuse its memory
-            before = _ReturnResults(plan, layout, shares, done, results)
+            del given, values, out, wait, wait_for_weights
+            if receive is not None:
+                receive()  # first, so that this bucket's results reuse its memory
+            receive = _return_results(plan, layout, shares, done, results)
             del done
     except BaseException:
         bucketed.abandon()
         raise
-    if before is not None:
-        before.wait()
+    if receive is not None:
+        receive()
     out = tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names])
     return out, bucketed.end()
 
 
-def _begin(
+def _send_to_owners(
     plan: RunPlan,
     layout: Layout,
-    shares: list[Share],
+    shares: Sequence[Share],
     local: Mapping[str, Tensor | None],
-    weights: Mapping[str, Tensor | None],
-) -> tuple[_SendToOwners, _SendToOwners | None]:
-    """Start sending a bucket's updates, and its parameters if a transform reads them."""
-    return (
-        _SendToOwners(plan, layout, shares, local),
-        _SendToOwners(plan, layout, shares, weights, as_given=True) if weights else None,
-    )
+    *,
+    as_given: bool = False,
+) -> tuple[bool, Callable[[], dict[str, Tensor]]]:
+    """Start to send a bucket's matrices to their owners.
 
+    Returns whether all matrices of this rank are new memory, and a function that waits for them and returns them by
+    parameter name.
+    """
+    me = layout.rank
+    message = _Message(layout)
+    here: dict[str, Tensor] = {}
+    mine: list[tuple[Share, torch.dtype, torch.device]] = []
+    for share in shares:
+        tensor = local[share.name]
+        assert tensor is not None
+        if not share.needs_gather:
+            if share.owner in (None, me):
+                here[share.name] = _held(share, layout, tensor)
+            continue
+        wire = tensor.dtype if as_given else plan.wire_dtypes(tensor.dtype)[0]
+        message.includes(tensor, wire)
+        if share.owner == me:
+            # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
+            mine.append((share, wire if len(plan.run) == 1 else tensor.dtype, tensor.device))
+        moves = share.moves(me)
+        assert share.owner is not None
+        if moves.sends:
+            message.outgoing[share.owner] += [window.of(tensor) for window in moves.held]
+        for transfer, _ in moves.transfers:
+            message.expected[transfer.sender] += transfer.numel
+    exchange = message.start("gathering matrices")
 
-class _SendToOwners:
-    """The exchange that sends a bucket's matrices to their owners."""
-
-    def __init__(
-        self,
-        plan: RunPlan,
-        layout: Layout,
-        shares: Sequence[Share],
-        local: Mapping[str, Tensor | None],
-        *,
-        as_given: bool = False,
-    ) -> None:
-        self._plan, self._layout = plan, layout
-        me = layout.rank
-        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        expected = [0] * layout.size
-        self._here: dict[str, Tensor] = {}
-        self._rooms: list[tuple[Share, torch.dtype]] = []
-        self._like: Tensor | None = None
-        wire: torch.dtype | None = None
-        for share in shares:
-            tensor = local[share.name]
-            assert tensor is not None
-            if not share.needs_gather:
-                if share.owner in (None, me):
-                    self._here[share.name] = _held(share, layout, tensor)
-                continue
-            there = tensor.dtype if as_given else plan.wire_dtypes(tensor.dtype)[0]
-            wire = there if wire is None else torch.promote_types(wire, there)
-            self._like = tensor
-            if share.owner == me:
-                # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
-                self._rooms.append((share, there if len(plan.run) == 1 else tensor.dtype))
-            moves = share.moves(me)
-            assert share.owner is not None
-            if moves.sends:
-                outgoing[share.owner] += [window.of(tensor) for window in moves.held]
-            for transfer, _ in moves.transfers:
-                expected[transfer.sender] += transfer.numel
-        self._exchange = _exchange(outgoing, expected, wire, self._like, layout, "gathering matrices")
-
-    @property
-    def is_fresh(self) -> bool:
-        """True if no matrix is a view of an input."""
-        return not self._here
-
-    def wait(self) -> dict[str, Tensor]:
-        """Return the whole matrices that this rank owns, by parameter name."""
-        found = self._here
-        if self._exchange is not None:
-            assert self._like is not None
-            incoming: list[list[Tensor]] = [[] for _ in range(self._layout.size)]
-            for share, held in self._rooms:
-                room = torch.empty(share.shape, dtype=held, device=self._like.device)
-                found[share.name] = room
+    def wait() -> dict[str, Tensor]:
+        if exchange is not None:
+            incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+            for share, dtype, device in mine:
+                here[share.name] = room = torch.empty(share.shape, dtype=dtype, device=device)
                 own = share.local(room)
-                for transfer, windows in share.moves(self._layout.rank).transfers:
+                for transfer, windows in share.moves(me).transfers:
                     incoming[transfer.sender] += [window.of(own) for window in windows]
-            self._exchange.wait(incoming)
-            self._exchange = None
-        return found
+            exchange.wait(incoming)
+        return here
+
+    return not here, wait
 
 
-class _ReturnResults:
-    """The exchange that returns a bucket's results from their owners."""
-
-    def __init__(
-        self,
-        plan: RunPlan,
-        layout: Layout,
-        shares: Sequence[Share],
-        done: Mapping[str, Tensor | None],
-        results: _Results,
-    ) -> None:
-        me = layout.rank
-        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        expected = [0] * layout.size
-        self._incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        wire: torch.dtype | None = None
-        like: Tensor | None = None
-        for share in shares:
-            result = done[share.name] if share.owner in (None, me) else None
-            if not share.needs_send:
-                if result is not None:
-                    results.put(share, result)
-                continue
-            like = results.like(share.name)
-            back = plan.wire_dtypes(like.dtype)[1]
-            wire = back if wire is None else torch.promote_types(wire, back)
-            moves = share.moves(me)
-            assert share.owner is not None
+def _return_results(
+    plan: RunPlan, layout: Layout, shares: Sequence[Share], done: Mapping[str, Tensor | None], results: _Results
+) -> Callable[[], None]:
+    """Start to return a bucket's results from their owners; return a function that receives this rank's results."""
+    me = layout.rank
+    message = _Message(layout)
+    incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+    for share in shares:
+        result = done[share.name] if share.owner in (None, me) else None
+        if not share.needs_send:
             if result is not None:
-                own = share.local(result)
-                for transfer, windows in moves.transfers:
-                    parts = [window.of(own) for window in windows]
-                    for rank in transfer.ranks:
-                        outgoing[rank] += parts
-            self._incoming[share.owner] += results.windows(share)
-            expected[share.owner] += moves.numel
-        self._exchange = _exchange(outgoing, expected, wire, like, layout, "returning matrices")
+                results.put(share, result)
+            continue
+        like = results.like(share.name)
+        message.includes(like, plan.wire_dtypes(like.dtype)[1])
+        moves = share.moves(me)
+        assert share.owner is not None
+        if result is not None:
+            own = share.local(result)
+            for transfer, windows in moves.transfers:
+                parts = [window.of(own) for window in windows]
+                for rank in transfer.ranks:
+                    message.outgoing[rank] += parts
+        incoming[share.owner] += results.windows(share)
+        message.expected[share.owner] += moves.numel
+    exchange = message.start("returning matrices")
+    return lambda: None if exchange is None else exchange.wait(incoming)
 
-    def wait(self) -> None:
-        """Receive this rank's results."""
-        if self._exchange is not None:
-            self._exchange.wait(self._incoming)
-            self._exchange = None
 
+class _Message:
+    """The tensors of an exchange and the numbers of elements to expect."""
 
-def _exchange(
-    outgoing: list[list[Tensor]],
-    expected: list[int],
-    wire: torch.dtype | None,
-    like: Tensor | None,
-    layout: Layout,
-    what: str,
-) -> Exchange | None:
-    """Start an exchange, or return None if there is nothing to send, which all ranks decide identically."""
-    if wire is None or like is None:
-        return None
-    assert layout.group is not None
-    return Exchange(
-        outgoing, expected, dtype=wire, device=like.device, group=layout.group, what=what, buffers=layout.buffers
-    )
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        self.expected = [0] * layout.size
+        self._wire: torch.dtype | None = None
+        self._device: torch.device | None = None
+
+    def includes(self, tensor: Tensor, wire: torch.dtype) -> None:
+        """Record a tensor that some rank sends; all ranks record the same tensors."""
+        self._wire = wire if self._wire is None else torch.promote_types(wire, self._wire)
+        self._device = tensor.device
+
+    def start(self, what: str) -> Exchange | None:
+        """Start the exchange, or return None if there is nothing to send, which all ranks decide identically."""
+        if self._wire is None or self._device is None:
+            return None
+        return start_exchange(self._layout, self.outgoing, self.expected, self._wire, self._device, what)
 
 
 def _held(share: Share, layout: Layout, tensor: Tensor) -> Tensor:

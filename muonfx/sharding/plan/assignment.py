@@ -109,27 +109,18 @@ class RunPlan:
     @property
     def sent(self) -> list[int]:
         """The bytes that each rank sends, to owners and back."""
-        return [sum(of_rank) for of_rank in zip(*self.sent_by_block().values(), strict=True)] or [0] * self.size
+        return self.sent_for(self.shares)
 
-    def sent_by_block(self) -> dict[int, list[int]]:
-        """Return `sent` by block: the smallest power of two of ranks, aligned to its size, that holds a parameter."""
-        # If nodes have a power of two of ranks, a block no larger than a node does not cross nodes.
-        found: dict[int, list[int]] = {}
+    def sent_for(self, shares: Sequence[Share]) -> list[int]:
+        """Return the bytes that each rank sends for some shares, to owners and back."""
+        sent = [0] * self.size
         # Thousands of experts have few distinct partitions, so bytes are summed once for each partition.
         groups: dict[tuple[str, int, int, torch.dtype], list[Share]] = {}
-        for share in self.shares:
+        for share in shares:
             key = (share.cut.digest, share.start, share.stop, self.specs[share.name].dtype)
             groups.setdefault(key, []).append(share)
-        for shares in groups.values():
-            ranks = shares[0].cut.taking_part or (0,)
-            block = min(1 << (ranks[0] ^ ranks[-1]).bit_length(), self.size)
-            self._add_sent(found.setdefault(block, [0] * self.size), shares)
-        return found
-
-    def bytes_of(self, share: Share) -> list[int]:
-        """Return the bytes that each rank sends for a share."""
-        sent = [0] * self.size
-        self._add_sent(sent, [share])
+        for group in groups.values():
+            self._add_sent(sent, group)
         return sent
 
     def _add_sent(self, sent: list[int], shares: Sequence[Share]) -> None:
@@ -185,7 +176,10 @@ def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.devic
     parts = apart(parts, costs, layout.size)
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
-    shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
+    shares = tuple(
+        Share(p.name, p.start, p.stop, p.shape, specs[p.name].shape, owner, cost, layout.pieces[p.name])
+        for p, owner, cost in zip(parts, owners, costs, strict=True)
+    )
     buckets = tuple(_buckets(shares, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
     return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, settings.exchange_dtype)
 
@@ -245,24 +239,8 @@ def _seconds(
 
 def _assigned(parts: Sequence[Part], costs: Sequence[float], which: Sequence[int], size: int) -> dict[int, int]:
     candidates = [parts[i].candidates for i in which]
-    found = assign([costs[i] for i in which], candidates, size, sizes=[parts[i].numel for i in which])
+    found = assign([costs[i] for i in which], candidates, size, [parts[i].numel for i in which])
     return dict(zip(which, found, strict=True))
-
-
-def _share(part: Part, owner: int | None, cost: float, layout: Layout) -> Share:
-    route, because = _route(part, owner, layout, cost)
-    shape, cut = layout.specs[part.name].shape, layout.pieces[part.name]
-    return Share(part.name, part.start, part.stop, part.shape, shape, owner, route, cost, cut, because)
-
-
-def _route(part: Part, owner: int | None, layout: Layout, cost: float) -> tuple[str, str]:
-    if owner is None:
-        return "everyone", f"all {layout.size} ranks hold it, and {cost:.1e} operations take less time than to send it"
-    if not part.numel or (part.complete and layout.holders(part.name)[layout.piece(part.name, owner)] == (owner,)):
-        return "local", ""
-    if part.complete:
-        return "split", f"{len(part.candidates)} ranks hold it whole: one computes and sends the result"
-    return "owner", ""
 
 
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
@@ -337,7 +315,7 @@ class Plan:
                     "all" if share.owner is None else str(share.owner),
                     share.route,
                     f"{share.cost / 1e9:.4g}",
-                    f"{sum(run.bytes_of(share)) / 1024:.4g}",
+                    f"{sum(run.sent_for([share])) / 1024:.4g}",
                     share.reason,
                 )
                 for share in run.shares

@@ -8,48 +8,36 @@ never by the order of a dict or a set.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
-import operator
 from collections.abc import Iterable, Sequence
 
-__all__ = ["assign", "assign_by_bytes", "lower_bound"]
+__all__ = ["assign", "assign_by_bytes"]
 
 _MOST_WORK = 200_000
 """The most distinct costs times ranks for which packing is tried: a fraction of a second."""
 
 
-def assign(
-    costs: Sequence[float],
-    candidates: Sequence[Sequence[int] | None] | None,
-    ranks: int,
-    *,
-    loads: Sequence[float] | None = None,
-    sizes: Sequence[int] | None = None,
-) -> list[int]:
-    """Assign every item to a rank so that the sums of costs are about equal."""
+def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
+    """Assign every item to one of its candidates so that the sums of costs are about equal."""
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
-    allowed = [None] * len(costs) if candidates is None else list(candidates)
-    bytes_of = [0] * len(costs) if sizes is None else sizes
-    _check(costs, allowed, bytes_of, ranks, loads)
-    board = _Board([0.0] * ranks if loads is None else loads)
+    board = _Board(ranks)
     owners = [0] * len(costs)
     free: list[int] = []
     # Items with one candidate are first; the others follow by falling cost, ties by bytes, then by rank.
-    for i, own in enumerate(allowed):
-        if own is not None and len(own) == 1:
+    for i, own in enumerate(candidates):
+        if len(own) == 1:
             owners[i] = own[0]
-            board.give(owners[i], costs[i], bytes_of[i])
+            board.give(owners[i], costs[i], sizes[i])
         else:
             free.append(i)
-    free.sort(key=lambda i: (-costs[i], -bytes_of[i], i))
-    queues = _queues([allowed[i] for i in free], board)
+    free.sort(key=lambda i: (-costs[i], -sizes[i], i))
+    queues = _queues([candidates[i] for i in free], board)
     group = next(iter(queues.values())).ranks() if len(set(map(id, queues.values()))) == 1 else []
     before = board.loads.copy()
     for i in free:
-        owners[i] = queues[id(allowed[i])].least()
-        board.give(owners[i], costs[i], bytes_of[i])
+        owners[i] = queues[id(candidates[i])].least()
+        board.give(owners[i], costs[i], sizes[i])
     if group:
         packed = _packed([costs[i] for i in free], {rank: before[rank] for rank in group}, board.loads)
         for i, rank in zip(free, packed, strict=False):
@@ -59,7 +47,6 @@ def assign(
 
 def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) -> list[int]:
     """Assign every item to a rank so that both the sums of costs and the sums of sizes are about equal."""
-    _check(costs, [None] * len(costs), sizes, ranks, None)
     # Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more
     # than the largest item.
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], -sizes[i], i))
@@ -67,7 +54,7 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
     spare = max((sizes[i] for i in with_cost), default=0)
     most = sum(sizes) // ranks + spare  # sizes are integers, so rounding the mean down changes nothing
     owners = [0] * len(costs)
-    board = _Board([0.0] * ranks)
+    board = _Board(ranks)
     queue = _Queue(board, range(ranks))
     for i in with_cost:
         while board.bytes[owner := queue.least()] + sizes[i] > most:
@@ -83,45 +70,12 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
     return owners
 
 
-def lower_bound(costs: Iterable[float], ranks: int) -> float:
-    """Return a lower bound on the busiest rank's load under any assignment."""
-    falling = sorted(costs, reverse=True)
-    if not falling:
-        return 0.0
-    least = max(falling[0], sum(falling) / ranks)
-    # Of the k P + 1 largest items some rank gets k + 1: at least the k + 1 smallest of them.
-    for last in range(ranks, len(falling), ranks):
-        least = max(least, sum(falling[last - last // ranks : last + 1]))
-    sums = list(itertools.accumulate(falling, initial=0.0))
-    # The least limit T that a bound on bin packing does not exclude (Martello and Toth 1990, L2): items above T - a
-    # share a rank with no item of at least a.
-    low, high = least, 2 * least  # descending assignment never ends above mean + largest
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _is_too_little(middle, falling, sums, ranks) else (low, middle)
-    return low
-
-
-def _is_too_little(limit: float, falling: Sequence[float], sums: Sequence[float], ranks: int) -> bool:
-    """True only if every assignment loads some rank above `limit`; False may be wrong."""
-
-    def above(cost: float) -> int:
-        return bisect.bisect_left(falling, -cost, key=operator.neg)
-
-    for a in set(falling[above(limit / 2) :]):
-        alone, halves = above(limit - a), above(limit / 2)
-        last = bisect.bisect_right(falling, -a, key=operator.neg)
-        if max(alone, halves) > ranks or sums[last] - sums[alone] > (ranks - alone) * limit * (1 + 1e-12):
-            return True
-    return False
-
-
 class _Board:
     """The load and the bytes of each rank so far."""
 
-    def __init__(self, loads: Sequence[float]) -> None:
-        self.loads = list(loads)
-        self.bytes = [0] * len(self.loads)
+    def __init__(self, ranks: int) -> None:
+        self.loads = [0.0] * ranks
+        self.bytes = [0] * ranks
 
     def standing(self, rank: int) -> tuple[float, int, int]:
         return self.loads[rank], self.bytes[rank], rank
@@ -157,17 +111,11 @@ class _Queue:
         heapq.heappop(self._heap)
 
 
-def _queues(allowed: Sequence[Sequence[int] | None], board: _Board) -> dict[int, _Queue]:
+def _queues(candidates: Sequence[Sequence[int]], board: _Board) -> dict[int, _Queue]:
     """Return a queue for each group of candidates, by the id of the group's object; equal groups share a queue."""
-    by_ranks: dict[tuple[int, ...] | None, _Queue] = {}
-    by_id: dict[int, _Queue] = {}
-    for own in allowed:
-        if id(own) not in by_id:
-            key = None if own is None else tuple(own)
-            if key not in by_ranks:
-                by_ranks[key] = _Queue(board, range(len(board.loads)) if key is None else key)
-            by_id[id(own)] = by_ranks[key]
-    return by_id
+    groups = {id(own): own for own in candidates}
+    by_ranks = {ranks: _Queue(board, ranks) for ranks in map(tuple, groups.values())}
+    return {key: by_ranks[tuple(own)] for key, own in groups.items()}
 
 
 def _packed(falling: Sequence[float], before: dict[int, float], loads: Sequence[float]) -> list[int]:
@@ -212,32 +160,3 @@ def _fill(
                 left[i] -= count
                 room -= count * cost
     return None if any(left) else taken
-
-
-def _check(
-    costs: Sequence[float],
-    candidates: Sequence[Sequence[int] | None],
-    sizes: Sequence[int],
-    ranks: int,
-    loads: Sequence[float] | None,
-) -> None:
-    if ranks < 1:
-        raise ValueError(f"ranks: found {ranks}, expected at least 1")
-    for name, given in (("candidates", candidates), ("sizes", sizes)):
-        if len(given) != len(costs):
-            raise ValueError(f"{name}: found {len(given)}, expected one for each of the {len(costs)} costs")
-    if loads is not None and len(loads) != ranks:
-        raise ValueError(f"loads: found {len(loads)}, expected one for each of the {ranks} ranks")
-    for name, numbers in (("costs", costs), ("sizes", sizes), ("loads", loads or ())):
-        for i, number in enumerate(numbers):
-            if not 0 <= number < float("inf"):
-                raise ValueError(f"{name}[{i}]: found {number}, expected a finite number of at least 0")
-    checked: set[int] = set()  # many items share one large group object, so each object is checked once
-    for i, own in enumerate(candidates):
-        if own is None or id(own) in checked:
-            continue
-        if len(own) == 0 or min(own) < 0 or max(own) >= ranks:
-            raise ValueError(
-                f"candidates[{i}]: found {list(own)}, expected some of the ranks 0 to {ranks - 1}, or None"
-            )
-        checked.add(id(own))

@@ -69,13 +69,10 @@ class Share:
     whole: tuple[int, ...]
     """The parameter's shape."""
     owner: int | None
-    route: str
     cost: float
     """The load, in operations of full products that take the same time."""
     cut: Cut = field(repr=False)
     """The partition of the parameter."""
-    because: str = field(default="", repr=False)
-    """The reason for the route, if it does not follow from the other fields."""
     _moves: dict[int, Moves] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -151,13 +148,24 @@ class Share:
         return self.needs_gather or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
 
     @property
+    def route(self) -> str:
+        """The way to its owner and back."""
+        if self.owner is None:
+            return "everyone"
+        return "owner" if self.needs_gather else "split" if self.needs_send else "local"
+
+    @property
     def reason(self) -> str:
         """The reason for the route."""
-        if self.because or self.route == "local":
-            return self.because or "it is whole on its owner alone"
-        held = 0 if self._at_owner is None else self._at_owner.numel
-        pieces = len(self.cut.holders) if self.numel == prod(self.whole) else sum(1 for _ in self.transfers)
-        return f"it lies in {pieces} pieces; its owner holds {held / max(self.numel, 1):.0%} of it"
+        held = self._at_owner
+        if self.owner is None:
+            return f"all ranks hold it, and {self.cost:.1e} operations take less time than to send it"
+        if not self.needs_send:
+            return "it is whole on its owner alone"
+        if held is not None and not self.needs_gather:
+            return f"{len(held.ranks)} ranks hold it whole: one computes and sends the result"
+        pieces, numel = sum(1 for _ in self.transfers), 0 if held is None else held.numel
+        return f"it lies in {pieces} pieces; its owner holds {numel / max(self.numel, 1):.0%} of it"
 
 
 class Part(NamedTuple):
