@@ -4,6 +4,7 @@
 module contains one family of transforms.
 """
 
+from muonfx.contrib import recipes
 from muonfx.contrib.ademamix import AdemamixState, scale_by_ademamix
 from muonfx.contrib.conditional import ConditionalState, conditionally_mask, conditionally_transform
 from muonfx.contrib.dion import DionState, SampledMomentumState, sampled_momentum, scale_by_dion
@@ -13,7 +14,7 @@ from muonfx.contrib.namo import NamoState, scale_by_namo
 from muonfx.contrib.noise import AddNoiseState, add_noise
 from muonfx.contrib.plateau import ReduceOnPlateauState, reduce_on_plateau
 from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
-from muonfx.contrib.recipes import adamuon, dion, dion2, muon_hyperball, musgd, namo, polargrad, prodigy, scion
+from muonfx.contrib.recipes import *  # noqa: F403 - a recipe has the name of a module that it replaces here
 from muonfx.contrib.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
 from muonfx.contrib.sharpness import sam, sam_gradient
 from muonfx.contrib.spectral import clip_singular_values, scale_by_dual_norm
@@ -31,19 +32,11 @@ __all__ = [
     "ReduceOnPlateauState",
     "SampledMomentumState",
     "ScheduleFreeState",
-    "adamuon",
     "add_noise",
     "clip_singular_values",
     "conditionally_mask",
     "conditionally_transform",
-    "dion",
-    "dion2",
     "lookahead",
-    "muon_hyperball",
-    "musgd",
-    "namo",
-    "polargrad",
-    "prodigy",
     "reduce_on_plateau",
     "sam",
     "sam_gradient",
@@ -57,8 +50,8 @@ __all__ = [
     "scale_by_prodigy",
     "schedule_free",
     "schedule_free_eval_params",
-    "scion",
 ]
+__all__ += recipes.__all__
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Combinator, Donation, InitAndUpdate, Locality, Transform, transform
 from muonfx.core.combine import run_if
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, require_transform
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import PyTree, device_of
 
@@ -29,22 +29,11 @@ class ConditionalState(NamedTuple):
     """The inner transform's state."""
 
 
-def _decide(name: str, condition: Condition, count: Tensor) -> Tensor:
-    decision: object = condition(count)
-    if not isinstance(decision, Tensor) or decision.dtype != torch.bool or decision.ndim:
-        raise TypeError(
-            f"{name}: should_transform must return a 0-d bool tensor for the count, a 0-d int64 tensor, found "
-            f"{decision!r}; compare the count with torch's operators: lambda count: count % 10 == 0"
-        )
-    return decision
-
-
 def _functions(
     name: str, inner: Transform, condition: Condition, otherwise: Callable[[Tensor], Tensor]
 ) -> InitAndUpdate:
     """Build ``init`` and ``update``; ``otherwise`` computes the updates of steps at which the inner does not act."""
-    if not isinstance(inner, Transform):
-        raise TypeError(f"{name}: inner must be a Transform, found {inner!r}")
+    require_transform(f"{name}: inner", inner)
     if not callable(condition):
         raise TypeError(f"{name}: should_transform must be a function of the count, found {condition!r}")
 
@@ -54,7 +43,12 @@ def _functions(
     def update(
         updates: PyTree, state: ConditionalState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
-        acts = _decide(name, condition, state.count)
+        acts: object = condition(state.count)
+        if not isinstance(acts, Tensor) or acts.dtype != torch.bool or acts.ndim:
+            raise TypeError(
+                f"{name}: should_transform must return a 0-d bool tensor for the count, a 0-d int64 tensor, found "
+                f"{acts!r}; compare the count with torch's operators: lambda count: count % 10 == 0"
+            )
         # The updates are needed for the selection, so they are not donated.
         donated = Donation(False, donate.state)
         out, after = run_if(acts, inner, updates, state.inner, params, donate=donated, **extras)
@@ -69,19 +63,19 @@ def _functions(
     return init, update
 
 
-def _same(update: Tensor) -> Tensor:
-    return update
-
-
-@transform(
+_conditional = transform(
     locality=lambda inner, should_transform: inner.locality,
     reads_params=lambda inner, should_transform: inner.reads_params,
     combinator=Combinator(Locality.ELEMENT),
 )
-def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
-    """Let a transform act at some steps only; at the others updates pass unchanged, and its state stays as it is.
 
-    Nothing is read back from the device: old or new is selected there. So the inner transform runs at every step.
+
+@_conditional
+def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
+    """Apply a transform at some steps only; at other steps updates pass unchanged, and so does its state.
+
+    Nothing is read back from the device: the old or new value is selected there. So the inner transform runs at every
+    step.
 
     Args:
         inner: the transform.
@@ -104,16 +98,12 @@ def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor
         {'w': tensor([2.])}
         {'w': tensor([1.])}
     """
-    return _functions("conditionally_transform", inner, should_transform, _same)
+    return _functions("conditionally_transform", inner, should_transform, lambda update: update)
 
 
-@transform(
-    locality=lambda inner, should_transform: inner.locality,
-    reads_params=lambda inner, should_transform: inner.reads_params,
-    combinator=Combinator(Locality.ELEMENT),
-)
+@_conditional
 def conditionally_mask(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
-    """Let a transform act at some steps only; at the others updates are zero, and its state stays as it is.
+    """Apply a transform at some steps only; at other steps updates are zero, and its state stays unchanged.
 
     Args:
         inner: the transform.

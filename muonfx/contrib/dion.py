@@ -39,11 +39,7 @@ class SampledMomentumState(NamedTuple):
 
 @matrixwise(short_names={"momentum": "decay"}, position="sets_size")
 def scale_by_dion(
-    rank: int = 768,
-    decay: ScalarOrSchedule = 0.95,
-    *,
-    dtype: WideStateDtype = "auto",
-    view: MatrixView = MatrixView(),
+    rank: int = 768, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
 ):
     r"""Replace each matrix by $P Q^T$ of low rank, with orthonormal columns of $P$ and unit columns of $Q$.
 
@@ -102,11 +98,7 @@ def scale_by_dion(
 
 @matrixwise(short_names={"momentum": "decay"})
 def sampled_momentum(
-    one_in: int = 4,
-    decay: ScalarOrSchedule = 0.95,
-    *,
-    dtype: WideStateDtype = "auto",
-    view: MatrixView = MatrixView(),
+    one_in: int = 4, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
 ):
     r"""Sum up gradients, and pass on only the rows, or columns, in which most has gathered.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from muonfx.core import Donation, Locality, checks, transform
+from muonfx.core import Donation, InitAndUpdate, Locality, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import copies, new_count, new_number, widest
@@ -18,7 +18,8 @@ from muonfx.tree import elementwise as ew
 
 __all__ = ["DogState", "DowgState", "scale_by_dog", "scale_by_dowg"]
 
-SumOverLeaves = Callable[[PyTree], Tensor]
+Sum = Callable[[PyTree], Tensor]
+State = TypeVar("State", "DogState", "DowgState")
 
 
 class DogState(NamedTuple):
@@ -45,23 +46,35 @@ class DowgState(NamedTuple):
     """The parameters at the start, in their own dtypes."""
 
 
-def _squares(
-    name: str, updates: PyTree, start: PyTree, params: PyTree, total: SumOverLeaves, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the squared norm of the updates and the squared distance of all parameters from the start."""
-    if params is None:
-        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-    at = Present(params)
-    then, now = widest(at.pick(start), at.pick(params))
-    sums = total(squared_norms(updates)), total(squared_norms(at.fill(ew.add(now, then, -1.0))))
-    gradients, distance = (x.to(device=like.device, dtype=like.dtype) for x in sums)
-    return gradients, distance
+def _functions(
+    name: str,
+    init: Callable[[PyTree], State],
+    advance: Callable[[State, Tensor, Tensor, Callable[[], Tensor]], tuple[Tensor, State]],
+) -> InitAndUpdate:
+    """Build an update that multiplies by the factor of ``advance(state, square, distance, size)``.
 
+    ``square`` is the squared norm of the updates, ``distance`` the squared distance from the start, and ``size()`` the
+    squared norm of the start, over leaves with a gradient.
+    """
 
-def _scaled(updates: PyTree, factor: Tensor, donate: Donation) -> PyTree:
-    at = Present(updates)
-    leaves = at.pick(updates)
-    return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves))
+    def update(
+        updates: PyTree, state: State, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
+    ):
+        if params is None:
+            raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        like = state[1]
+
+        def total(leaves: PyTree) -> Tensor:
+            return sum_over_leaves(squared_norms(leaves)).to(device=like.device, dtype=like.dtype)
+
+        everywhere, at = Present(params), Present(updates)
+        then, now = widest(everywhere.pick(state.start), everywhere.pick(params))
+        square, distance = total(updates), total(everywhere.fill(ew.add(now, then, -1.0)))
+        factor, state = advance(state, square, distance, lambda: total(at.fill(at.pick(state.start))))
+        leaves = at.pick(updates)
+        return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
+
+    return init, update
 
 
 @transform(locality=Locality.TREE, short_names={"eps": "eps"}, position="sets_size")
@@ -94,26 +107,14 @@ def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-
         device = device_of(params)
         return DogState(new_count(device), new_number(0.0, device), new_number(0.0, device), copies(params, None))
 
-    def update(
-        updates: PyTree,
-        state: DogState,
-        params: PyTree = None,
-        *,
-        sum_over_leaves: SumOverLeaves,
-        donate: Donation = NOTHING,
-    ):
-        like = state.max_dist
-        square, moved = _squares("scale_by_dog", updates, state.start, params, sum_over_leaves, like)
-        # Computed here because init cannot sum over ranks.
-        at = Present(updates)
-        size = sum_over_leaves(squared_norms(at.fill(at.pick(state.start)))).to(device=like.device, dtype=like.dtype)
-        least = torch.where(state.count == 0, init_step * (1.0 + ew.safe_sqrt(size)), 0.0)
-        max_dist = torch.maximum(torch.maximum(like, least), ew.safe_sqrt(moved))
+    def advance(state: DogState, square: Tensor, distance: Tensor, size: Callable[[], Tensor]):
+        # The least distance is computed here because init cannot sum over ranks.
+        least = torch.where(state.count == 0, init_step * (1.0 + ew.safe_sqrt(size())), 0.0)
+        max_dist = torch.maximum(torch.maximum(state.max_dist, least), ew.safe_sqrt(distance))
         total = state.sum_sq_norm_grads + square
-        out = _scaled(updates, max_dist / (total + eps).sqrt(), donate)
-        return out, DogState(state.count + 1, max_dist, total, state.start)
+        return max_dist / (total + eps).sqrt(), DogState(state.count + 1, max_dist, total, state.start)
 
-    return init, update
+    return _functions("scale_by_dog", init, advance)
 
 
 @transform(locality=Locality.TREE, short_names={"eps": "eps"}, position="sets_size")
@@ -147,19 +148,9 @@ def scale_by_dowg(init_estim_sq_dist: ScalarOrSchedule | None = None, eps: Scala
         first = eps if init_estim_sq_dist is None else init_estim_sq_dist
         return DowgState(new_number(first, device), new_number(0.0, device), copies(params, None))
 
-    def update(
-        updates: PyTree,
-        state: DowgState,
-        params: PyTree = None,
-        *,
-        sum_over_leaves: SumOverLeaves,
-        donate: Donation = NOTHING,
-    ):
-        like = state.estim_sq_dist
-        square, moved = _squares("scale_by_dowg", updates, state.start, params, sum_over_leaves, like)
-        estimate = torch.maximum(like, moved)
+    def advance(state: DowgState, square: Tensor, distance: Tensor, size: Callable[[], Tensor]):
+        estimate = torch.maximum(state.estim_sq_dist, distance)
         weighted = state.weighted_sq_norm_grads + estimate * square
-        out = _scaled(updates, estimate / (ew.safe_sqrt(weighted) + eps), donate)
-        return out, DowgState(estimate, weighted, state.start)
+        return estimate / (ew.safe_sqrt(weighted) + eps), DowgState(estimate, weighted, state.start)
 
-    return init, update
+    return _functions("scale_by_dowg", init, advance)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, require_transform
 from muonfx.core.schedules import Scalar
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, widest
 from muonfx.tree import Present, PyTree, device_of
@@ -21,9 +21,9 @@ class LookaheadState(NamedTuple):
     """State of `lookahead`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates since the fast weights last came back to the slow ones, int64."""
+    """Updates since the fast weights were last reset to the slow weights, int64."""
     slow: PyTree
-    """The slow weights, like the parameters, in the pinned dtype: those to evaluate."""
+    """The slow weights, like the parameters, in the pinned dtype: use them for evaluation."""
     inner: PyTree
     """The inner transform's state."""
 
@@ -34,19 +34,19 @@ class LookaheadState(NamedTuple):
     position="last",
 )
 def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dtype: WideStateDtype = "auto"):
-    """Let the parameters run ahead, and every few steps bring them back to slow weights that go part of the way.
+    """Update the parameters, and every few steps reset them to slow weights that follow at a fraction of the distance.
 
-    At every ``sync_period``-th update the slow weights move by ``slow_step_size`` of the way to the parameters, and the
-    parameters are set to them. The inner transform's state goes on as it is.
+    At every ``sync_period``-th update the slow weights move by the fraction ``slow_step_size`` of the distance to the
+    parameters, and the parameters are set to them. The inner transform's state is kept.
 
     Args:
-        inner: the whole chain, the learning rate included; nothing may change the updates behind it.
-        sync_period: the number of updates from one meeting to the next, 1 or more.
-        slow_step_size: the part of the way, usually 0.5.
+        inner: the whole chain, the learning rate included; nothing may change the updates after it.
+        sync_period: the number of updates between two resets, 1 or more.
+        slow_step_size: the fraction of the distance, usually 0.5.
         dtype: pinned dtype of the slow weights; "auto" is float32, but float64 for a float64 parameter; None is each
             parameter's own.
 
-    The parameters stay one tree, which Optax makes a pair of: the slow weights are in the state.
+    The slow weights are in the state; Optax makes a pair of trees of the parameters instead.
 
     Raises:
         TypeError: ``sync_period`` is no int.
@@ -67,8 +67,7 @@ def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dty
         {'w': tensor([1.])} {'w': tensor([0.])}
         {'w': tensor([1.])} {'w': tensor([1.])}
     """
-    if not isinstance(inner, Transform):
-        raise TypeError(f"lookahead: inner must be a Transform, found {inner!r}")
+    require_transform("lookahead: inner", inner)
     checks.positive_int("sync_period", sync_period)
     slow_step_size = checks.at_least("slow_step_size", slow_step_size, 0.0)
     checks.state_dtype("dtype", dtype)

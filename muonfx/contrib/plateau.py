@@ -29,16 +29,19 @@ class ReduceOnPlateauState(NamedTuple):
     plateau_count: Tensor
     """Losses since the last improvement, int64."""
     cooldown_count: Tensor
-    """Losses until the next one that counts, int64."""
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Losses in the average, int64."""
-    avg_value: Tensor
-    """The average of the losses since the last one that was looked at, 0-d."""
+    """Losses that are ignored before the next one that counts, int64."""
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
-    if "value" in extras:
-        _check_value(extras["value"])
+    value = extras.get("value", 0.0)
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_real and (not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool):
+        raise TypeError(f"reduce_on_plateau: value must be the loss, a real number or a real tensor, found {value!r}")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"reduce_on_plateau: value must have one element, found a tensor of shape {tuple(value.shape)}; reduce it "
+            "first, as with .mean()"
+        )
 
 
 @transform(locality=Locality.ELEMENT, reads_params=False, check_extras=_check_extras)
@@ -48,10 +51,9 @@ def reduce_on_plateau(
     rtol: ScalarOrSchedule = 1e-4,
     atol: ScalarOrSchedule = 0.0,
     cooldown: int = 0,
-    accumulation_size: int = 1,
     min_scale: ScalarOrSchedule = 0.0,
 ):
-    """Scale updates down once the loss has not improved for some time.
+    """Scale updates down when the loss has not improved for some time.
 
     The loss is the named extra ``value``: ``update(updates, state, params, value=loss)`` or
     ``optimizer.step(value=loss)``; a number or a 0-d tensor, the same on all ranks. Nothing is read back from the
@@ -60,10 +62,9 @@ def reduce_on_plateau(
     Args:
         factor: of the scale at each reduction, in (0, 1).
         patience: the number of losses without improvement after which the scale is reduced, 1 or more.
-        rtol: the part of the best loss by which one must be better to be an improvement, in [0, 1].
+        rtol: the fraction of the best loss by which a loss must be lower to be an improvement, in [0, 1].
         atol: the same as a number, 0 or more; one of the two must be positive.
         cooldown: the number of losses after a reduction that are not counted as without improvement, 0 or more.
-        accumulation_size: the number of losses of which the average is taken for one, 1 or more.
         min_scale: the scale is not reduced below this.
 
     Raises:
@@ -84,7 +85,6 @@ def reduce_on_plateau(
     factor = checks.in_unit_interval("factor", factor)
     factor = checks.positive("factor", factor)
     checks.positive_int("patience", patience)
-    checks.positive_int("accumulation_size", accumulation_size)
     if cooldown != 0:
         checks.positive_int("cooldown", cooldown)
     rtol = checks.at_least("rtol", rtol, 0.0)
@@ -97,14 +97,8 @@ def reduce_on_plateau(
 
     def init(params: PyTree) -> ReduceOnPlateauState:
         device = device_of(params)
-        return ReduceOnPlateauState(
-            new_number(1.0, device),
-            new_number(float("inf"), device),
-            new_count(device),
-            new_count(device),
-            new_count(device),
-            new_number(0.0, device),
-        )
+        scale, best = new_number(1.0, device), new_number(float("inf"), device)
+        return ReduceOnPlateauState(scale, best, new_count(device), new_count(device))
 
     def update(
         updates: PyTree,
@@ -114,49 +108,22 @@ def reduce_on_plateau(
         value: float | Tensor,
         donate: Donation = NOTHING,
     ):
-        state = _next(state, _number(value, state.avg_value.device))
+        loss = value.detach().reshape(()) if isinstance(value, Tensor) else value
+        state = _next(state, new_number(loss, state.scale.device))
         at = Present(updates)
         leaves = at.pick(updates)
         return at.fill(ew.cast_like(ew.mul(leaves, state.scale, reuse=donate.updates), leaves)), state
 
     def _next(old: ReduceOnPlateauState, value: Tensor) -> ReduceOnPlateauState:
-        count = old.count + 1
-        average = (old.count * old.avg_value + value) / count
-        is_full = count == accumulation_size
-        improves = average < (1.0 - rtol) * old.best_value - atol
+        improves = value < (1.0 - rtol) * old.best_value - atol
         waited = torch.where(improves, 0, old.plateau_count + 1)
         cools = old.cooldown_count > 0
         reduces = (waited == patience) & ~cools
-        looked_at = ReduceOnPlateauState(
+        return ReduceOnPlateauState(
             torch.where(cools, old.scale, torch.where(reduces, old.scale * factor, old.scale).clamp(min=min_scale)),
-            torch.where(improves, average, old.best_value),
+            torch.where(improves, value, old.best_value),
             torch.where(cools | reduces, 0, waited),
             torch.where(cools, old.cooldown_count - 1, torch.where(reduces, cooldown, 0)),
-            torch.zeros_like(count),
-            torch.zeros_like(average),
         )
-        waits = old._replace(count=count, avg_value=average)
-        return ReduceOnPlateauState(*[torch.where(is_full, a, b) for a, b in zip(looked_at, waits, strict=True)])
 
     return init, update
-
-
-def _number(value: float | Tensor, device: torch.device) -> Tensor:
-    """Return the detached loss as a number of the state."""
-    _check_value(value)
-    return new_number(value.detach().reshape(()) if isinstance(value, Tensor) else value, device)
-
-
-def _check_value(value: object) -> None:
-    is_real = (
-        not (value.is_complex() or value.dtype == torch.bool)
-        if isinstance(value, Tensor)
-        else isinstance(value, Real) and not isinstance(value, bool)
-    )
-    if not is_real:
-        raise TypeError(f"reduce_on_plateau: value must be the loss, a real number or a real tensor, found {value!r}")
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"reduce_on_plateau: value must have one element, found a tensor of shape {tuple(value.shape)}; reduce it "
-            "first, as with .mean()"
-        )

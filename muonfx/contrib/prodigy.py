@@ -18,6 +18,8 @@ from muonfx.tree import elementwise as ew
 
 __all__ = ["ProdigyState", "scale_by_prodigy"]
 
+Sum = Callable[[PyTree], Tensor]
+
 
 class ProdigyState(NamedTuple):
     """State of `scale_by_prodigy`."""
@@ -49,7 +51,6 @@ def scale_by_prodigy(
     b2: ScalarOrSchedule = 0.999,
     eps: ScalarOrSchedule = 1e-8,
     *,
-    b3: ScalarOrSchedule | None = None,
     estim_lr0: ScalarOrSchedule = 1e-6,
     estim_lr_coef: ScalarOrSchedule = 1.0,
     weight_decay: ScalarOrSchedule = 0.0,
@@ -62,12 +63,11 @@ def scale_by_prodigy(
     magnitudes of the gradients, averaged with the same weights. Both are sums over all leaves, on all ranks.
 
     Args:
-        learning_rate: a factor of the estimate, a number or a schedule: 1, or one that falls to 0 from there. It is
-            part of the estimate, and so is applied here; the sign is not turned.
+        learning_rate: a factor of the estimate, a number or a schedule: 1, or a schedule that falls from 1 to 0. It is
+            part of the estimate, so it is applied here; the sign is not flipped.
         b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1); its root is the decay of the averages in the estimate.
         eps: added outside the root, times the estimate; not negative.
-        b3: decay of the averages in the estimate, in [0, 1); None is the root of ``b2``.
         estim_lr0: the estimate at the start, positive and small.
         estim_lr_coef: a factor of new estimates, positive.
         weight_decay: decoupled; the parameters times this are added to Adam's step, before the rate.
@@ -95,8 +95,6 @@ def scale_by_prodigy(
     learning_rate = checks.at_least("learning_rate", learning_rate, 0.0)
     b1 = checks.in_unit_interval("b1", b1)
     b2 = checks.in_unit_interval("b2", b2)
-    if b3 is not None:
-        b3 = checks.in_unit_interval("b3", b3)
     eps = checks.at_least("eps", eps, 0.0)
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
     estim_lr0 = checks.positive("estim_lr0", estim_lr0)
@@ -105,19 +103,12 @@ def scale_by_prodigy(
 
     def init(params: PyTree) -> ProdigyState:
         device = device_of(params)
+        numbers = new_count(device), new_number(estim_lr0, device), new_number(0.0, device)
         first, second, total = (zeros(params, dtype) for _ in range(3))
-        start = copies(params, None)
-        return ProdigyState(
-            new_count(device), new_number(estim_lr0, device), new_number(0.0, device), first, second, total, start
-        )
+        return ProdigyState(*numbers, first, second, total, copies(params, None))
 
     def update(
-        updates: PyTree,
-        state: ProdigyState,
-        params: PyTree = None,
-        *,
-        sum_over_leaves: Callable[[PyTree], Tensor],
-        donate: Donation = NOTHING,
+        updates: PyTree, state: ProdigyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         if params is None:
             raise ValueError("scale_by_prodigy needs the parameters: call update(updates, state, params)")
@@ -126,7 +117,7 @@ def scale_by_prodigy(
         held = [at.pick(own) for own in (state.mu, state.nu, state.grad_sum)]
         g, p, start, mu, nu, grad_sum = widest(given, at.pick(params), at.pick(state.start), *held)
 
-        count, old, decay = state.count + 1, state.estim_lr, b2**0.5 if b3 is None else b3
+        count, old, decay = state.count + 1, state.estim_lr, b2**0.5
         correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))
         step = new_number(old * learning_rate * correction, old.device)
 
@@ -146,7 +137,7 @@ def scale_by_prodigy(
 
         divisors = ew.shift(ew.apply("sqrt", nu), estim_lr * eps, reuse=True)
         out = ew.div(mu, divisors, reuse=True)
-        if not (isinstance(weight_decay, float) and weight_decay == 0.0):
+        if isinstance(weight_decay, Tensor) or weight_decay != 0.0:
             out = ew.add(out, p, weight_decay, reuse=True)
         out = ew.cast_like(ew.mul(out, step, reuse=True), given)
         new_mu = at.fill(ew.store(mu, held[0], reuse=reuse), state.mu)

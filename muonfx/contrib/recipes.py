@@ -45,11 +45,10 @@ def scion(
     norms: Norms | None = None,
     decay: ScalarOrSchedule = 0.9,
     constrained: bool = True,
-    vector_radius: ScalarOrSchedule = 1.0,
     orthogonalize: Transform = orthogonalize(),
     labels: Any = default_labels,
 ) -> Transform:
-    """Scion: for each parameter the steepest direction in a norm that suits its role, times a radius.
+    """Scion: for each parameter the steepest direction in the norm of its role, times a radius.
 
     Args:
         learning_rate: a number or a schedule.
@@ -61,15 +60,14 @@ def scion(
         decay: of the momentum; 1 minus the authors' ``momentum``.
         constrained: shrink parameters by the learning rate, so that they stay within the radius (Frank-Wolfe). Without,
             there is no decay.
-        vector_radius: of vectors and scalars.
         orthogonalize: as in `muon`.
         labels: those of ``norms``, or None, for each parameter, as in `partition`.
 
     Raises:
         ValueError: an unknown norm, or a negative radius; the message names the label.
 
-    Follows Scion (arXiv 2502.07529). A convolution is one flattened matrix here, whose factor the authors divide by the
-    root of the kernel's size once more.
+    Follows Scion (arXiv 2502.07529). A convolution is one flattened matrix here; the authors also divide its factor by
+    the root of the kernel's size.
 
     >>> labels = {"up.weight": "hidden", "head.weight": "head"}
     >>> tx = scion(norms={"hidden": ("spectral", 50.0), "head": ("sign", 3000.0)}, labels=labels)
@@ -97,7 +95,7 @@ def scion(
             raise ValueError(f"scion: norms[{label!r}]: the radius must be 0 or more, found {radius!r}")
         parts[label] = chain(
             ("matrices", masked(chain(*directions[norm], scale(radius)), ndim(min=2))),
-            ("vectors", masked(chain(average, normalize_leaves(), scale(vector_radius)), ndim(max=1))),
+            ("vectors", masked(chain(average, normalize_leaves()), ndim(max=1))),
         )
     return chain(
         partition(parts, labels),
@@ -130,19 +128,18 @@ def adamuon(
         orthogonalize: as in `muon`; each matrix of its view is brought to the size 0.2.
         mask: which parameters decay, as in `add_decayed_weights`.
 
-    Follows AdaMuon (arXiv 2507.11005) as its authors' code has it; the paper's later version orthogonalizes the signs
-    of the momentum: put `scale_by_sign` behind it.
+    Follows the authors' code of AdaMuon (arXiv 2507.11005). The paper's later version orthogonalizes the signs of the
+    momentum: put `scale_by_sign` after the momentum.
 
     >>> adamuon(1e-3)  # doctest: +NORMALIZE_WHITESPACE
     chain(momentum(), orthogonalize(), scale_by_rms(decay=0.95, eps_in_sqrt=False, debias=True), normalize_matrices(),
           scale(factor=0.2), add_decayed_weights(), scale_by_learning_rate(learning_rate=0.001))
     """
-    view = view_of(orthogonalize)
     return chain(
         momentum(decay, nesterov=nesterov),
         orthogonalize,
         scale_by_rms(second_decay, eps, eps_in_sqrt=False, debias=True),
-        normalize_matrices(view=view),
+        normalize_matrices(view=view_of(orthogonalize)),
         scale(0.2),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
@@ -154,7 +151,6 @@ def polargrad(
     learning_rate: ScalarOrSchedule = 1e-3,
     *,
     decay: ScalarOrSchedule = 0.95,
-    nesterov: bool = False,
     weight_decay: ScalarOrSchedule = 0.0,
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
@@ -164,7 +160,6 @@ def polargrad(
     Args:
         learning_rate: a number or a schedule.
         decay: of the momentum.
-        nesterov: whether momentum looks ahead.
         weight_decay: decoupled, as in `muon`.
         orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -174,10 +169,9 @@ def polargrad(
     >>> list(polargrad(0.02).init({"w": torch.zeros(4, 4)}))[:2]
     ['momentum', 'scale_by_dual_norm']
     """
-    view = view_of(orthogonalize)
     return chain(
-        momentum(decay, nesterov=nesterov),
-        scale_by_dual_norm(orthogonalize, view=view),
+        momentum(decay, nesterov=False),
+        scale_by_dual_norm(orthogonalize, view=view_of(orthogonalize)),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -213,11 +207,7 @@ def namo(
     ['scale_by_namo', 'scale_by_learning_rate']
     """
     view = view_of(orthogonalize)
-    inner = chain(
-        orthogonalize,
-        scale_by_shape(rule, view=view),
-        add_decayed_weights(weight_decay, mask),
-    )
+    inner = chain(orthogonalize, scale_by_shape(rule, view=view), add_decayed_weights(weight_decay, mask))
     return chain(scale_by_namo(inner, b1, b2, eps, view=view), scale_by_learning_rate(learning_rate))
 
 
@@ -228,9 +218,7 @@ def musgd(
     muon: ScalarOrSchedule = 0.5,
     sgd: ScalarOrSchedule = 0.5,
     decay: ScalarOrSchedule = 0.95,
-    nesterov: bool = True,
     weight_decay: ScalarOrSchedule = 0.0,
-    rule: ShapeRule = "original",
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
@@ -240,29 +228,20 @@ def musgd(
         learning_rate: a number or a schedule, of both.
         muon: factor of Muon's part.
         sgd: factor of SGD's part.
-        decay: of both momenta.
-        nesterov: whether both momenta look ahead.
-        weight_decay: an L2 penalty, which only SGD's part knows.
-        rule: as in `scale_by_shape`.
+        decay: of both momenta, which look ahead (Nesterov).
+        weight_decay: an L2 penalty, in SGD's part only.
         orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
-    Follows Ultralytics' MuSGD for YOLO26, whose rule for a convolution takes the sides of its kernel for rows and
+    Follows Ultralytics' MuSGD for YOLO26, whose shape rule uses a convolution kernel's height and width as rows and
     columns.
 
     >>> list(musgd(0.02).init({"w": torch.zeros(4, 4)})["add_updates"])
     ['muon', 'sgd']
     """
-    view = view_of(orthogonalize)
-    matrices = chain(
-        momentum(decay, nesterov=nesterov),
-        orthogonalize,
-        scale_by_shape(rule, view=view),
-        scale(muon),
-    )
-    elements = chain(
-        add_decayed_weights(weight_decay, mask), momentum(decay, nesterov=nesterov, heavy_ball=True), scale(sgd)
-    )
+    shape = scale_by_shape("original", view=view_of(orthogonalize))
+    matrices = chain(momentum(decay), orthogonalize, shape, scale(muon))
+    elements = chain(add_decayed_weights(weight_decay, mask), momentum(decay, heavy_ball=True), scale(sgd))
     return chain(add_updates(("muon", matrices), ("sgd", elements)), scale_by_learning_rate(learning_rate))
 
 
@@ -313,7 +292,7 @@ def dion(
     Args:
         learning_rate: a number or a schedule.
         rank: of the update, at most.
-        decay: of what the update stands for, in the sum of gradients.
+        decay: of the part of the sum of gradients that the update approximates.
         weight_decay: decoupled, as in `muon`.
         view: which matrices a leaf consists of, without blocks.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -338,22 +317,20 @@ def dion2(
     one_in: int = 4,
     decay: ScalarOrSchedule = 0.95,
     weight_decay: ScalarOrSchedule = 0.01,
-    rule: ShapeRule = "spectral",
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """Dion2, for parameters that are all matrices: Muon on the rows or columns in which most has gathered.
+    """Dion2, for parameters that are all matrices: Muon on the rows or columns with the largest accumulated gradients.
 
     Args:
         learning_rate: a number or a schedule.
-        one_in: of how many rows or columns, whichever are fewer, one is taken in each step.
-        decay: of what has been taken, in the sum of gradients.
+        one_in: of how many rows or columns, whichever are fewer, one is selected in each step.
+        decay: of the selected rows or columns of the sum of gradients.
         weight_decay: decoupled, as in `muon`.
-        rule: as in `scale_by_shape`, for the whole matrix.
         orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
-    Follows Dion2 in Microsoft's ``dion``, as it is in one process.
+    Follows Dion2 in Microsoft's ``dion`` in one process.
 
     >>> list(dion2(0.02).init({"w": torch.zeros(4, 4)}))[:2]
     ['sampled_momentum', 'orthogonalize']
@@ -362,7 +339,7 @@ def dion2(
     return chain(
         sampled_momentum(one_in, decay, view=view),
         orthogonalize,
-        scale_by_shape(rule, view=view),
+        scale_by_shape("spectral", view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -376,11 +353,9 @@ def prodigy(
     b2: ScalarOrSchedule = 0.999,
     eps: ScalarOrSchedule = 1e-8,
     estim_lr0: ScalarOrSchedule = 1e-6,
-    estim_lr_coef: ScalarOrSchedule = 1.0,
     weight_decay: ScalarOrSchedule = 0.0,
-    safeguard_warmup: bool = False,
 ) -> Transform:
-    """Prodigy: AdamW with a learning rate that it estimates on the way.
+    """Prodigy: AdamW with an estimated learning rate.
 
     Args:
         learning_rate: a factor of the estimate, a number or a schedule that falls from 1.
@@ -388,23 +363,12 @@ def prodigy(
         b2: decay of the second moment.
         eps: added to the root.
         estim_lr0: the estimate at the start.
-        estim_lr_coef: a factor of new estimates: smaller or larger steps.
         weight_decay: decoupled, as in `muon`.
-        safeguard_warmup: for a warmup of the learning rate, as in `scale_by_prodigy`.
 
-    Follows Mishchenko and Defazio (arXiv 2306.06101).
+    Follows Mishchenko and Defazio (arXiv 2306.06101). `scale_by_prodigy` has more options.
 
     >>> prodigy()
     chain(scale_by_prodigy(), scale(factor=-1.0))
     """
-    scaled = scale_by_prodigy(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        estim_lr0=estim_lr0,
-        estim_lr_coef=estim_lr_coef,
-        weight_decay=weight_decay,
-        safeguard_warmup=safeguard_warmup,
-    )
+    scaled = scale_by_prodigy(learning_rate, b1, b2, eps, estim_lr0=estim_lr0, weight_decay=weight_decay)
     return chain(scaled, scale(-1.0))

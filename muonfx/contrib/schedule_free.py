@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.checks import warn_caller
-from muonfx.core.contract import NOTHING, within
+from muonfx.core.contract import NOTHING, require_transform, within
 from muonfx.core.factory import with_memory
 from muonfx.core.recorded import Memory
-from muonfx.core.schedules import Scalar, Schedule, constant
+from muonfx.core.schedules import Scalar, Schedule
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, widest
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -63,16 +63,16 @@ def schedule_free(
 
     The parameters of the training loop are $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The inner transform moves
     $z_{t+1} = z_t + u_t$ by its updates for the gradient at $y_t$, and $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$
-    averages, with weights $c$ in proportion to a power of the largest learning rate so far. The average is what is to
-    be evaluated: `schedule_free_eval_params` computes it. It takes the place of the inner transform's momentum, which
-    is to be switched off, and of the decay of the learning rate.
+    averages, with weights $c$ in proportion to a power of the largest learning rate so far. Evaluate the average, which
+    `schedule_free_eval_params` computes. It replaces the inner transform's momentum, which must be switched off, and
+    the decay of the learning rate.
 
     Args:
         inner: the whole chain, the learning rate included, without momentum: ``scale_by_adam(b1=0.0)``.
-        learning_rate: that of the inner chain, a number or a schedule; here it only weights the average. A schedule is
-            read at the number of the update counted from 1, as Optax reads it, so that a warmup that starts at zero
-            gives the first iterate a weight. A scheduler of ``torch.optim`` moves a group's ``lr``, the inner chain's,
-            and not this one (the group's ``learning_rate``): give schedules of `muonfx.core.schedules` to both.
+        learning_rate: the inner chain's learning rate, a number or a schedule; here it only weights the average. A
+            schedule is read at the number of the update counted from 1, as in Optax, so that a warmup from zero gives
+            the first iterate a weight. A scheduler of ``torch.optim`` changes only the inner chain's rate (a group's
+            ``lr``), not this one (the group's ``learning_rate``): give schedules of `muonfx.core.schedules` to both.
         b1: the interpolation, in (0, 1].
         weight_lr_power: the power of the learning rate that weights the average, 0 or more.
         dtype: pinned dtype of z; "auto" is float32, but float64 for a float64 parameter; None is each parameter's own.
@@ -101,8 +101,7 @@ def schedule_free(
         >>> params, mfx.contrib.schedule_free_eval_params(state, params)
         ({'w': tensor([0.3200])}, {'w': tensor([0.3595])})
     """
-    if not isinstance(inner, Transform):
-        raise TypeError(f"schedule_free: inner must be a Transform, found {inner!r}")
+    require_transform("schedule_free: inner", inner)
     if not callable(learning_rate):
         checks.at_least("learning_rate", learning_rate, 0.0)
     b1 = checks.finite("b1", b1)
@@ -112,20 +111,12 @@ def schedule_free(
     checks.state_dtype("dtype", dtype)
     if not (_memory or torch.compiler.is_compiling()):
         _memory["checked"] = True  # warn once, not again when numbers change
-        if weight_lr_power != 0.0:
-            _warn_of_another_rate(inner, learning_rate)
-        _warn_of_momentum(inner)
+        _warn_of_inner(inner, learning_rate if weight_lr_power != 0.0 else None)
 
     def init(params: PyTree) -> ScheduleFreeState:
         device = device_of(params)
-        return ScheduleFreeState(
-            new_count(device),
-            new_number(b1, device),
-            new_number(0.0, device),
-            new_number(0.0, device),
-            copies(params, dtype),
-            inner.functions.init(params),
-        )
+        numbers = new_number(b1, device), new_number(0.0, device), new_number(0.0, device)
+        return ScheduleFreeState(new_count(device), *numbers, copies(params, dtype), inner.functions.init(params))
 
     def update(
         updates: PyTree,
@@ -137,8 +128,7 @@ def schedule_free(
     ):
         if params is None:
             raise ValueError("schedule_free needs the parameters: call update(updates, state, params)")
-        device = state.max_lr.device
-        count = state.count + 1
+        device, count = state.max_lr.device, state.count + 1
         rate = learning_rate(count) if callable(learning_rate) else learning_rate
         max_lr = torch.maximum(state.max_lr, new_number(rate, device))
         weight = max_lr**weight_lr_power
@@ -155,63 +145,46 @@ def schedule_free(
         x = ew.lerp(x, z, share, reuse=True)
         moved = ew.add(ew.lerp(z, x, interpolation), y, -1.0, reuse=True)
         new_z = at.fill(ew.store(z, held, reuse=donate.state), state.z)
-        state = ScheduleFreeState(count, interpolation, max_lr, weight_sum, new_z, inner_state)
-        return at.fill(ew.cast_like(moved, given)), state
+        out = at.fill(ew.cast_like(moved, given))
+        return out, ScheduleFreeState(count, interpolation, max_lr, weight_sum, new_z, inner_state)
 
     return init, update
 
 
-def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
-    """Warn if all learning rates of the inner transform are known and differ from ``learning_rate``."""
-    given = [_held(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
-    known = [rate for rate in given if isinstance(rate, float | Schedule)]
-    if (
-        known
-        and len(known) == len(given)
-        and isinstance(learning_rate, float | Schedule)
-        and _held(learning_rate) not in known
-    ):
+def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
+    """Warn if the inner transform has other learning rates than the average, which must be known, or a momentum."""
+    rates = [tx.arguments.get("learning_rate") for tx in within(inner) if tx.position == "learning_rate"]
+    known = all(isinstance(rate, float | Schedule) for rate in (*rates, learning_rate))
+    if rates and known and learning_rate not in rates:
         warn_caller(
-            f"schedule_free: learning_rate is {learning_rate!r}, but the inner transform has {known[0]!r}: the average "
+            f"schedule_free: learning_rate is {learning_rate!r}, but the inner transform has {rates[0]!r}: the average "
             "is weighted by another rate than the steps are taken with. Give both the same"
         )
-
-
-def _held(value: object) -> Any:
-    """Return the number of a constant schedule; return any other value unchanged."""
-    if not isinstance(value, Schedule):
-        return value
-    first = value(0)
-    return first if value == constant(first) else value
-
-
-def _warn_of_momentum(inner: Transform) -> None:
-    """Warn of a momentum in the inner transform, which the interpolation replaces."""
     for tx in within(inner):
         short = tx.declaration.short_names
-        name = short.get("momentum", short.get("betas"))
-        name = name[0] if isinstance(name, tuple) else name
-        value = None if name is None else tx.arguments[name]
-        if isinstance(value, float | Schedule) and _held(value) != 0.0:
+        names = short.get("momentum", short.get("betas"))
+        name = names[0] if isinstance(names, tuple) else names
+        value = tx.arguments.get(name or "", 0.0)
+        if isinstance(value, float | Schedule) and value != 0.0:
             warn_caller(
-                f"schedule_free: {tx.name} within has a momentum of its own, {name}={value!r}, whose place the "
-                f"interpolation b1 takes. Switch it off: {name}=0.0"
+                f"schedule_free: {tx.name} in the inner transform has a momentum, {name}={value!r}, which the "
+                f"interpolation b1 replaces. Switch it off: {name}=0.0"
             )
             return
 
 
 def schedule_free_eval_params(state: PyTree, params: T) -> T:
-    """The parameters to evaluate under `schedule_free`: the average, computed from those of the training loop.
+    """Return the parameters to evaluate under `schedule_free`: the average of the iterates.
 
     Args:
-        state: of `schedule_free`, or one that has such states within.
-        params: of the training loop, as they are with this state; the same pieces of them where they are sharded.
+        state: the state of `schedule_free`, or a state that contains such states.
+        params: the parameters of the training loop at this state, sharded like the state.
 
     Returns:
-        A tree like the parameters, in their dtypes. Those that no `schedule_free` moves are returned as they are.
+        A tree like the parameters, in their dtypes. Parameters that no `schedule_free` updates are returned unchanged.
 
     Raises:
-        ValueError: there is no state of `schedule_free` in the state.
+        ValueError: the state contains no state of `schedule_free`.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.ones(1)}
@@ -219,15 +192,18 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
     >>> schedule_free_eval_params(state, params)
     {'w': tensor([1.])}
     """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    states = list(_states_within(state))
+    states = list(tree.get_all(state, ScheduleFreeState).values())
     if not states:
         raise ValueError(
             f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
             "the update of schedule_free, or of a transform around it, returned"
         )
-    for own in states:
-        found |= {n: (z, own.b1) for n, z in zip(tree.names(own.z), tree.leaves(own.z), strict=True) if z is not None}
+    found = {
+        name: (z, own.b1)
+        for own in states
+        for name, z in zip(tree.names(own.z), tree.leaves(own.z), strict=True)
+        if z is not None
+    }
 
     def average(name: str, y: Tensor | None) -> Tensor | None:
         if y is None or name not in found:
@@ -238,10 +214,3 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
 
     leaves, treedef = tree.flatten(params)
     return tree.unflatten(treedef, [average(n, y) for n, y in zip(tree.names(params), leaves, strict=True)])
-
-
-def _states_within(state: PyTree) -> list[ScheduleFreeState]:
-    if isinstance(state, ScheduleFreeState):
-        return [state]
-    inside = state.values() if isinstance(state, dict) else state if isinstance(state, tuple | list) else ()
-    return [own for part in inside for own in _states_within(part)]

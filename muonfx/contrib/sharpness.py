@@ -20,6 +20,8 @@ from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["sam", "sam_gradient"]
 
+Sum = Callable[[PyTree], Tensor]
+
 
 @transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")
 def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
@@ -46,12 +48,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     rho = checks.at_least("rho", rho, 0.0)
 
     def update(
-        updates: PyTree,
-        state: EmptyState,
-        params: PyTree = None,
-        *,
-        sum_over_leaves: Callable[[PyTree], Tensor],
-        donate: Donation = NOTHING,
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         at = Present(updates)
         given = leaves = at.pick(updates)
@@ -73,11 +70,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
 
 @plain_arguments
 def sam_gradient(
-    gradient: Callable[[PyTree], Any],
-    params: PyTree,
-    perturbation: Transform | None = None,
-    *,
-    has_aux: bool = False,
+    gradient: Callable[[PyTree], Any], params: PyTree, perturbation: Transform | None = None, *, has_aux: bool = False
 ) -> Any:
     """The gradient for sharpness-aware minimization: that behind the step by which the loss rises most.
 

@@ -23,12 +23,7 @@ LARGEST = 3e4
 
 
 @matrixwise
-def clip_singular_values(
-    threshold: float = 1.0,
-    *,
-    steps: int = 10,
-    view: MatrixView = MatrixView(),
-):
+def clip_singular_values(threshold: float = 1.0, *, steps: int = 10, view: MatrixView = MatrixView()):
     r"""Replace each matrix $U S V^T$ by $U \min(S, \tau)\, V^T$, by matrix products alone.
 
     With the polar factor $O$ and the symmetric $A = O X^T - \tau I$, this is $X - \tfrac12 (A + |A|)\, O$ where $|A| =
@@ -96,11 +91,7 @@ def _norm(x: Tensor) -> Tensor:
     reads_params=lambda inner, **_: inner.reads_params,
     name_patterns=name_patterns,
 )
-def scale_by_dual_norm(
-    inner: Transform,
-    *,
-    view: MatrixView = MatrixView(),
-):
+def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
     r"""Multiply a transform's update of each matrix by its inner product with what came in.
 
     The update is $\langle G, D(G) \rangle\, D(G)$. Where the inner transform $D$ gives the steepest direction of length

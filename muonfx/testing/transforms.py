@@ -242,7 +242,6 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.just(1e-4),
         st.just(0.0),
         st.integers(0, 2),
-        st.integers(1, 2),
     ),
 }
 

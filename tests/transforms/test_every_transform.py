@@ -198,7 +198,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "scale_by_dowg": [mfx.contrib.scale_by_dowg(0.1)],
     "scale_by_prodigy": [
         mfx.contrib.scale_by_prodigy(
-            A_SCHEDULE, b3=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None
+            A_SCHEDULE, b2=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None
         ),
     ],
     "schedule_free": [
