@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -54,12 +55,12 @@ class Summary(Shown):
     """The leaves of a tree with their totals; made by `summary`, printed as a table.
 
     ``str()`` is plain text, a notebook shows an HTML table. ``to_text(width=80, depth=1)`` narrows long names and
-    leaves out what is nested deeper.
+    omits deeper levels.
 
     Attributes:
         leaves: every leaf, in the order of the tree.
-        ranks: the number of ranks that the leaves are sharded over; None where nothing is sharded.
-        params_nbytes: the bytes that the parameters have as one process holds them; None where they are not known.
+        ranks: the number of ranks that the leaves are sharded over; None if nothing is sharded.
+        params_nbytes: the bytes of the whole parameters; None if they are not known.
 
     >>> import torch
     >>> import muonfx as mfx
@@ -84,58 +85,52 @@ class Summary(Shown):
 
     def by_dtype(self) -> dict[str, int]:
         """The bytes that this rank holds of each dtype, the most first."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for leaf in self.leaves:
-            if leaf.nbytes:
-                found[leaf.dtype] = found.get(leaf.dtype, 0) + leaf.nbytes
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+            found[leaf.dtype] += leaf.nbytes
+        return {dtype: nbytes for dtype, nbytes in found.most_common() if nbytes}
 
     def report(self) -> Report:
         """The table: a row for each node and leaf, and totals."""
-        devices = {leaf.device for leaf in self.leaves} - {"", "meta"}
-        with_device = bool(devices - {"cpu"})
-        sharded = self.ranks is not None
-        texts = [Column("leaf"), Column("shape"), Column("dtype")]
-        texts += [Column("device")] * with_device + [Column("owner")] * sharded
-        sizes = [Column("this rank", right=True), Column("all ranks", right=True)] if sharded else [_BYTES]
+        shown: dict[str, Callable[[LeafSummary], str]] = {
+            "shape": lambda leaf: "-" if leaf.shape is None else format_shape(leaf.shape),
+            "dtype": lambda leaf: leaf.dtype,
+        }
+        sizes: dict[str, Callable[[LeafSummary], int]] = {"bytes": lambda leaf: leaf.nbytes}
+        if not {leaf.device for leaf in self.leaves} <= {"", "meta", "cpu"}:
+            shown["device"] = lambda leaf: leaf.device or "-"
+        if self.ranks is not None:
+            shown["owner"] = lambda leaf: leaf.owner or "-"
+            sizes = {"this rank": lambda leaf: leaf.nbytes, "all ranks": lambda leaf: leaf.total_nbytes}
 
-        def row(
-            name: str, leaves: Sequence[LeafSummary], said: Sequence[str] = (), children: tuple[Row, ...] = ()
-        ) -> Row:
-            cells = [name, *said, *[""] * (len(texts) - 1 - len(said))]
-            cells.append(format_bytes(sum(leaf.nbytes for leaf in leaves)))
-            cells += [format_bytes(sum(leaf.total_nbytes for leaf in leaves))] * sharded
-            return Row(tuple(cells), children)
+        def row(name: str, leaves: Sequence[LeafSummary], texts: Sequence[str] = (), *children: Row) -> Row:
+            padding = [""] * (len(shown) - len(texts))
+            sums = (format_bytes(sum(map(size, leaves))) for size in sizes.values())
+            return Row((name, *texts, *padding, *sums), children)
 
-        def of_leaf(name: str, leaf: LeafSummary) -> Row:
-            said = ["-" if leaf.shape is None else format_shape(leaf.shape), leaf.dtype]
-            return row(name, [leaf], said + [leaf.device or "-"] * with_device + [leaf.owner or "-"] * sharded)
-
-        def within(leaves: Sequence[LeafSummary], depth: int) -> tuple[Row, ...]:
-            groups: dict[str, list[LeafSummary]] = {}
+        def rows(leaves: Sequence[LeafSummary], depth: int) -> list[Row]:
+            groups: dict[tuple[str, ...], list[LeafSummary]] = {}
             for leaf in leaves:
-                groups.setdefault(leaf.path[depth], []).append(leaf)
-            return tuple(node(group, depth) for group in groups.values())
+                groups.setdefault(leaf.path[depth : depth + 1], []).append(leaf)
+            return [node(group, depth) for group in groups.values()]
 
         def node(leaves: list[LeafSummary], depth: int) -> Row:
             first, end = leaves[0], depth + 1
             if len(leaves) == 1:
-                return of_leaf(".".join(first.path[depth:]), first)
+                return row(".".join(first.path[depth:]) or "-", leaves, [show(first) for show in shown.values()])
             # A node with one child shares a row with it: "momentum.trace".
             while all(leaf.path[end] == first.path[end] for leaf in leaves):
                 end += 1
-            return row(".".join(first.path[depth:end]), leaves, (), within(leaves, end))
+            return row(".".join(first.path[depth:end]), leaves, (), *rows(leaves, end))
 
-        body = within(self.leaves, 0) if all(leaf.path for leaf in self.leaves) else (of_leaf("-", self.leaves[0]),)
         tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
         footers = [row(f"total of {_counted(len(tensors), 'tensor')}", tensors)]
         kinds = list(dict.fromkeys(leaf.dtype for leaf in tensors))
         for dtype in kinds if len(kinds) > 1 else ():
             of_dtype = [leaf for leaf in tensors if leaf.dtype == dtype]
-            total = row(_counted(len(of_dtype), "tensor"), of_dtype, ("", dtype))
-            footers.append(Row(total.cells))
-        table = Table((*texts, *sizes), body, tuple(footers))
-        return Report((table, *self._compared()))
+            footers.append(row(_counted(len(of_dtype), "tensor"), of_dtype, ("", dtype)))
+        columns = [Column(title) for title in ("leaf", *shown)] + [Column(title, right=True) for title in sizes]
+        return Report((Table(tuple(columns), tuple(rows(self.leaves, 0)), tuple(footers)), *self._compared()))
 
     def _compared(self) -> tuple[str, ...]:
         """Return a sentence that compares the bytes with the parameters, if these are known."""
@@ -149,31 +144,28 @@ class Summary(Shown):
         return (f"{one:.2f} times the {size} of the whole parameters on this rank, {every:.2f} times over {ranks}",)
 
 
-_BYTES = Column("bytes", right=True)
-
-
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def summary(what: PyTree, params: PyTree = None) -> Summary:
-    """Summarize the tensors of a state, an optimizer or a model: tree, shape, dtype, bytes, and who owns what.
+    """Summarize the tensors of a state, an optimizer or a model: tree, shapes, dtypes, bytes and owners.
 
     Args:
-        what: a state or any other tree of tensors; a `TransformOptimizer`; a model, for its parameters; a transform and
-            its state as a pair, which says of a sharded one who owns each leaf; or a transform alone with ``params``,
-            for the state that it would make, without any memory taken for it.
-        params: the parameters (a tree of tensors or a model), to compare bytes with. For a pair of a sharded transform
-            and its state the local ones; needed only where the transform has not met any yet and they are not named as
-            in its layout.
+        what: a state or any other tree of tensors; a `TransformOptimizer`; a model, for its parameters; a pair of a
+            transform and its state, which names the owner of each leaf if the transform is sharded; or a transform
+            alone with ``params``, for the state that it would create, without allocating it.
+        params: the parameters (a tree of tensors or a model), to compare bytes with. For a sharded transform and its
+            state, the local parameters; needed only if the transform has not been used yet and their names differ from
+            the names in its layout.
 
     Returns:
         A value that prints as a table: ``str()`` in a terminal, an HTML table in a notebook. No tensor is read, so
         nothing waits for a device.
 
     Raises:
-        TypeError: a transform alone, without ``params``, or something that is no tree of tensors.
-        ShardingError: a state that is none of the sharded transform beside it.
+        TypeError: a transform alone, without ``params``, or a value that is not a tree of tensors.
+        ShardingError: the state does not belong to the sharded transform of the pair.
 
     >>> import torch
     >>> import muonfx as mfx
@@ -194,20 +186,20 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     1.68 times the 768 B of the parameters
     """
     if isinstance(what, TransformOptimizer):
-        params = {
-            n: p for group in what.param_groups for n, p in zip(group["param_names"], group["params"], strict=True)
-        }
+        groups = what.param_groups
+        params = {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
         return _summarize(what.transform, what.transform_state, None, params)
-    if isinstance(what, nn.Module):
-        return Summary(tuple(_plain_leaves(dict(what.named_parameters()))), None, _nbytes_of(_named_tensors(params)))
-    params = _named_tensors(params)
+    what, params = (dict(x.named_parameters()) if isinstance(x, nn.Module) else x for x in (what, params))
     if isinstance(what, Transform):
         if params is None:
             raise TypeError(
                 f"summary of {what.name} needs parameters: give the state, summary(tx.init(params)), or summary(tx, "
                 "params) for the state that it would make"
             )
-        return _summarize(what, _init_on_meta(what, params), params, params)
+        like = tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params)
+        with warnings.catch_warnings():  # the init of the real state warns
+            warnings.simplefilter("ignore")
+            return _summarize(what, what.init(like), params, params)
     if type(what) is tuple and len(what) == 2 and isinstance(what[0], Transform):
         return _summarize(*what, params, params)
     _check_what(what)
@@ -232,18 +224,13 @@ def _check_what(what: object) -> None:
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
     """Return the leaves of an unsharded tree; DTensors and flat shards in it report their own shapes."""
     return [
-        _leaf_of(path, leaf, _shape_of(leaf), local_of(leaf))
+        _leaf_of(path, leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None, local_of(leaf))
         for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)
     ]
 
 
 def _leaf_of(
-    path: Iterable[object],
-    leaf: object,
-    shape: Sequence[int] | None,
-    here: object,
-    total: int | None = None,
-    owner: str = "",
+    path: Iterable[object], shape: Sequence[int] | None, here: object, total: int | None = None, owner: str = ""
 ) -> LeafSummary:
     """Return the summary of a leaf from `here`, which is this rank's part of it."""
     data = here.data if isinstance(here, FlatPiece) else here
@@ -252,13 +239,9 @@ def _leaf_of(
         kind = "-" if data is None else type(data).__name__
         return LeafSummary(words, None if shape is None else tuple(shape), kind, "", 0, total or 0, owner)
     nbytes = data.numel() * data.dtype.itemsize
-    where = tuple(data.shape) if shape is None else tuple(shape)
+    whole = tuple(data.shape if shape is None else shape)
     total = nbytes if total is None else total
-    return LeafSummary(words, where, _written(data.dtype), str(data.device), nbytes, total, owner)
-
-
-def _shape_of(leaf: object) -> tuple[int, ...] | None:
-    return tuple(leaf.shape) if isinstance(leaf, Tensor | FlatPiece) else None
+    return LeafSummary(words, whole, _written(data.dtype), str(data.device), nbytes, total, owner)
 
 
 def _written(dtype: torch.dtype) -> str:
@@ -287,7 +270,7 @@ def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> S
 
 def _sharded_leaf(layout: Layout, path: Sequence[object], what: LeafPlacement | None, leaf: object) -> LeafSummary:
     if what is None:
-        return _leaf_of(path, leaf, None, leaf)
+        return _leaf_of(path, None, leaf)
     each = what.dtype.itemsize
     if what.name is None:
         total, owner = prod(what.shape) * each * layout.size, "every rank"
@@ -301,8 +284,7 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], what: LeafPlacement | 
         cut = len(holders) > 1
         ranks = {rank for ranks in holders.values() for rank in ranks}
         owner = ("cut over " if cut else "") + _ranks(ranks, layout.size)
-    found = _leaf_of(path, leaf, what.shape, leaf, total, owner)
-    return LeafSummary(found.path, what.shape, _written(what.dtype), found.device, found.nbytes, total, owner)
+    return replace(_leaf_of(path, what.shape, leaf, total, owner), dtype=_written(what.dtype))
 
 
 def _ranks(ranks: Iterable[int | None], size: int) -> str:
@@ -312,20 +294,7 @@ def _ranks(ranks: Iterable[int | None], size: int) -> str:
         return "every rank"
     if len(named) == 1:
         return f"rank {named[0]}"
-    if named and named == list(range(named[0], named[-1] + 1)):
-        return f"ranks {named[0]} to {named[-1]}"
     return "ranks " + ", ".join(map(str, named)) if len(named) <= 4 else f"{len(named)} ranks"
-
-
-def _init_on_meta(tx: Transform, params: PyTree) -> PyTree:
-    like = tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params)
-    with warnings.catch_warnings():  # the init of the real state warns
-        warnings.simplefilter("ignore")
-        return tx.init(like)
-
-
-def _named_tensors(params: PyTree) -> PyTree:
-    return dict(params.named_parameters()) if isinstance(params, nn.Module) else params
 
 
 def _nbytes_of(params: PyTree) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "axes_for", "label_end", "legend_above", "style"]
+__all__ = ["COLORS", "axes_for", "legend_above", "style"]
 
 COLORS = {
     "blue": "#5b6ee1",
@@ -27,11 +27,11 @@ _STYLE = Path(__file__).with_name("style.mplstyle")
 
 @contextmanager
 def style() -> Generator[None]:
-    """The style of the pictures, for as long as the context lasts: figures that are made in it have it.
+    """Set the style of figures that are created in this context.
 
-    No background, so that a picture takes that of its page; middle gray for axes and text, colours of middle lightness.
-    It decorates functions too: ``@mfx.plot.style()``.
-    ``matplotlib.pyplot.style.use("muonfx.plot.style")`` sets the same for good.
+    The background is transparent, axes and text are gray, and colours have a medium lightness, so that pictures are
+    legible on light and dark pages. The context manager also decorates functions: ``@mfx.plot.style()``.
+    ``matplotlib.pyplot.style.use("muonfx.plot.style")`` sets the style permanently.
 
     >>> import muonfx as mfx
     >>> from matplotlib import pyplot as plt
@@ -44,17 +44,12 @@ def style() -> Generator[None]:
     import matplotlib
     from matplotlib import style as styles
 
-    interactive = matplotlib.is_interactive()
-    try:
-        with styles.context(_STYLE):
-            try:
-                yield
-            finally:
-                interactive = matplotlib.is_interactive()
-    finally:
-        # The first figure of a process loads the backend. A notebook's backend turns on interactive mode, without which
-        # no figure is shown. The mode is not part of the style, so it is kept.
-        matplotlib.interactive(interactive)
+    with styles.context(_STYLE):
+        yield
+        interactive = matplotlib.is_interactive()
+    # The first figure of a process loads the backend. A notebook's backend turns on interactive mode, without which no
+    # figure is shown. The mode is not part of the style, so it is kept.
+    matplotlib.interactive(interactive)
 
 
 @contextmanager
@@ -71,13 +66,6 @@ def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
         width, usual = plt.rcParams["figure.figsize"]
         _, ax = plt.subplots(figsize=(width, usual if height is None else height))
         yield ax
-
-
-def label_end(ax: Axes, x: float, y: float, text: str, color: str) -> None:
-    """Write a name next to the end of a line."""
-    ax.annotate(
-        text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
-    )
 
 
 def legend_above(ax: Axes) -> None:

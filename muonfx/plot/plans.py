@@ -22,19 +22,19 @@ _NAMED = 0.11
 
 
 def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
-    """Draw who computes which matrices under a plan, and how many bytes each rank sends.
+    """Draw which rank computes which matrices under a plan, and how many bytes each rank sends.
 
     Args:
-        plan: what `muonfx.sharding.plan_for` returns.
-        ax: where to draw; None: a new figure, as high as there are ranks.
+        plan: the result of `muonfx.sharding.plan_for`.
+        ax: the axes to draw on; None: a new figure, whose height grows with the ranks.
 
     Returns:
-        The axes: a bar for each rank, cut into the shares of parameters that it computes, as wide as their operations
-        in a step. Blue stands for what one rank computes for all, green for what every rank computes. The bytes that
-        the rank sends stand at its end, and a dotted line where all would end if the work were dealt out evenly.
+        The axes: a bar for each rank, with a segment for each parameter that it computes, as wide as the operations in
+        a step. Blue parameters are computed by one rank for all, green parameters by every rank. The text at the end of
+        a bar is the number of bytes that the rank sends. A dotted line marks the mean.
 
     Raises:
-        TypeError: what is given is no plan.
+        TypeError: ``plan`` is not a plan.
         ValueError: the plan has no matrices.
 
     >>> import torch
@@ -49,10 +49,11 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     if not any(plan.flops):
         raise ValueError("the plan has no matrices to compute: no transform of the chain needs whole matrices")
     most = max(plan.flops)
-    power, unit = next(
-        ((p, u) for p, u in ((15, "PFLOP"), (12, "TFLOP"), (9, "GFLOP"), (6, "MFLOP")) if most >= 10**p), (3, "kFLOP")
-    )
+    units = {15: "PFLOP", 12: "TFLOP", 9: "GFLOP", 6: "MFLOP", 3: "kFLOP"}
+    power = next((power for power in units if most >= 10**power), 3)
     scale = 10.0**power
+    edge = 1.25 * most / scale
+    has_labels = plan.size <= 24
     with axes_for(ax, 0.8 + 0.3 * min(plan.size, 24)) as axes:
         ends = [0.0] * plan.size
         counts = [0] * plan.size
@@ -60,31 +61,21 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
             width = flops / scale
             color = (_BY_ALL if by_all else _BY_ONE)[counts[rank] % 2]
             axes.barh(rank, width, 0.7, ends[rank], color=color, linewidth=0)
-            if flops >= _NAMED * most and plan.size <= 24:
-                axes.text(
-                    ends[rank] + width / 2,
-                    rank,
-                    _fitting(name, flops / most),
-                    color="white",
-                    ha="center",
-                    va="center",
-                    fontsize=7.5,
-                )
+            if flops >= _NAMED * most and has_labels:
+                middle, text = ends[rank] + width / 2, _fitting(name, flops / most)
+                axes.text(middle, rank, text, color="white", ha="center", va="center", fontsize=7.5)
             ends[rank] += width
             counts[rank] += 1
-        edge = 1.25 * most / scale
-        for rank, nbytes in enumerate(plan.sent if plan.size <= 24 else ()):
-            axes.text(
-                edge, rank, f"sends {format_bytes(nbytes)}" if nbytes else "sends nothing", ha="right", va="center"
-            )
-        mean = sum(plan.flops) / plan.size / scale
-        axes.axvline(mean, color=COLORS["gray"], linestyle=":", linewidth=1.2)
-        if plan.size <= 24:
+        for rank, nbytes in enumerate(plan.sent if has_labels else ()):
+            text = f"sends {format_bytes(nbytes)}" if nbytes else "sends nothing"
+            axes.text(edge, rank, text, ha="right", va="center")
+        axes.axvline(sum(plan.flops) / plan.size / scale, color=COLORS["gray"], linestyle=":", linewidth=1.2)
+        if has_labels:
             axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)])
-        axes.set_ylim(plan.size - 0.5, -0.5)
-        axes.set_xlim(0, edge)
+        axes.set(ylim=(plan.size - 0.5, -0.5), xlim=(0, edge))
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel(f"Newton-Schulz of a step, {unit} (dotted: the mean; the most is {plan.balance:.2f} of it)")
+        dotted = f"(dotted: the mean; the most is {plan.balance:.2f} of it)"
+        axes.set_xlabel(f"Newton-Schulz of a step, {units[power]} {dotted}")
     return axes
 
 

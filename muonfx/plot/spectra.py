@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from muonfx.plot.axes import COLORS, axes_for, label_end
+from muonfx.plot.axes import COLORS, axes_for
 from muonfx.polar.bands import band, scalar_polynomial
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.coefficients import coefficients as resolve
@@ -24,23 +23,21 @@ def plot_band(
     *,
     steps: int | None = None,
     lower: float = 0.01,
-    label: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw what a set of coefficients makes of singular values, and the band in which they land.
+    """Draw the polynomial of a set of coefficients over singular values, and the band of its values.
 
-    Several calls on one ``ax`` put sets side by side.
+    Several calls on one ``ax`` compare sets.
 
     Args:
         coefficients: a name, a `muonfx.polar.Coefficients` or a sequence of ``(a, b[, c])``.
         steps: as in `muonfx.polar.orthogonalize`.
         lower: the smallest singular value, over the Frobenius norm, that the band covers; in (0, 1].
-        label: the name of the curve; None: that of the set, where it has one.
-        ax: where to draw; None: a new figure.
+        ax: the axes to draw on; None: a new figure.
 
     Returns:
-        The axes. Over the singular value (over the Frobenius norm, from 1e-4 to 1, logarithmic) the composed
-        polynomial, and shaded the band from the least to the largest of its values from ``lower`` on.
+        The axes. The x axis is the singular value over the Frobenius norm, from 1e-4 to 1, logarithmic. The curve is
+        the composed polynomial, and the shaded band is the range of its values from ``lower`` to 1.
 
     Raises:
         ValueError: ``lower`` outside (0, 1], or an unknown set.
@@ -52,24 +49,17 @@ def plot_band(
     """
     found = band(coefficients, lower, steps=steps)
     s = torch.logspace(-4, 0, 1000, dtype=torch.float64)
-    if label is None:
-        label = resolve(coefficients).name
     with axes_for(ax) as axes:
         values = scalar_polynomial(coefficients, s, steps)
-        name = f"{label}: {found.minimum:.2f} to {found.maximum:.2f}"
+        name = f"{resolve(coefficients).name}: {found.minimum:.2f} to {found.maximum:.2f}"
         (line,) = axes.semilogx(s.tolist(), values.tolist(), label=name)
         color = cast("str", line.get_color())
         axes.fill_between([lower, 1.0], found.minimum, found.maximum, color=color, alpha=0.16, linewidth=0)
+        highest = max(max(cast("list[float]", line.get_ydata())) for line in axes.lines)
         axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
-        axes.set_xlim(1e-4, 1.0)
-        axes.set_ylim(0.0, 1.05 * max(max(cast("list[float]", line.get_ydata())) for line in axes.lines))
-        legend = axes.legend(
-            loc="lower right",
-            title=f"from {lower:g} on, they land in",
-            frameon=False,
-            labelcolor="linecolor",
-            alignment="left",
-        )
+        axes.set(xlim=(1e-4, 1.0), ylim=(0.0, 1.05 * highest))
+        title = f"from {lower:g} on, they land in"
+        legend = axes.legend(loc="lower right", title=title, frameon=False, labelcolor="linecolor", alignment="left")
         legend.get_title().set_color(COLORS["gray"])
     return axes
 
@@ -78,17 +68,17 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
     """Draw the singular values of a matrix before and after, largest first.
 
     Args:
-        before: a matrix, such as a gradient or the momentum. It is drawn over its largest singular value, as only the
-            shape of its spectrum matters to what orthogonalizes.
-        after: the matrix made of it, such as the update, drawn as it is; None: ``before`` alone.
-        ax: where to draw; None: a new figure.
+        before: a matrix, such as a gradient or the momentum. Its singular values are divided by the largest one, as
+            only the shape of the spectrum matters to orthogonalization.
+        after: a second matrix, such as the update, drawn without scaling; None: ``before`` alone.
+        ax: the axes to draw on; None: a new figure.
 
     Returns:
-        The axes: the number of each singular value against its size.
+        The axes: the singular values by their number.
 
     Raises:
-        TypeError: what is given is no tensor.
-        ValueError: it is no single matrix, or not finite.
+        TypeError: an argument is not a single matrix.
+        torch.linalg.LinAlgError: a matrix is not finite.
 
     >>> import torch
     >>> import muonfx as mfx
@@ -98,28 +88,23 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
     (32, 32)
     """
     sizes = _singular_values("before", before)
-    largest = sizes[0] if sizes and sizes[0] > 0 else 1.0
-    curves: list[tuple[str, Sequence[float], str, str]] = [
-        ("before, over its largest", [size / largest for size in sizes], COLORS["gray"], ":")
-    ]
+    largest = max(sizes, default=0.0) or 1.0
+    curves = [("before, over its largest", [size / largest for size in sizes], COLORS["gray"], ":")]
     if after is not None:
         curves.append(("after", _singular_values("after", after), COLORS["blue"], "-"))
     with axes_for(ax) as axes:
         for name, values, color, line in curves:
             axes.plot(range(1, len(values) + 1), values, color=color, linestyle=line, label=name)
             if values:
-                label_end(axes, len(values), values[-1], name, color)
+                end, unit = (len(values), values[-1]), "offset points"
+                axes.annotate(name, end, (5, 0), textcoords=unit, va="center", color=color, annotation_clip=False)
         axes.set(xlabel="number of the singular value, largest first", ylabel="singular value")
-        axes.set_ylim(bottom=0.0)
-        axes.set_xlim(1, max(len(sizes), 2))
+        axes.set(ylim=(0.0, None), xlim=(1, max(len(sizes), 2)))
     return axes
 
 
 def _singular_values(what: str, matrix: Tensor) -> list[float]:
-    if not isinstance(matrix, Tensor):
-        raise TypeError(f"{what} must be one matrix, a tensor (rows, columns), found {type(matrix).__name__}")
-    if matrix.ndim != 2:
-        raise ValueError(f"{what} has shape {tuple(matrix.shape)}, expected one matrix (rows, columns)")
-    if not matrix.isfinite().all():
-        raise ValueError(f"{what} has elements that are not finite, and so no singular values")
+    if not isinstance(matrix, Tensor) or matrix.ndim != 2:
+        found = f"shape {tuple(matrix.shape)}" if isinstance(matrix, Tensor) else type(matrix).__name__
+        raise TypeError(f"{what} must be one matrix, a tensor (rows, columns), found {found}")
     return cast("list[float]", torch.linalg.svdvals(matrix.detach().to("cpu", torch.float64)).tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from matplotlib.ticker import LogLocator
@@ -26,11 +27,11 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
 
     Args:
         state: a state in which a ``monitor(..., by_leaf=True)`` measures "rms", or several monitors do.
-        ax: where to draw; None: a new figure, as high as there are layers.
+        ax: the axes to draw on; None: a new figure, whose height grows with the layers.
 
     Returns:
-        The axes: a point for each measured "rms", the first at the top, on a logarithmic scale. One that is zero has no
-        point. Each monitor has its own colour.
+        The axes: a point for each measured "rms", the first at the top, on a logarithmic scale. Zeros are omitted. Each
+        monitor has its own colour.
 
     Raises:
         ValueError: no monitor in the state measures "rms".
@@ -50,29 +51,21 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
             'the state has no "rms" of a monitor; put monitor("updates", ("rms",), by_leaf=True) where the updates are '
             "to be measured, last in the chain for the size of the steps"
         )
-    parts = {key: key.rpartition("/")[0].partition("/") for key in found}
-    rows = list(dict.fromkeys(leaf or name for name, _, leaf in parts.values()))
-    monitors = list(dict.fromkeys(name for name, _, _ in parts.values()))
+    monitors: dict[str, dict[str, float]] = {}
+    for key, value in found.items():
+        monitor, _, leaf = key.rpartition("/")[0].partition("/")
+        monitors.setdefault(monitor, {})[leaf or monitor] = value
+    rows = list(dict.fromkeys(row for values in monitors.values() for row in values))
     with axes_for(ax, 0.75 + _ROW * len(rows)) as axes:
-        colors = list(COLORS.values())
-        for number, monitor in enumerate(monitors):
-            mine = {leaf or name: found[key] for key, (name, _, leaf) in parts.items() if name == monitor}
-            shown = {row: value for row, value in mine.items() if value > 0}
-            axes.plot(
-                list(shown.values()),
-                [rows.index(row) for row in shown],
-                linestyle="none",
-                marker="o",
-                color=colors[number % len(colors)],
-                label=monitor,
-            )
+        for (monitor, values), color in zip(monitors.items(), cycle(COLORS.values()), strict=False):
+            shown = {row: value for row, value in values.items() if value > 0}
+            places = [rows.index(row) for row in shown]
+            axes.plot(list(shown.values()), places, linestyle="none", marker="o", color=color, label=monitor)
         axes.set_xscale("log")
-        axes.xaxis.set_minor_locator(
-            LogLocator(subs=(2, 5))
-        )  # labels of all nine minor ticks of a decade would overlap
+        # Labels of all nine minor ticks of a decade would overlap.
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
         axes.set_yticks(range(len(rows)), rows)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel("root mean square of an element")
+        axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="root mean square of an element")
         if len(monitors) > 1:
             legend_above(axes)
     return axes
@@ -82,13 +75,13 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     """Draw the memory of a state as bars, by its parts and by dtype.
 
     Args:
-        what: what `muonfx.summary` takes (a state, an optimizer, a model, a transform and its state as a pair), or what
-            it has returned.
-        ax: where to draw; None: a new figure.
+        what: an argument of `muonfx.summary` (a state, an optimizer, a model, a pair of a transform and its state), or
+            its result.
+        ax: the axes to draw on; None: a new figure.
 
     Returns:
-        The axes: a bar for each part of the state, cut by dtype, with its bytes at its end. Over ranks, what this rank
-        holds.
+        The axes: a bar for each part of the state, split by dtype, with its bytes at the end. Over ranks, the bytes of
+        this rank.
 
     Raises:
         ValueError: the state has no bytes.
@@ -103,30 +96,21 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     parts = _parts([leaf for leaf in about.leaves if leaf.nbytes])
     if not parts:
         raise ValueError("the state has no tensor with bytes on this rank; there is nothing to draw")
-    dtypes = list(about.by_dtype())
-    largest = max(sum(leaf.nbytes for leaf in leaves) for leaves in parts.values())
-    power = next((power for power in range(5, 0, -1) if largest >= 1024**power), 0)
+    totals = [sum(leaf.nbytes for leaf in leaves) for leaves in parts.values()]
+    power = next((power for power in range(5, 0, -1) if max(totals) >= 1024**power), 0)
     scale, unit = 1024**power, ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"][power]
     with axes_for(ax, 0.75 + _ROW * 1.4 * len(parts)) as axes:
         starts = [0.0] * len(parts)
-        for number, dtype in enumerate(dtypes):
+        for (dtype, nbytes), color in zip(about.by_dtype().items(), cycle(COLORS.values()), strict=False):
             widths = [sum(leaf.nbytes for leaf in leaves if leaf.dtype == dtype) / scale for leaves in parts.values()]
-            color = list(COLORS.values())[number % len(COLORS)]
-            axes.barh(
-                range(len(parts)),
-                widths,
-                0.7,
-                starts,
-                color=color,
-                label=f"{dtype}, {format_bytes(about.by_dtype()[dtype])}",
-            )
+            label = f"{dtype}, {format_bytes(nbytes)}"
+            axes.barh(range(len(parts)), widths, 0.7, starts, color=color, label=label)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        for place, (end, leaves) in enumerate(zip(starts, parts.values(), strict=True)):
-            text = format_bytes(sum(leaf.nbytes for leaf in leaves))
-            axes.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center")
+        for place, total in enumerate(totals):
+            at = (total / scale, place)
+            axes.annotate(format_bytes(total), at, xytext=(4, 0), textcoords="offset points", va="center")
         axes.set_yticks(range(len(parts)), list(parts))
-        axes.set_ylim(len(parts) - 0.5, -0.5)
-        axes.set_xlim(0, largest / scale * 1.18)
+        axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=(0, max(totals) / scale * 1.18))
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"{unit}, {format_bytes(about.nbytes)} in all")
         legend_above(axes)

@@ -30,7 +30,7 @@ def bytes_in(values) -> int:
 
 
 @given(trees.filter(lambda values: values is not None))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_every_leaf_is_there_once_and_bytes_add_up(values):
     found = mfx.summary(values)
     assert [leaf.path for leaf in found.leaves] == [tuple(map(str, path)) for path in mfx.tree.paths(values)]
@@ -114,9 +114,7 @@ def test_a_state_of_another_chain_is_refused():
     ("what", "message"),
     [
         (3, "found int with no tensor"),
-        (None, "found NoneType with no tensor"),
         (torch.optim.SGD([torch.zeros(1)]), "found SGD with no tensor"),
-        (nn.Linear(2, 2).parameters(), "found generator with no tensor"),
         (({"w": torch.ones(2)}, mfx.scale(1.0)), "the transform comes first"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -124,9 +122,3 @@ def test_a_state_of_another_chain_is_refused():
 def test_what_has_no_tensors_is_refused(what: Any, message: str):
     with pytest.raises(TypeError, match=message):
         mfx.summary(what)
-
-
-def test_values_that_are_no_tensors_take_no_bytes():
-    found = mfx.summary({"a": None, "b": 3, "c": torch.zeros(2)})
-    assert [(leaf.dtype, leaf.nbytes) for leaf in found.leaves] == [("-", 0), ("int", 0), ("float32", 8)]
-    assert "total of 1 tensor " in str(found)
