@@ -37,7 +37,7 @@ from muonfx.core import (
 )
 from muonfx.core.schedules import (
     Scalar, ScalarOrSchedule, Schedule, ScheduleFunction, constant, cosine, exponential, join, linear, one_cycle,
-    piecewise_constant, piecewise_interpolate, polynomial, schedule, sgdr, warmup_cosine, warmup_stable_decay,
+    polynomial, schedule, sgdr, warmup_cosine, warmup_stable_decay,
 )
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
 from muonfx.select import Labels, MatrixView, default_labels, describe, labels
@@ -100,8 +100,8 @@ __all__ = [
     "InitAndUpdate", "Metric", "PyTree", "Scalar", "ScalarOrSchedule", "ScheduleFunction", "ShapeRule",
     "StateAndStep",
     # schedules
-    "Schedule", "constant", "cosine", "exponential", "join", "linear", "one_cycle", "piecewise_constant",
-    "piecewise_interpolate", "polynomial", "schedule", "sgdr", "warmup_cosine", "warmup_stable_decay",
+    "Schedule", "constant", "cosine", "exponential", "join", "linear", "one_cycle", "polynomial", "schedule",
+    "sgdr", "warmup_cosine", "warmup_stable_decay",
     # as a torch optimizer
     "Muon", "TransformOptimizer",
     # recipes

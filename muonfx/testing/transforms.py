@@ -45,7 +45,6 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
     lengths = st.integers(0, 4)
     ways = st.sampled_from(("linear", "cosine"))
-    scales = st.sampled_from(({}, {1: 0.5}, {2: 0.5, 3: 2.0}))
 
     def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
         return sch.warmup_stable_decay(peak, up, down, up + flat + down)
@@ -65,8 +64,6 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
             st.sampled_from((0.5, 2.0)),
             staircase=st.booleans(),
         ),
-        st.builds(sch.piecewise_constant, values, scales),
-        st.builds(sch.piecewise_interpolate, values, scales, ways),
         st.builds(sch.one_cycle, values, st.integers(1, 4), ways),
         st.builds(sch.sgdr, values, st.integers(1, 3), st.integers(1, 3), growth=st.integers(1, 2)),
     )

@@ -53,16 +53,6 @@ def test_a_polynomial_of_power_one_is_a_line():
         assert mfx.polynomial(1.0, 0.2, 9, 3.0, begin=2)(count) == pytest.approx(0.2 + 0.8 * left**3)
 
 
-def test_pieces_are_products_of_scales():
-    scales = {8: 3.0, 2: 0.5}
-    for count in STEPS:
-        product = math.prod(scale for step, scale in scales.items() if step <= count)
-        assert mfx.piecewise_constant(4.0, scales)(count) == pytest.approx(4.0 * product)
-    for interpolation in ("linear", "cosine"):
-        between = mfx.piecewise_interpolate(4.0, scales, interpolation)
-        assert [between(count) for count in (0, 2, 5, 8, 13)] == pytest.approx([4.0, 2.0, 4.0, 6.0, 6.0])
-
-
 @pytest.mark.parametrize("interpolation", ["linear", "cosine"])
 def test_a_cycle_begins_peaks_and_ends_where_it_says(interpolation: str):
     cycle = mfx.one_cycle(2.0, 20, interpolation, pct_start=0.25, div_factor=4.0, final_div_factor=10.0)

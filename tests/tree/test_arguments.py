@@ -53,8 +53,6 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     schedules.exponential: (1.0, 4, 0.5),
     schedules.linear: (1.0, 0.1, 4),
     schedules.one_cycle: (1.0, 4),
-    schedules.piecewise_constant: (1.0, {2: 0.5}),
-    schedules.piecewise_interpolate: (1.0, {2: 0.5}),
     schedules.polynomial: (1.0, 0.1, 4),
     schedules.sgdr: (1.0, 4, 2),
     schedules.warmup_cosine: (1.0, 1, 4),

@@ -13,11 +13,12 @@ from muonfx.core.schedules.curves import (
     exponential,
     join,
     linear,
+    one_cycle,
     polynomial,
+    sgdr,
     warmup_cosine,
     warmup_stable_decay,
 )
-from muonfx.core.schedules.cycles import one_cycle, piecewise_constant, piecewise_interpolate, sgdr
 
 __all__ = [
     "Scalar",
@@ -30,8 +31,6 @@ __all__ = [
     "join",
     "linear",
     "one_cycle",
-    "piecewise_constant",
-    "piecewise_interpolate",
     "polynomial",
     "schedule",
     "sgdr",

@@ -1,16 +1,17 @@
-"""Constant, linear, cosine, polynomial and exponential schedules, and sequences of schedules."""
+"""Constant, linear, cosine, polynomial, exponential and cyclic schedules, and sequences of schedules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from muonfx.core import checks
-from muonfx.core.schedules.base import Scalar, Schedule, schedule, whole_number
+from muonfx.core.schedules.base import Scalar, Schedule, ScheduleFunction, schedule, whole_number
 
 __all__ = [
     "constant",
@@ -19,26 +20,23 @@ __all__ = [
     "join",
     "joined",
     "linear",
+    "one_cycle",
     "polynomial",
+    "sgdr",
     "warmup_cosine",
     "warmup_stable_decay",
 ]
 
 
-def _function(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Annotate a lambda."""
-    return function
-
-
 @schedule
-def constant(value: Scalar):
+def constant(value: Scalar) -> ScheduleFunction:
     """Hold one value.
 
     >>> constant(0.5)(100)
     0.5
     """
     checks.finite("value", value)
-    return _function(lambda count: value + 0.0 * count)
+    return lambda count: value + 0.0 * count
 
 
 def _fraction(count: Tensor, steps: int) -> Tensor:
@@ -47,7 +45,7 @@ def _fraction(count: Tensor, steps: int) -> Tensor:
 
 
 @schedule
-def linear(start: Scalar, end: Scalar, steps: int):
+def linear(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
     """Go from one value to another on a straight line, then stay.
 
     Args:
@@ -61,11 +59,11 @@ def linear(start: Scalar, end: Scalar, steps: int):
     checks.finite("start", start)
     checks.finite("end", end)
     whole_number("steps", steps)
-    return _function(lambda count: start + (end - start) * _fraction(count, steps))
+    return lambda count: start + (end - start) * _fraction(count, steps)
 
 
 @schedule
-def cosine(start: Scalar, steps: int, end: Scalar = 0.0):
+def cosine(start: Scalar, steps: int, end: Scalar = 0.0) -> ScheduleFunction:
     """Go from one value to another on half a cosine, then stay.
 
     >>> [round(cosine(1.0, 10)(count), 3) for count in (0, 5, 10)]
@@ -74,11 +72,11 @@ def cosine(start: Scalar, steps: int, end: Scalar = 0.0):
     checks.finite("start", start)
     checks.finite("end", end)
     whole_number("steps", steps)
-    return _function(lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps))))
+    return lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps)))
 
 
 @schedule
-def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begin: int = 0):
+def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begin: int = 0) -> ScheduleFunction:
     r"""Go from one value to another as a power of what is left of the way, $(1 - t/T)^p$, then stay.
 
     Args:
@@ -96,9 +94,7 @@ def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begi
     checks.positive("power", power)
     whole_number("steps", steps)
     whole_number("begin", begin)
-    return _function(
-        lambda count: end + (start - end) * torch.pow(1.0 - _fraction(count - begin, steps), _tensor(power, count))
-    )
+    return lambda count: end + (start - end) * torch.pow(1.0 - _fraction(count - begin, steps), _tensor(power, count))
 
 
 @schedule
@@ -222,3 +218,104 @@ def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor
         return result
 
     return value
+
+
+@schedule
+def one_cycle(
+    peak: float,
+    total_steps: int,
+    interpolation: Literal["linear", "cosine"] = "linear",
+    *,
+    pct_start: float = 0.3,
+    pct_final: float = 0.85,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+):
+    """Rise to a peak, fall back, and fall further until the last step; on half cosines, fall once.
+
+    Args:
+        peak: the largest value.
+        total_steps: the length in steps.
+        interpolation: "linear" or "cosine".
+        pct_start: the share of the steps after which the peak is reached.
+        pct_final: the share of the steps after which the first value is reached again; for lines only.
+        div_factor: the peak over the first value.
+        final_div_factor: the first value over the last.
+
+    Follows Smith and Topin (arXiv 1708.07120); ``linear_onecycle_schedule`` and ``cosine_onecycle_schedule`` of Optax.
+
+    >>> [one_cycle(1.0, 100, div_factor=4.0, final_div_factor=5.0)(count) for count in (0, 15, 30, 85, 100)]
+    [0.25, 0.625, 1.0, 0.25, 0.05]
+    """
+    checks.finite("peak", peak)
+    checks.positive_int("total_steps", total_steps)
+    for name, share in {"pct_start": pct_start, "pct_final": pct_final}.items():
+        checks.at_least(name, share, 0.0)
+        if isinstance(share, float) and share > 1.0:
+            raise ValueError(f"{name} must be at most 1, found {share!r}")
+    checks.positive("div_factor", div_factor)
+    checks.positive("final_div_factor", final_div_factor)
+
+    def at(share: float | Tensor) -> float | Tensor:
+        return (share * total_steps).floor() if isinstance(share, Tensor) else math.floor(share * total_steps)
+
+    low = peak / div_factor
+    points = [(0, low), (at(pct_start), peak), (at(pct_final), low), (total_steps, low / final_div_factor)]
+    return _through(
+        [point for place, point in enumerate(points) if place != 2 or interpolation == "linear"], interpolation
+    )
+
+
+def _through(points: list[tuple[float | Tensor, float | Tensor]], interpolation: str) -> Callable[[Tensor], Tensor]:
+    """Return the function of the count that passes through values at given steps, and then stays."""
+
+    def value(count: Tensor) -> Tensor:
+        result = points[0][1] + 0.0 * count
+        for (begin, low), (end, high) in pairwise(points):
+            done = (count - begin) / _tensor(end - begin, count).clamp(min=1.0)
+            done = 0.5 - 0.5 * torch.cos(math.pi * done) if interpolation == "cosine" else done
+            result = torch.where(count >= begin, low + (high - low) * done, result)
+            result = torch.where(count >= end, high, result)
+        return result
+
+    return value
+
+
+@schedule
+def sgdr(
+    peak: Scalar,
+    steps: int,
+    cycles: int,
+    *,
+    growth: int = 1,
+    decay: Scalar = 1.0,
+    warmup_steps: int = 0,
+    start: Scalar = 0.0,
+    end: Scalar = 0.0,
+):
+    """Repeat a cosine decay from the peak: warm restarts.
+
+    Args:
+        peak: the largest value of the first cycle.
+        steps: the length of the first cycle.
+        cycles: the number of cycles; after the last one the value stays.
+        growth: the length of each cycle over the length of the previous cycle.
+        decay: the peak of each cycle over the peak of the previous cycle.
+        warmup_steps: the steps of each cycle in which it rises to its peak.
+        start: the value from which each cycle rises.
+        end: the value to which each cycle falls.
+
+    Follows Loshchilov and Hutter (arXiv 1608.03983); `join` combines any other cycles.
+
+    >>> [round(sgdr(1.0, 4, 2, growth=2)(count), 3) for count in (0, 2, 4, 8, 12)]
+    [1.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    checks.positive_int("steps", steps)
+    checks.positive_int("cycles", cycles)
+    checks.positive_int("growth", growth)
+    checks.finite("decay", decay)
+    lengths = [steps * growth**cycle for cycle in range(cycles)]
+    parts = [
+        warmup_cosine(peak * decay**cycle, warmup_steps, length, start, end) for cycle, length in enumerate(lengths)
+    ]
+    return joined(parts, [sum(lengths[:cycle]) for cycle in range(1, cycles)])

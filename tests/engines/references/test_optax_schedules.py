@@ -36,7 +36,6 @@ def _double_precision() -> Iterator[None]:
 VALUES = st.floats(0.01, 4.0)
 LENGTHS = st.integers(1, 9)
 BEGINS = st.integers(0, 4)
-SCALES = st.dictionaries(st.integers(1, 20), st.floats(0.0, 3.0), min_size=1, max_size=4)
 WAYS = st.sampled_from(("linear", "cosine"))
 
 
@@ -77,20 +76,6 @@ def restarts(peak: float, steps: int, cycles: int, growth: int, decay: float, st
 PAIRS: dict[str, Callable[[], st.SearchStrategy[Any]]] = {
     "exponential": lambda: st.builds(exponentials, VALUES, LENGTHS, VALUES, BEGINS, st.booleans(), st.none() | VALUES),
     "polynomial": lambda: st.builds(polynomials, VALUES, VALUES, LENGTHS, st.sampled_from((1.0, 0.5, 3.0)), BEGINS),
-    "piecewise constant": lambda: st.builds(
-        lambda start, scales: (mfx.piecewise_constant(start, scales), optax.piecewise_constant_schedule(start, scales)),
-        VALUES,
-        SCALES,
-    ),
-    "piecewise interpolated": lambda: st.builds(
-        lambda start, scales, way: (
-            mfx.piecewise_interpolate(start, scales, way),
-            optax.piecewise_interpolate_schedule(way, start, scales),
-        ),
-        VALUES,
-        SCALES,
-        WAYS,
-    ),
     # from 4 steps on: with fewer Optax's boundaries fall together, and one of them is lost
     "one cycle": lambda: st.builds(one_cycles, VALUES, st.integers(4, 20), WAYS, VALUES, VALUES),
     "sgdr": lambda: st.builds(
