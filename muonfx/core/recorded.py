@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import optree
 import torch
@@ -31,13 +31,7 @@ from torch import Tensor
 
 from muonfx.core.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
-from muonfx.tree.arguments import (
-    bind,
-    check_plain,
-    did_you_mean,
-    kinds_of,
-    plain_value,
-)
+from muonfx.tree.arguments import bind, check_plain, did_you_mean, kinds_of
 
 __all__ = [
     "Definition",
@@ -206,6 +200,8 @@ class Recorded:
 
     structure: Structure
     parts: tuple[Any, ...]
+    number_types: ClassVar[tuple[type, ...]] = ()
+    """Types of values that are accepted in place of a number."""
 
     @classmethod
     def record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
@@ -218,9 +214,8 @@ class Recorded:
         skeleton: dict[str, object] = {}
         for name, value in bound.arguments.items():
             kinds = definition.plain[name]
-            value = plain_value(value, kinds)
-            if not ("float" in kinds and cls.stands_for_a_number(factory, value)):
-                check_plain(factory.__name__, name, value, kinds)
+            if not ("float" in kinds and isinstance(value, cls.number_types)):
+                value = check_plain(factory.__name__, name, value, kinds)
             default = parameters[name].default
             if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
                 raise TypeError(f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}")
@@ -232,11 +227,6 @@ class Recorded:
                 "chain(a, b, c) and not chain(chain(a, b), c)"
             )
         return cls._from(Structure(cls, factory, skeleton), parts)
-
-    @classmethod
-    def stands_for_a_number(cls, factory: Factory, value: object) -> bool:
-        """Return True if a value is accepted in place of a number."""
-        return False
 
     def names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the dotted names of the parts in one argument, in order."""

@@ -1,9 +1,9 @@
 """Check arguments of plain types, and suggest names for misspelt ones.
 
 An annotation lists which of bool, int, float and str an argument may be, or which strings (``Literal``). Python does
-not check it: ``nesterov="no"`` would count as true and ``steps=True`` as 1, and here these are errors. Only these types
-are checked, and only if the whole annotation is known: a union with an unknown member is left to the code that uses
-the argument. Annotations are evaluated in the globals of the function.
+not check it: ``nesterov="no"`` would count as true and ``steps=True`` as 1, and here these are errors. A value of any
+other type is accepted if the annotation contains another type; the code that uses the argument checks it.
+Annotations are evaluated in the globals of the function.
 """
 
 from __future__ import annotations
@@ -25,102 +25,70 @@ __all__ = [
     "NAMES_HERE",
     "bind",
     "check_plain",
+    "close_names",
     "code_of",
     "did_you_mean",
     "kinds_of",
     "plain_arguments",
     "plain_kinds",
-    "plain_value",
 ]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d tensor", "str": "a string"}
-# Further types that are known; no plain value is one of them.
-_OTHERS = {
-    "NoneType": "None",
-    "Tensor": "Tensor",
-    "dtype": "torch.dtype",
-    "device": "torch.device",
-    "Schedule": "Schedule",
-    "Predicate": "Predicate",
-}
-_CONTAINERS = (tuple, list, dict, Mapping, Sequence, Callable)
-# Aliases of `muonfx.core.schedules` that a module may import for type checkers only.
-_Schedule = type("Schedule", (), {})
-_ALIASES: dict[str, object] = {"Scalar": float | Tensor, "ScalarOrSchedule": float | Tensor | _Schedule}
-
+_SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 
 NAMES_HERE = {
     name: here
     for here, names in {
-        "transform": "GradientTransformation GradientTransformationExtraArgs with_extra_args_support",
+        "transform": "GradientTransformation GradientTransformationExtraArgs",
         "TransformOptimizer": "Optimizer",
         "PyTree": "Params Updates OptState",
         "Muon": "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam SingleDeviceMuon",
-        "TransformOptimizer(model, muonfx.adamw())": "Adam AdamW NAdam",
+        "TransformOptimizer(model, muonfx.adamw())": "Adam AdamW",
         "TransformOptimizer(model, muonfx.lion())": "Lion",
         "TransformOptimizer(model, muonfx.chain(muonfx.momentum(heavy_ball=True), "
         "muonfx.scale_by_learning_rate(0.1)))": "SGD",
-        "chain": "named_chain sequential",
+        "chain": "named_chain",
         "partition": "multi_transform",
-        "masked": "freeze selective_transform",
-        "accumulate": "MultiSteps apply_every",
-        "skip_nonfinite": "apply_if_finite skip_not_finite skip_large_updates zero_nans",
-        "stateless": "stateless_with_tree_map",
+        "accumulate": "MultiSteps",
+        "skip_nonfinite": "apply_if_finite zero_nans",
         "scale(muonfx.linear(1.0, 0.0, 10))": "scale_by_schedule",
-        "with_hyperparams": "inject_hyperparams inject_stateful_hyperparams",
+        "with_hyperparams": "inject_hyperparams",
         "momentum(heavy_ball=True)": "trace sgd",
         "momentum(nesterov=False)": "ema",
         "adamw(weight_decay=0.0)": "adam",
         "adamw(nesterov=True)": "nadam nadamw",
         "clip_by_value": "clip clip_grad_value_",
         "clip_by_global_norm": "clip_grad_norm_",
-        "monitor": "measure_with_ema snapshot",
         "ema_params": "incremental_update AveragedModel",
         "normalize_leaves": "normalize",
-        "match_weight_norms": "scale_by_param_block_norm scale_by_param_block_rms fromage",
+        "match_weight_norms": "scale_by_param_block_norm scale_by_param_block_rms",
         "scale_by_factored_rms": "adafactor Adafactor",
-        "scale_by_trust_ratio": "lamb lars LAMB LARS",
+        "scale_by_trust_ratio": "lamb lars",
         "scale_by_rms": "rmsprop RMSprop",
-        "scale_by_sign": "sign_sgd signum",
-        "contrib.scale_by_ademamix": "ademamix",
-        "contrib.scale_by_dog": "dog scale_by_distance_over_gradients",
-        "contrib.scale_by_dowg": "dowg",
-        "contrib.scale_by_dion": "galore scale_by_galore",
         "muon": "scale_by_muon",
-        "contrib.schedule_free": "schedule_free_adamw schedule_free_sgd",
         "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
-        "constant": "constant_schedule",
-        "linear": "linear_schedule",
         "cosine": "cosine_decay_schedule",
         "join": "join_schedules piecewise_constant_schedule piecewise_interpolate_schedule",
         "exponential": "exponential_decay",
-        "polynomial": "polynomial_schedule",
         "one_cycle": "cosine_onecycle_schedule linear_onecycle_schedule",
-        "sgdr": "sgdr_schedule",
         "warmup_cosine": "warmup_cosine_decay_schedule",
-        "join([muonfx.linear(0.0, 1.0, 10), muonfx.constant(1.0)], [10])": "warmup_constant_schedule",
         "warmup_stable_decay": "warmup_exponential_decay_schedule",
         "tree": "tree_utils",
-        "tree.map": "tree_map",
-        "tree.map_params": "tree_map_params",
-        "tree.get": "tree_get",
-        "tree.get_all": "tree_get_all_with_path",
-        "tree.set": "tree_set",
-        "tree.add": "tree_add",
-        "tree.scale": "tree_scale",
-        "tree.vdot": "tree_vdot",
-        "tree.norm": "tree_norm",
         "schedules": "lr_scheduler",
+        **{name: f"{name}_schedule" for name in ("constant", "linear", "polynomial", "sgdr")},
+        **{
+            f"tree.{name}": f"tree_{name}"
+            for name in ("add", "get", "map", "map_params", "norm", "scale", "set", "vdot")
+        },
     }.items()
     for name in names.split()
 }
 """Names of Optax, ``torch.optim`` and the first implementation of Muon, with their counterpart in muonfx."""
 
 _ARGUMENTS_HERE = {
-    "lr": ("lr", "learning_rate"),
     "beta": ("decay", "momentum"),
     "momentum": ("momentum", "decay"),
     "decay": ("decay", "momentum"),
@@ -136,7 +104,6 @@ _ARGUMENTS_HERE = {
     "adam_b1": ("b1", "betas"),
     "adam_b2": ("b2", "betas"),
     "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
-    "adam_weight_decay": ("adamw_weight_decay",),
     "weight_decay_mask": ("mask",),
     "muon_weight_dimension_numbers": ("dims",),
     "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
@@ -156,57 +123,62 @@ _PARTS = (
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object] | None = None) -> frozenset[str]:
-    """Return the members of a union if all are known and at least one is plain; empty means unchecked.
+    """Return the members of a union if all are types and at least one is plain; empty means unchecked.
 
     An annotation in quotes is evaluated with the given names; if it cannot be, it is unchecked.
     """
     if isinstance(annotation, str):
         try:
-            annotation = eval(annotation, {**_ALIASES, **(names or {})})
+            annotation = eval(annotation, dict(names or {}))
         except Exception:
             return frozenset()
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    kinds = [kind for member in members for kind in _kinds_of_member(member)]
-    is_plain = any(kind in _PLAIN or _is_literal(kind) for kind in kinds)
-    return frozenset(kinds) if is_plain and "" not in kinds else frozenset()
+    kinds = frozenset(kind for member in members for kind in _kinds_of_member(member))
+    return kinds if "" not in kinds and any(kind in _PLAIN or _is_literal(kind) for kind in kinds) else frozenset()
 
 
 def _kinds_of_member(member: object) -> list[str]:
-    """Return the names of the types that a member of a union accepts; "" is an unknown type."""
+    """Return the names of the types that a member of a union accepts; "" if it is no type."""
     origin = get_origin(member)
+    if origin is None:
+        return [_SHOWN.get(member.__name__, member.__name__) if isinstance(member, type) else ""]
     if origin is Literal:
-        return [repr(value) for value in get_args(member)]
-    if origin in _CONTAINERS:
-        return [re.sub(r"\b(collections\.abc|typing|torch)\.", "", str(member))]
-    if isinstance(member, type):
-        return [member.__name__ if member.__name__ in _PLAIN else _OTHERS.get(member.__name__, "")]
-    return [""]
+        return list(map(repr, get_args(member)))
+    return [re.sub(r"\b(collections\.abc|typing|torch)\.", "", str(member))]
 
 
-def _is_literal(member: str) -> bool:
-    return member.startswith(("'", '"'))
+def _is_literal(kind: str) -> bool:
+    return kind.startswith(("'", '"'))
 
 
-def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> None:
-    """Raise unless `value` is of one of the kinds from `plain_kinds`."""
+def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> Any:
+    """Raise unless `value` is of one of the kinds from `plain_kinds`; return it, with Python's type if it is a number.
+
+    Numbers of NumPy and of other libraries are converted.
+    """
+    if not isinstance(value, bool | Tensor):
+        if isinstance(value, numbers.Integral) and kinds & {"int", "float"}:
+            value = int(value)
+        elif isinstance(value, numbers.Real) and "float" in kinds:
+            value = float(value)
     if not kinds or _is_one_of(value, kinds):
-        return
-    choices = [kind for kind in kinds if _is_literal(kind)]
-    said = sorted(kind.replace("'", '"') for kind in choices)
-    said += [words for kind, words in _PLAIN.items() if kind in kinds]
-    said += sorted(kinds - _PLAIN.keys() - set(choices) - ({"Tensor"} if "float" in kinds else set()))
+        return value
+    choices = sorted(filter(_is_literal, kinds))
+    accepted = [choice.replace("'", '"') for choice in choices]
+    accepted += [words for kind, words in _PLAIN.items() if kind in kinds]
+    accepted += sorted(kinds - _PLAIN.keys() - set(choices) - ({"Tensor"} if "float" in kinds else set()))
     wrong = ValueError if choices and isinstance(value, str) else TypeError
     advice = did_you_mean(value, [choice[1:-1] for choice in choices]) if isinstance(value, str) else ""
     if "float" in kinds and callable(value):
         advice = "; a function of the step count becomes a schedule, which stands for a number, by mfx.schedule"
-    raise wrong(f"{owner}: {name} must be {' or '.join(said)}, found {value!r}{advice}")
+    raise wrong(f"{owner}: {name} must be {' or '.join(accepted)}, found {value!r}{advice}")
 
 
 def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
     if isinstance(value, bool):
         return "bool" in kinds
     if isinstance(value, int):
-        return "int" in kinds or "float" in kinds
+        return bool(kinds & {"int", "float"})
     if isinstance(value, float):
         return "float" in kinds
     if isinstance(value, str):
@@ -214,32 +186,11 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
     if value is None:
         return "None" in kinds
     if isinstance(value, Tensor):
-        return bool(kinds & {"float", "Tensor", "torch.Tensor"})
+        return bool(kinds & {"float", "Tensor"})
     if type(value) is object or type(value).__module__.startswith("torch"):
         return True  # a pytree library's placeholder for a leaf, a symbolic number, a dtype
     # a schedule, a tuple, ...: the code that uses the argument checks it further
-    return any(kind not in _PLAIN and kind != "None" and not _is_literal(kind) for kind in kinds)
-
-
-def plain_value(value: object, kinds: frozenset[str]) -> object:
-    """Convert a number of NumPy or another library to Python's; return any other value unchanged."""
-    if value is None or isinstance(value, bool | str | Tensor) or type(value) in (int, float):
-        return value
-    if isinstance(value, numbers.Integral) and kinds & {"int", "float"}:
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) and "float" in kinds else value
-
-
-def _single_number(owner: str, name: str, value: object, kinds: frozenset[str]) -> object:
-    """Return a one-element tensor given for a number as a 0-d view; raise if it has several elements."""
-    if not isinstance(value, Tensor) or value.ndim == 0 or "float" not in kinds:
-        return value
-    if value.numel() != 1:
-        raise ValueError(
-            f"{owner}: {name} must be a number or a 0-d tensor, found a tensor of shape {tuple(value.shape)}; for one "
-            "transform with each of several numbers: muonfx.stack"
-        )
-    return value.reshape(())
+    return any(not (kind in _PLAIN or kind == "None" or _is_literal(kind)) for kind in kinds)
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -248,6 +199,17 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     close = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
     close = close or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def close_names(wanted: str, names: Iterable[str]) -> list[str]:
+    """Return up to three dotted names with consecutive parts that are similar to the wanted ones."""
+    length = wanted.count(".") + 1
+    windows: dict[str, str] = {}
+    for name in names:
+        parts = name.lower().split(".")
+        for at in range(max(1, len(parts) - length + 1)):
+            windows.setdefault(".".join(parts[at : at + length]), name)
+    return list(dict.fromkeys(windows[found] for found in difflib.get_close_matches(wanted.lower(), windows)))
 
 
 def _hint(wrong: str, known: Iterable[str]) -> str:
@@ -311,8 +273,14 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
-            value = _single_number(owner, name, plain_value(value, kinds[name]), kinds[name])
-            check_plain(owner, name, value, kinds[name])
+            value = check_plain(owner, name, value, kinds[name])
+            if isinstance(value, Tensor) and value.ndim and "float" in kinds[name]:
+                if value.numel() != 1:
+                    raise ValueError(
+                        f"{owner}: {name} must be a number or a 0-d tensor, found a tensor of shape "
+                        f"{tuple(value.shape)}; for one transform with each of several numbers: muonfx.stack"
+                    )
+                value = value.reshape(())
             bound.arguments[name] = value
         return function(*bound.args, **bound.kwargs)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
 from muonfx.tree.structure import PyTree, open_node
 
@@ -102,10 +102,10 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, Any]:
         return found[0]
     wanted = repr(where) if isinstance(where, str) else getattr(where, "__qualname__", repr(where))
     if not found:
-        every = [_dotted(path) for path, _ in _nodes(tree) if path]
-        ends = {".".join(name.split(".")[-1 - wanted.count(".") :]): name for name in every}
-        close = difflib.get_close_matches(where, ends, n=3) if isinstance(where, str) else []
-        said = f"; close to it are {', '.join(ends[name] for name in close)}" if close else ""
+        close = (
+            close_names(where, [_dotted(path) for path, _ in _nodes(tree) if path]) if isinstance(where, str) else []
+        )
+        said = f"; close to it are {', '.join(close)}" if close else ""
         raise KeyError(f"{wanted} is nowhere in the tree{said}")
     places = format_list([_dotted(path) or "the tree itself" for path, _ in found], str)
     raise KeyError(f"{wanted} is in {len(found)} places: {places}; say more of the path")

@@ -57,6 +57,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     schedules.sgdr: (1.0, 4, 2),
     schedules.warmup_cosine: (1.0, 1, 4),
     schedules.warmup_stable_decay: (1.0, 1, 1, 4),
+    select.labels: (MODEL, []),
     select.where: (bool,),
     sharding.broadcast: (PARAMS, sharding.zero(PARAMS, 1)),
     sharding.zero: (PARAMS, 1),
@@ -65,7 +66,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     sharding.offload: (TX,),
 }
 """Good values for what must be given; what is in no entry needs nothing."""
-MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}}
+MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}, select.labels: {"default": "muon"}}
 
 NOT_ASKED = {
     mfx.transform,  # below
@@ -80,6 +81,7 @@ NOT_ASKED = {
     mfx.default_labels,  # labels are looked up by who has transforms for them
     select.default_labels_by_name,
     select.ParamInfo,  # made by us, and not from what was typed
+    sharding.replicated,  # a process group is not plain
     sharding.Layout,
     sharding.Plan,
 }
