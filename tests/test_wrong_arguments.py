@@ -70,7 +70,7 @@ WRONG = {
     "warmup_cosine(1.0, 20, 10)": "warmup_steps must be at most total_steps",
     "exponential(1.0, 0, 0.5)": "steps must be an int of 1 or more, found 0",
     "exponential(1.0, 1, 0.0)": "rate must be above 0, found 0.0",
-    "polynomial(1.0, 0.0, 4, power=-1.0)": "power must be at least 0",
+    "polynomial(1.0, 0.0, 4, power=-1.0)": "power must be above 0",
     "one_cycle(1.0, 4, pct_start=1.5)": "pct_start must be at most 1, found 1.5",
     "sgdr(1.0, 4, 0)": "cycles must be an int of 1 or more, found 0",
     "momentum(linear(-0.5, 0.9, 4))": r"momentum: at step 0, decay must be in \[0, 1\)",

@@ -6,14 +6,13 @@ Python control flow must not depend on its value.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
 from muonfx.tree import PyTree
+from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
 from muonfx.tree.tracing import functorch_is_active
 from muonfx.tree.wrappers import unwrapped
@@ -28,7 +28,6 @@ from muonfx.tree.wrappers import unwrapped
 __all__ = [
     "NamePatterns",
     "at_least",
-    "carries_a_graph",
     "check_floating",
     "check_params",
     "check_state_like",
@@ -44,6 +43,7 @@ __all__ = [
     "state_dtype",
     "warn_of_growing_graphs",
     "warn_of_unmatched",
+    "whole_number",
 ]
 
 
@@ -51,14 +51,15 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _number(name: str, value: object) -> float | None:
-    if isinstance(value, Tensor):
-        return None
+def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = math.isfinite) -> Any:
+    """Require a finite number that fits, and return it; a tensor always passes."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        if type(value) is object or type(value).__module__.startswith("torch"):
-            return None  # a pytree library's placeholder for a leaf, or a symbolic number
+        if isinstance(value, Tensor) or type(value) is object or type(value).__module__.startswith("torch"):
+            return value  # a tensor, a pytree library's placeholder for a leaf, or a symbolic number
         raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
-    return float(value)
+    if not (math.isfinite(value) and fits(value)):
+        raise ValueError(f"{name} must be {expected if math.isfinite(value) else 'finite'}, found {value!r}")
+    return value
 
 
 def finite(name: str, value: object) -> float:
@@ -68,84 +69,47 @@ def finite(name: str, value: object) -> float:
     Traceback (most recent call last):
     ValueError: factor must be finite, found nan
     """
-    number = _number(name, value)
-    if number is not None and not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, found {value!r}")
-    return cast("float", value)
+    return _number(name, value)
 
 
 def at_least(name: str, value: object, low: float) -> float:
-    """Require a finite number not below a bound, and return it.
-
-    >>> at_least("learning_rate", -0.1, 0.0)
-    Traceback (most recent call last):
-    ValueError: learning_rate must be at least 0, found -0.1
-    """
-    finite(name, value)
-    number = _number(name, value)
-    if number is not None and number < low:
-        raise ValueError(f"{name} must be at least {low:g}, found {value!r}")
-    return cast("float", value)
+    """Require a finite number not below a bound, and return it."""
+    return _number(name, value, f"at least {low:g}", lambda number: number >= low)
 
 
 def in_unit_interval(name: str, value: object) -> float:
-    """Require a number in [0, 1), and return it.
-
-    >>> in_unit_interval("decay", 1.0)
-    Traceback (most recent call last):
-    ValueError: decay must be in [0, 1), found 1.0
-    """
-    finite(name, value)
-    number = _number(name, value)
-    if number is not None and not 0.0 <= number < 1.0:
-        raise ValueError(f"{name} must be in [0, 1), found {value!r}")
-    return cast("float", value)
+    """Require a number in [0, 1), and return it."""
+    return _number(name, value, "in [0, 1)", lambda number: 0.0 <= number < 1.0)
 
 
 def positive(name: str, value: object) -> float:
-    """Require a finite number above 0, and return it.
-
-    >>> positive("limit", 0.0)
-    Traceback (most recent call last):
-    ValueError: limit must be above 0, found 0.0
-    """
-    at_least(name, value, 0.0)
-    if _number(name, value) == 0.0:
-        raise ValueError(f"{name} must be above 0, found {value!r}")
-    return cast("float", value)
+    """Require a finite number above 0, and return it."""
+    return _number(name, value, "above 0", lambda number: number > 0.0)
 
 
 def positive_int(name: str, value: object) -> None:
-    """Require an int of 1 or more.
+    """Require an int of 1 or more."""
+    whole_number(name, value, least=1)
 
-    >>> positive_int("every", 0)
-    Traceback (most recent call last):
-    ValueError: every must be an int of 1 or more, found 0
-    """
+
+def whole_number(name: str, value: object, *, least: int = 0) -> None:
+    """Require an int that is not below a bound."""
+    message = f"{name} must be an int of {least} or more, found {value!r}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int of 1 or more, found {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be an int of 1 or more, found {value!r}")
+        raise TypeError(message)
+    if value < least:
+        raise ValueError(message)
 
 
 def state_dtype(name: str, value: object) -> None:
-    """Require a setting for the dtype of a state: "auto", a real floating-point torch dtype, or None.
-
-    >>> state_dtype("mu_dtype", torch.int8)
-    Traceback (most recent call last):
-    TypeError: mu_dtype must be "auto", a floating-point torch.dtype or None, found torch.int8
-    >>> state_dtype("mu_dtype", "fp32")
-    Traceback (most recent call last):
-    ValueError: mu_dtype must be "auto", a floating-point torch.dtype or None, found 'fp32'
-    """
+    """Require a setting for the dtype of a state: "auto", a real floating-point torch dtype, or None."""
     if value is None or value == "auto" or (isinstance(value, torch.dtype) and value.is_floating_point):
         return
     wrong = ValueError if isinstance(value, str) else TypeError
     raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
 
 
-_PACKAGES = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
-_LIBRARIES = tuple(os.path.join(folder, "") for folder in _PACKAGES)
+_LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (os.path.dirname(__file__), torch.__file__))
 
 
 def warn_caller(message: str) -> None:
@@ -193,32 +157,17 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
             if found and not found <= taken:
                 taken |= found if first_counts else set()
                 continue
-            shown = (" or " if required else " and ").join(map(repr, group))
             if found:
-                taken_here = format_list(sorted(found), _shown)
-                said = f"matches only names that an earlier pattern matches, and the first counts: {taken_here}"
+                there = format_list(sorted(found), _shown)
+                problem = f"matches only names that an earlier pattern matches, and the first counts: {there}"
             else:
-                close = _close_names(group, names)
-                said = f"matches none of the {len(names)} parameters; "
-                said += f"close: {format_list(close, _shown)}" if close else f"they are {format_list(names, _shown)}"
+                close = [name for pattern in group for name in close_names(pattern.strip("*."), names)]
+                there = f"close: {format_list(close, _shown)}" if close else f"they are {format_list(names, _shown)}"
+                problem = f"matches none of the {len(names)} parameters; {there}"
+            problem = f"{argument}: {(' or ' if required else ' and ').join(map(repr, group))} {problem}"
             if required:
-                raise ValueError(f"{argument}: {shown} {said}; correct it")
-            warn_caller(f"{argument}: {shown} {said}; correct or remove it")
-
-
-def _close_names(group: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return up to three names with a part similar to the fixed part of a pattern, the most similar first."""
-    found: dict[str, float] = {}
-    for pattern in group:
-        wanted = pattern.strip("*.").lower()
-        length = wanted.count(".") + 1
-        for name in names:
-            parts = name.lower().split(".")
-            windows = [".".join(parts[at : at + length]) for at in range(max(1, len(parts) - length + 1))]
-            alike = max(difflib.SequenceMatcher(None, wanted, window).ratio() for window in windows)
-            if alike >= 0.6:
-                found[name] = max(alike, found.get(name, 0.0))
-    return sorted(found, key=lambda name: -found[name])[:3]
+                raise ValueError(f"{problem}; correct it")
+            warn_caller(f"{problem}; correct or remove it")
 
 
 def _shown(name: str) -> str:
@@ -247,38 +196,33 @@ def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
         return
     named = zip(tree.names(given), leaves, strict=True)
     name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
-    shown = f"{what}: {_shown(name)}"
     if not isinstance(leaf, Tensor):
-        raise _no_tensor(shown, what, leaf)
+        raise _no_tensor(what, name, leaf)
     if isinstance(leaf, _LAZY):
-        raise TypeError(f"{shown} has no shape yet, since it belongs to a lazy module; run one forward pass first")
-    if leaf.is_nested or leaf.layout is not torch.strided:
-        kind = "a nested tensor" if leaf.is_nested else str(leaf.layout)
-        advice = "make its parts leaves of their own" if leaf.is_nested else "make it dense with .to_dense()"
-        raise TypeError(f"{shown} must be dense, found {kind}; {advice}, or leave it out")
-    if leaf.is_complex():
-        advice = "view it as real with torch.view_as_real"
+        problem = "has no shape yet, since it belongs to a lazy module; run one forward pass first"
+    elif leaf.is_nested:
+        problem = "must be dense, found a nested tensor; make its parts leaves of their own, or leave it out"
+    elif leaf.layout is not torch.strided:
+        problem = f"must be dense, found {leaf.layout}; make it dense with .to_dense(), or leave it out"
+    elif leaf.is_complex():
+        problem = f"must be real floating point, found {leaf.dtype}; view it as real with torch.view_as_real"
     elif leaf.is_floating_point():
-        advice = "train a copy in bfloat16 or wider, and round to it after each step"
-    elif leaf.is_quantized:
-        advice = "train a dequantized copy, or leave it out"
+        problem = f"must be real floating point of 16 bits or more, found {leaf.dtype}; train a copy in bfloat16 or "
+        problem += "wider, and round to it after each step"
     else:
-        advice = "leave it out"
-    size = " of 16 bits or more" * leaf.is_floating_point()
-    raise TypeError(f"{shown} must be real floating point{size}, found {leaf.dtype}; {advice}")
+        problem = f"must be real floating point, found {leaf.dtype}; leave it out"
+    raise TypeError(f"{what}: {_shown(name)} {problem}")
 
 
-def _no_tensor(shown: str, what: str, leaf: object) -> TypeError:
-    return TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}{_advice_on(what, leaf)}")
-
-
-def _advice_on(what: str, given: object) -> str:
-    """Return the advice to pass a tree of tensors by name, if a model or an iterator was passed."""
-    if not isinstance(given, nn.Module | Iterator):
-        return ""
-    if what == "params":
-        return "; expected a tree of tensors by name: dict(model.named_parameters())"
-    return "; expected a tree of tensors by name: {name: p.grad for name, p in model.named_parameters()}"
+def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
+    """Return the error for a leaf that is no tensor; it advises on models and iterators."""
+    advice = ""
+    if isinstance(leaf, nn.Module | Iterator):
+        code = "{name: p.grad for name, p in model.named_parameters()}"
+        code = "dict(model.named_parameters())" if what == "params" else code
+        advice = f"; expected a tree of tensors by name: {code}"
+    place = f"{what}: {_shown(name)}" if name else what
+    return TypeError(f"{place} must be a tensor or None, found {type(leaf).__name__}{advice}")
 
 
 def check_tree(what: str, given: PyTree) -> None:
@@ -293,8 +237,7 @@ def check_tree(what: str, given: PyTree) -> None:
     """
     for name, leaf in zip(tree.names(given), tree.leaves(given), strict=True):
         if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            shown = f"{what}: {_shown(name)}" if name else what
-            raise _no_tensor(shown, what, leaf)
+            raise _no_tensor(what, name, leaf)
 
 
 def check_floating(what: str, given: PyTree) -> None:
@@ -331,11 +274,11 @@ def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree
     if tree.same_structure(found, expected):
         return
     have, want = tree.names(found), tree.names(expected)
-    missing = [name for name in want if name not in set(have)]
-    extra = [name for name in have if name not in set(want)]
-    both = ("missing", missing), ("unexpected", extra)
-    differences = [f"{what_is} {format_list(names, _shown)}" for what_is, names in both if names]
-    detail = "; ".join(differences) or (
+    differing = {
+        "missing": [name for name in want if name not in set(have)],
+        "unexpected": [name for name in have if name not in set(want)],
+    }
+    detail = "; ".join(f"{kind} {format_list(names, _shown)}" for kind, names in differing.items() if names) or (
         "the same names in other containers (dict, OrderedDict, tuple, list, NamedTuple), or in another order of an "
         "OrderedDict, which counts"
     )
@@ -411,28 +354,28 @@ def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, A
         )
 
 
-def carries_a_graph(params: Iterable[object]) -> bool:
-    """Return True if a tensor among the parameters is the result of recorded operations, outside of ``torch.func``.
+def warn_of_growing_graphs(what: str, params: PyTree, leaves: Sequence[object], others: PyTree) -> None:
+    """Warn if only the parameters carry a graph: that of all earlier steps, outside of ``torch.func``.
+
+    Args:
+        what: the name of the caller.
+        params: the parameters.
+        leaves: the leaves of the parameters.
+        others: the other inputs of the caller.
 
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> carries_a_graph([weight]), carries_a_graph([2 * weight])
-    (False, True)
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     warn_of_growing_graphs("update", {"w": weight}, [weight], {})
+    ...     warn_of_growing_graphs("update", {"w": 2 * weight}, [2 * weight], {})
+    >>> [str(warning.message) for warning in caught]
+    ["update: the parameters, such as 'w', carry the graph of the steps before, and the gradients carry none: ..."]
     """
     if not torch.is_grad_enabled() or functorch_is_active():
-        return False
-    return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in params)
-
-
-def warn_of_growing_graphs(what: str, params: PyTree) -> None:
-    """Warn that parameters were not detached and keep the graphs of all steps; ``what`` names the caller.
-
-    >>> with warnings.catch_warnings(record=True, action="always") as caught:
-    ...     warn_of_growing_graphs("update", {"w": 2 * torch.ones(2, requires_grad=True)})
-    >>> str(caught[0].message)
-    "update: the parameters, such as 'w', carry the graph of the steps before, and the gradients carry none: ..."
-    """
-    named = zip(tree.names(params), tree.leaves(params), strict=True)
-    name = next(name for name, leaf in named if leaf is not None and leaf.grad_fn is not None)
+        return
+    place = next((at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None), None)
+    if place is None or any(leaf.requires_grad for leaf in tree.tensors(others)):
+        return
+    name = tree.names(params)[place]
     warnings.warn(
         f"{what}: the parameters, such as {name!r}, carry the graph of the steps before, and the gradients carry none: "
         "it grows with every step and takes memory. If nothing is differentiated through the steps, detach the "

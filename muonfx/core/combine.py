@@ -10,7 +10,6 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.checks import (
-    carries_a_graph,
     check_floating,
     check_structure,
     check_updates_fit,
@@ -260,12 +259,8 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
             return param.add_(update)
         return (param + update).to(param.dtype)
 
-    if (
-        not torch.compiler.is_compiling()
-        and carries_a_graph(tree.leaves(params))
-        and not any(leaf.requires_grad for leaf in tree.tensors(updates))
-    ):
-        warn_of_growing_graphs("apply_updates", params)
+    if not torch.compiler.is_compiling():
+        warn_of_growing_graphs("apply_updates", params, tree.leaves(params), updates)
     if donate:
         check_writable("apply_updates: params", params)
         params = copied_where_shared(params, updates)

@@ -28,7 +28,6 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core.checks import (
     NamePatterns,
-    carries_a_graph,
     check_params,
     check_state_like,
     check_structure,
@@ -38,7 +37,7 @@ from muonfx.core.checks import (
 )
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.outline import Outline, describe_arguments
-from muonfx.core.recorded import Factory, Recorded, part_names
+from muonfx.core.recorded import Recorded, part_names
 from muonfx.core.scheduled import follow
 from muonfx.core.schedules import Schedule
 from muonfx.tree import PyTree, Structure
@@ -229,6 +228,8 @@ class Transform(Recorded):
     tensor([-0.0190, -0.0190])
     """
 
+    number_types = (Schedule,)
+
     @property
     def name(self) -> str:
         """The factory's name: the key of this transform's state in a chain."""
@@ -292,11 +293,6 @@ class Transform(Recorded):
     def stays_outermost(self) -> bool:
         """True if a wrapper around it is applied to its argument ``tx`` instead."""
         return False
-
-    @classmethod
-    def stands_for_a_number(cls, factory: Factory, value: object) -> bool:
-        """True for a schedule."""
-        return isinstance(value, Schedule)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -563,12 +559,8 @@ class Transform(Recorded):
             expected = self._expected_state(leaves, treedef)
             if expected is not None:
                 check_state_like(self.name, state, expected, with_dtypes=params is not None)
-            if (
-                params is not None
-                and carries_a_graph(leaves)
-                and not any(leaf.requires_grad for leaf in tree.tensors((updates, state, self.tensors)))
-            ):
-                warn_of_growing_graphs("update", params)
+            if params is not None:
+                warn_of_growing_graphs("update", params, leaves, (updates, state, self.tensors))
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             check_structure("updates", updates, "params", params)
         self.check_extras(extras)

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx.core.recorded import Recorded, make_factory
 from muonfx.tree.tracing import is_wrapped
 
-__all__ = ["Scalar", "ScalarOrSchedule", "Schedule", "ScheduleFunction", "schedule", "whole_number"]
+__all__ = ["Scalar", "ScalarOrSchedule", "Schedule", "ScheduleFunction", "schedule"]
 
 P = ParamSpec("P")
 
@@ -91,9 +91,3 @@ def schedule(constructor: Callable[..., ScheduleFunction] | None = None, *, name
         return make_factory(Schedule, constructor, name=name)
 
     return decorate if constructor is None else decorate(constructor)
-
-
-def whole_number(name: str, value: Any) -> None:
-    """Require an int of 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an int of 0 or more, found {value!r}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import checks
-from muonfx.core.schedules.base import Scalar, Schedule, ScheduleFunction, schedule, whole_number
+from muonfx.core.schedules.base import Scalar, Schedule, ScheduleFunction, schedule
 
 __all__ = [
     "constant",
@@ -58,7 +58,7 @@ def linear(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
     """
     checks.finite("start", start)
     checks.finite("end", end)
-    whole_number("steps", steps)
+    checks.whole_number("steps", steps)
     return lambda count: start + (end - start) * _fraction(count, steps)
 
 
@@ -71,7 +71,7 @@ def cosine(start: Scalar, steps: int, end: Scalar = 0.0) -> ScheduleFunction:
     """
     checks.finite("start", start)
     checks.finite("end", end)
-    whole_number("steps", steps)
+    checks.whole_number("steps", steps)
     return lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps)))
 
 
@@ -92,8 +92,8 @@ def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begi
     checks.finite("start", start)
     checks.finite("end", end)
     checks.positive("power", power)
-    whole_number("steps", steps)
-    whole_number("begin", begin)
+    checks.whole_number("steps", steps)
+    checks.whole_number("begin", begin)
     return lambda count: end + (start - end) * torch.pow(1.0 - _fraction(count - begin, steps), _tensor(power, count))
 
 
@@ -117,7 +117,7 @@ def exponential(
     checks.finite("start", start)
     checks.positive_int("steps", steps)
     checks.positive("rate", rate)
-    whole_number("begin", begin)
+    checks.whole_number("begin", begin)
     if end is not None:
         checks.finite("end", end)
 
@@ -171,7 +171,7 @@ def warmup_stable_decay(
     >>> [wsd(count) for count in (0, 1, 2, 5, 6, 8, 10)]
     [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
-    whole_number("decay_steps", decay_steps)
+    checks.whole_number("decay_steps", decay_steps)
     _within(warmup_steps + decay_steps, total_steps, "warmup_steps + decay_steps")
     fall_at = total_steps - decay_steps
     return joined(
@@ -180,8 +180,8 @@ def warmup_stable_decay(
 
 
 def _within(steps: int, total_steps: int, name: str) -> None:
-    whole_number(name, steps)
-    whole_number("total_steps", total_steps)
+    checks.whole_number(name, steps)
+    checks.whole_number("total_steps", total_steps)
     if steps > total_steps:
         raise ValueError(f"{name} must be at most total_steps ({total_steps}), found {steps}")
 
