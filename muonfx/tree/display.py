@@ -54,35 +54,21 @@ class Table:
     footers: tuple[Row, ...] = ()
     title: str = ""
 
-    def __post_init__(self) -> None:
-        for _, row in self._walk():
-            if len(row.cells) != len(self.columns):
-                raise ValueError(
-                    f"a row has {len(row.cells)} cells, expected one for each of {len(self.columns)} columns: {row!r}"
-                )
-
     @classmethod
     def of(cls, titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), title: str = ""):
         """Build a table without child rows; `right` lists the indices of the right-aligned columns."""
         columns = tuple(Column(text, at in right) for at, text in enumerate(titles))
         return cls(columns, tuple(Row(tuple(row)) for row in rows), title=title)
 
-    def _walk(self) -> Iterator[tuple[int, Row]]:
-        for row in (*self.rows, *self.footers):
-            yield from row.walk()
-
     def to_text(self, width: int | None = None, depth: int | None = None) -> str:
         """Return plain text of at most `width` characters per line, with rows nested at most `depth` deep."""
-        _check_sizes(width, depth)
-        lines = [tuple(_one_line(column.title) for column in self.columns)]
-        lines += self._lines(self.rows, depth)
-        feet = self._lines(self.footers, depth)
-        rule = len(lines)
-        lines += feet
+        head = [tuple(printable(column.title) for column in self.columns)]
+        body, feet = _lines(self.rows, depth), _lines(self.footers, depth)
+        lines = head + body + feet
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         if width is not None:
             widths = self._narrowed(widths, width)
-        body = [
+        text = [
             "  ".join(
                 _shortened(cell, wide).rjust(wide) if column.right else _shortened(cell, wide).ljust(wide)
                 for cell, wide, column in zip(line, widths, self.columns, strict=True)
@@ -90,19 +76,8 @@ class Table:
             for line in lines
         ]
         if feet:
-            body.insert(rule, "-" * max(map(len, body)))
-        return "\n".join([_one_line(self.title), *body] if self.title else body)
-
-    @staticmethod
-    def _lines(rows: Sequence[Row], depth: int | None) -> list[tuple[str, ...]]:
-        """Return the cells of rows and their descendants, with the first cell indented."""
-        found: list[tuple[str, ...]] = []
-        for row in rows:
-            for level, one in row.walk():
-                if depth is None or level <= depth:
-                    cells = [_one_line(cell) for cell in one.cells]
-                    found.append(("  " * level + cells[0], *cells[1:]))
-        return found
+            text.insert(len(head + body), "-" * max(map(len, text)))
+        return "\n".join([printable(self.title)] * bool(self.title) + text)
 
     def _narrowed(self, widths: list[int], width: int) -> list[int]:
         """Narrow the widest left-aligned column by one character until the table fits."""
@@ -118,8 +93,10 @@ class Table:
     def to_html(self) -> str:
         """Return an HTML table without style; child rows are indented by spaces, as in text."""
         head = self._html_row(tuple(column.title for column in self.columns), 0, "th")
-        body = "".join(self._html_row(row.cells, depth) for top in self.rows for depth, row in top.walk())
-        foot = "".join(self._html_row(row.cells, depth) for top in self.footers for depth, row in top.walk())
+        body, foot = (
+            "".join(self._html_row(row.cells, depth) for top in rows for depth, row in top.walk())
+            for rows in (self.rows, self.footers)
+        )
         foot = f"<tfoot>{foot}</tfoot>" if foot else ""
         title = f"<caption>{_escaped(self.title)}</caption>" if self.title else ""
         return f"<table>{title}<thead>{head}</thead><tbody>{body}</tbody>{foot}</table>"
@@ -129,6 +106,12 @@ class Table:
         texts[0] = "&nbsp;&nbsp;" * depth + texts[0]
         kinds = [' class="mfx-right"' if column.right else "" for column in self.columns]
         return f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for text, kind in zip(texts, kinds, strict=True))}</tr>"
+
+
+def _lines(rows: Sequence[Row], depth: int | None) -> list[tuple[str, ...]]:
+    """Return the cells of rows and their descendants, with the first cell indented."""
+    walked = [found for row in rows for found in row.walk() if depth is None or found[0] <= depth]
+    return [("  " * level + printable(row.cells[0]), *map(printable, row.cells[1:])) for level, row in walked]
 
 
 class Shown:
@@ -174,17 +157,17 @@ class Report(Shown):
     def to_text(self, width: int | None = None, depth: int | None = None) -> str:
         """Return plain text; the arguments are as in `Table.to_text`."""
         return "\n\n".join(
-            "\n".join(map(_one_line, part.split("\n"))) if isinstance(part, str) else part.to_text(width, depth)
+            "\n".join(map(printable, part.split("\n"))) if isinstance(part, str) else part.to_text(width, depth)
             for part in self.parts
         )
 
     def to_html(self) -> str:
         """Return an HTML fragment with its own style, which affects nothing outside it."""
-        body = "".join(_note(part) if isinstance(part, str) else part.to_html() for part in self.parts)
+        body = "".join(
+            f"<p>{'<br>'.join(map(_escaped, part.split(chr(10))))}</p>" if isinstance(part, str) else part.to_html()
+            for part in self.parts
+        )
         return f'<div class="mfx-report"><style>{_STYLE}</style>{body}</div>'
-
-
-# ---------------------------------------------------------------------------------------------------- words and sizes
 
 
 def format_bytes(nbytes: float) -> str:
@@ -212,17 +195,6 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
-def _check_sizes(width: int | None, depth: int | None) -> None:
-    if width is not None and width < 1:
-        raise ValueError(f"width must be at least 1 character, found {width}")
-    if depth is not None and depth < 0:
-        raise ValueError(f"depth must be at least 0, found {depth}")
-
-
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else printable(text)
-
-
 def _shortened(text: str, width: int) -> str:
     if len(text) <= width:
         return text
@@ -234,11 +206,7 @@ def _shortened(text: str, width: int) -> str:
 
 
 def _escaped(text: str) -> str:
-    return html.escape(_one_line(text))
-
-
-def _note(text: str) -> str:
-    return f"<p>{'<br>'.join(map(_escaped, text.split(chr(10))))}</p>"
+    return html.escape(printable(text))
 
 
 # The class is repeated so that these rules win over the more specific rules of Jupyter for all tables.

@@ -63,6 +63,14 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
     return scalar
 
 
+def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
+    """Call a foreach operator; with ``reuse``, its form that overwrites the first list."""
+    if reuse:
+        getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)
+        return xs
+    return list(getattr(torch, f"_foreach_{name}")(xs, *rest, **options))
+
+
 def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
     """Return a 0-d tensor for each tensor, in its dtype."""
     cast_to = {dtype: scalar.to(dtype) for dtype in {x.dtype for x in xs}}
@@ -153,10 +161,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     if reuse and _rounds_numbers(xs):
         c = _fit(c, xs)
         return [x.mul_(c) for x in xs]
-    if reuse:
-        torch._foreach_mul_(xs, _fit(c, xs))
-        return xs
-    return list(torch._foreach_mul(xs, _fit(c, xs)))
+    return _foreach("mul", xs, _fit(c, xs), reuse=reuse)
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
@@ -165,10 +170,7 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
         return [x * c for x, c in zip(xs, cs, strict=True)]
     if reuse and _rounds_numbers(xs):
         return [x.mul_(c) for x, c in zip(xs, cs, strict=True)]
-    if reuse:
-        torch._foreach_mul_(xs, cs)
-        return xs
-    return list(torch._foreach_mul(xs, cs))
+    return _foreach("mul", xs, cs, reuse=reuse)
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
@@ -182,13 +184,9 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     if not reuse:
         c = _fit(c, xs)
         return [x + c for x in xs]
-    if isinstance(c, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
-        # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
-        each: list[Any] = [_fit(c, xs)] * len(xs)
-        torch._foreach_add_(xs, each)
-    else:
-        torch._foreach_add_(xs, _fit(c, xs))
-    return xs
+    # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
+    as_list = isinstance(c, Tensor) and (is_traced() or not all(x.is_cuda for x in xs))
+    return _foreach("add", xs, [_fit(c, xs)] * len(xs) if as_list else _fit(c, xs), reuse=True)
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
@@ -198,15 +196,12 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     if (isinstance(c, Tensor) or c != 1.0) and _rounds_numbers(xs):
         return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
     if isinstance(c, Tensor) and _on_cpu(xs):
-        return _addcmul_of_lists(xs, ys, _for_each(c, xs), reuse=reuse)  # rounds as `alpha=` does
+        return _foreach("addcmul", xs, ys, _for_each(c, xs), reuse=reuse)  # rounds as `alpha=` does
     if isinstance(c, Tensor) and _wants_own([*xs, *ys]):
         return [add([x], [y], c, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(c, Tensor):
         ys, c = list(torch._foreach_mul(ys, _fit(c, ys))), 1.0
-    if reuse:
-        torch._foreach_add_(xs, ys, alpha=c)
-        return xs
-    return list(torch._foreach_add(xs, ys, alpha=c))
+    return _foreach("add", xs, ys, alpha=c, reuse=reuse)
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
@@ -217,21 +212,14 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
         weights = _for_each(weight, xs) if isinstance(weight, Tensor) else [weight] * len(xs)
         return [torch.lerp(x, y.to(x.dtype), w) for x, y, w in zip(xs, ys, weights, strict=True)]
     if isinstance(weight, Tensor) and _on_cpu(xs):
-        weights = _for_each(weight, xs)
-        if reuse:
-            torch._foreach_lerp_(xs, ys, weights)
-            return xs
-        return list(torch._foreach_lerp(xs, ys, weights))
+        return _foreach("lerp", xs, ys, _for_each(weight, xs), reuse=reuse)
     if isinstance(weight, Tensor) and _wants_own(xs):
         return [lerp([x], [y], weight, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(weight, Tensor):
         steps = torch._foreach_sub(ys, xs)
         torch._foreach_mul_(steps, _fit(weight, xs))
         return add(xs, list(steps), reuse=reuse)
-    if reuse:
-        torch._foreach_lerp_(xs, ys, weight)
-        return xs
-    return list(torch._foreach_lerp(xs, ys, weight))
+    return _foreach("lerp", xs, ys, weight, reuse=reuse)
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
@@ -243,23 +231,14 @@ def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bo
     # Compute `c * y` first, as CPUs do for a number: `y * z` may overflow although the sum is finite.
     if isinstance(c, Tensor) or (c != 1.0 and not _on_cpu(xs)):
         ys, c = mul(ys, c), 1.0
-    return _addcmul_of_lists(xs, ys, zs, c, reuse=reuse)
-
-
-def _addcmul_of_lists(xs: Tensors, ys: Tensors, zs: Tensors, c: float = 1.0, *, reuse: bool) -> Tensors:
-    if reuse:
-        torch._foreach_addcmul_(xs, ys, zs, c)
-        return xs
-    return list(torch._foreach_addcmul(xs, ys, zs, c))
+    return _foreach("addcmul", xs, ys, zs, c, reuse=reuse)
 
 
 def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     """Divide list by list; ``reuse`` overwrites the divisors."""
     if _leafwise(xs, ys):
         return [x / y for x, y in zip(xs, ys, strict=True)]
-    if reuse and all(
-        y.device.type == "cpu" for y in ys
-    ):  # no foreach form writes to the divisors; on other devices launches cost more
+    if reuse and _on_cpu(ys):  # no foreach form writes to the divisors; on other devices launches cost more
         return [torch.div(x, y, out=y) for x, y in zip(xs, ys, strict=True)]
     return list(torch._foreach_div(xs, ys))
 
@@ -268,10 +247,7 @@ def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
     """Apply a torch function with a foreach form, such as "sqrt" or "mul", to corresponding tensors."""
     if _leafwise(*lists):
         return [getattr(torch, name)(*tensors) for tensors in zip(*lists, strict=True)]
-    if reuse:
-        getattr(torch, f"_foreach_{name}_")(*lists)
-        return lists[0]
-    return list(getattr(torch, f"_foreach_{name}")(*lists))
+    return _foreach(name, *lists, reuse=reuse)
 
 
 def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
@@ -305,13 +281,10 @@ def peaks(xs: Tensors) -> Tensors:
     """Return the largest magnitude of each tensor as a 0-d tensor; NaN if it has NaN, 0 if it is empty."""
     if _leafwise(xs):
         return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in xs]
-    if not all(x.numel() and x.is_cuda for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
-        ends = [torch.aminmax(x) if x.numel() else None for x in xs]
-        return [
-            x.new_zeros(()) if both is None else torch.maximum(both[1], -both[0])
-            for x, both in zip(xs, ends, strict=True)
-        ]
-    return list(torch._foreach_norm(xs, float("inf")))
+    if all(x.numel() and x.is_cuda for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
+        return list(torch._foreach_norm(xs, float("inf")))
+    ends = [torch.aminmax(x) if x.numel() else None for x in xs]
+    return [x.new_zeros(()) if e is None else torch.maximum(e[1], -e[0]) for x, e in zip(xs, ends, strict=True)]
 
 
 def scalar_like(number: Scalar, x: Tensor) -> Tensor:

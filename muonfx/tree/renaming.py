@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 
 __all__ = ["Rename", "found_renaming", "new_names"]
 
@@ -22,36 +23,40 @@ def new_names(
     if callable(rename):
         return _by_function(names, rename)
     wrong: list[str] = []
-    entries: list[_Entry] = []
+    entries: dict[str, str] = {}
     for old, new in rename.items():
         if not isinstance(old, str) or not isinstance(new, str):
             raise TypeError(f"rename must map strings to strings, found {old!r}: {new!r}")
-        if "*" in old and old.count("*") != new.count("*"):
+        if old.count("*") != new.count("*"):
             wrong.append(f"{old!r} and {new!r} must have the same number of '*'")
-        elif "*" in new and "*" not in old:
-            wrong.append(f"{new!r} has a '*', and {old!r} has none that could stand for it")
         else:
-            entries.append(_Entry(old, new, level))
+            entries[old] = new
+    found = dict(names)
     used: set[str] = set()
-    fit: set[str] = set()
-    found: dict[str, str] = {}
     for written, name in names.items():
         fitting = [
-            (entry.exactness(which), place, made, entry)
-            for place, entry in enumerate(entries)
+            ((which == old, len(old.replace("*", ""))), made, old)
+            for old, new in entries.items()
             for which in (name, written)
-            if (made := entry.new_name(which)) is not None
+            if (made := _new_name(which, old, new, level)) is not None
         ]
-        found[written] = name
         if fitting:
-            *_, found[written], entry = max(fitting, key=lambda one: (one[0], -one[1]))
-            used.add(entry.old)
-            fit.update(other.old for *_, other in fitting)
-    for old in sorted({entry.old for entry in entries} - used):
-        wrong.append(
-            f"{old!r} means only what others mean more exactly" if old in fit else f"there is no {what} {old!r}"
-        )
-    return found, wrong
+            _, found[written], old = max(fitting, key=lambda entry: entry[0])
+            used.add(old)
+    unused = sorted(entries.keys() - used)
+    return found, wrong + [f"there is no {what} {old!r}, or more exact entries rename it" for old in unused]
+
+
+def _new_name(name: str, old: str, new: str, level: str) -> str | None:
+    """Return the new name by one entry of a renaming, or None if the entry does not match."""
+    if "*" in old:
+        found = re.fullmatch("(.*)".join(map(re.escape, old.split("*"))), name, re.DOTALL)
+        texts = () if found is None else found.groups()
+        return None if found is None else "".join(map("".join, zip_longest(new.split("*"), texts, fillvalue="")))
+    begin = old.rstrip(level)
+    if name == old or name.startswith(begin + level):
+        return new.rstrip(level) + name[len(begin) :]
+    return None
 
 
 def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
@@ -89,32 +94,6 @@ def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -
         if entries.setdefault(old, new) != new:
             return {}
     return entries if in_front or len(taken) == len(missing) else {}
-
-
-class _Entry:
-    """One entry of a renaming."""
-
-    def __init__(self, old: str, new: str, level: str) -> None:
-        self.old, self._new, self._level = old, new, level
-        parts = [re.escape(part) for part in old.split("*")]
-        self._pattern = re.compile("(.*)".join(parts), re.DOTALL) if len(parts) > 1 else None
-
-    def exactness(self, name: str) -> tuple[bool, int]:
-        """Return the rank of the entry among those that match one name; the highest applies."""
-        return name == self.old, len(self.old.replace("*", ""))
-
-    def new_name(self, name: str) -> str | None:
-        """Return the new name, or None if the entry does not match."""
-        if self._pattern is not None:
-            found = self._pattern.fullmatch(name)
-            if found is None:
-                return None
-            taken = iter(found.groups())
-            return "".join(next(taken) if part == "*" else part for part in re.split(r"(\*)", self._new))
-        begin = self.old.rstrip(self._level)
-        if name == self.old or name.startswith(begin + self._level):
-            return self._new.rstrip(self._level) + name[len(begin) :]
-        return None
 
 
 def _by_function(names: Mapping[str, str], rename: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:

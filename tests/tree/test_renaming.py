@@ -43,8 +43,8 @@ def test_levels_of_parameters_end_with_a_dot():
         ({"m": "first"}, "there is no leaf 'm'"),
         ({"*/c.*": "*/d.*"}, "there is no leaf '*/c.*'"),
         ({"*/a.*": "*/d"}, "must have the same number"),
-        ({"mu": "*"}, "has none that could stand for it"),
-        ({"count": "steps", "coun*": "x*"}, "'coun*' means only what others mean more exactly"),
+        ({"mu": "*"}, "must have the same number"),
+        ({"count": "steps", "coun*": "x*"}, "'coun*', or more exact entries rename it"),
         (lambda name: name, "the function changes no name"),
     ],
 )
