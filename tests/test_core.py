@@ -129,14 +129,14 @@ def init(params):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, r"wrong: the decorated function must return \(init, update\), two functions, found None"),
-        (init, "found a function"),
-        ((init, 3), r"found a tuple of 2 \(function, int\)"),
+        (None, r"wrong: the decorated function must return \(init, update\), two functions, found NoneType"),
+        (init, "found function"),
+        ((init, 3), "found tuple"),
         ((init, lambda updates, state: updates), r"its update must take \(updates, state, params=None\).*too many"),
         ((lambda: None, lambda updates, state, params: updates), r"its init must take \(params\)"),
         ((init, lambda updates, state, params, loss: updates), "missing a required argument: 'loss'"),
-        ((init, lambda updates, state, params=None: updates), r"must return \(updates, state\), found a dict"),
-        ((init, lambda updates, state, params=None: None), r"must return \(updates, state\), found None"),
+        ((init, lambda updates, state, params=None: updates), r"must return \(updates, state\), found dict"),
+        ((init, lambda updates, state, params=None: None), r"must return \(updates, state\), found NoneType"),
         ((init, lambda updates, state, params=None: ({"v": updates["w"]}, state)), "the updates that it returns must"),
     ],
 )

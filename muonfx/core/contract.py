@@ -18,9 +18,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,19 +33,19 @@ from muonfx.core.checks import (
     warn_of_growing_graphs,
     warn_of_unmatched,
 )
+from muonfx.core.declaration import Combinator, Declaration, Locality, Position
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
-from muonfx.core.outline import Outline, describe_arguments
+from muonfx.core.outline import describe_arguments
 from muonfx.core.recorded import Recorded, part_names
 from muonfx.core.scheduled import follow
 from muonfx.core.schedules import Schedule
 from muonfx.tree import PyTree, Structure
 from muonfx.tree.arguments import did_you_mean
-from muonfx.tree.display import Row
+from muonfx.tree.display import Column, Report, Row, Table
 
 __all__ = [
     "NOTHING",
     "ON_PIECES",
-    "POSITIONS",
     "Combinator",
     "Declaration",
     "Donation",
@@ -64,40 +62,7 @@ __all__ = [
 ]
 
 
-Position = Literal[
-    "learning_rate",
-    "turns",
-    "either_sign",
-    "before_learning_rate",
-    "sets_size",
-    "after_learning_rate",
-    "last",
-    "observer",
-    "last_observer",
-]
-"""The place of a transform in a chain; `muonfx.transform` documents each value."""
-
-POSITIONS = frozenset(get_args(Position))
-
-
 V = TypeVar("V")
-
-
-class Locality(IntEnum):
-    """What a transform must see to compute one element of its output; ordered from least to most.
-
-    >>> max(Locality.ELEMENT, Locality.MATRIX).name
-    'MATRIX'
-    """
-
-    ELEMENT = 0
-    """That element of the updates, the state and the parameters, and scalars."""
-    MATRIX = 1
-    """The whole matrix that holds it (the last two dims of its leaf); batch dims are independent."""
-    LEAF = 2
-    """The whole leaf that holds it."""
-    TREE = 3
-    """The whole tree."""
 
 
 class Extras(NamedTuple):
@@ -115,72 +80,6 @@ class Functions(NamedTuple):
 
     init: Callable[[PyTree], PyTree]
     update: Callable[..., tuple[PyTree, PyTree]]
-
-
-@dataclass(frozen=True)
-class Combinator:
-    """How a transform runs the transforms that it calls, for the option ``combinator`` of `muonfx.transform`.
-
-    Raises:
-        TypeError: ``own_locality`` is neither a `Locality` nor None.
-
-    >>> Combinator(Locality.ELEMENT)
-    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False)
-    """
-
-    own_locality: Locality | None = None
-    """The locality of its own work, apart from the transforms that it calls, if it passes these trees of some of the
-    leaves that it receives. A sharded run can then replace the called transforms. None: unknown."""
-    in_sequence: bool = False
-    """It only calls its parts one after another, as `chain` does: each receives the updates of the one before and all
-    named extras, and its state is a dict by the names of the parts."""
-    varies_numbers: bool = False
-    """The transforms that it calls differ in numbers only, so that the plan for the first is the plan for all."""
-
-    def __post_init__(self) -> None:
-        if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
-            raise TypeError(f"Combinator: own_locality must be a Locality or None, found {self.own_locality!r}")
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """The options of `muonfx.transform`, which documents each field."""
-
-    locality: Locality | Callable[..., Locality] = Locality.TREE
-    combinator: Combinator = Combinator()
-    reads_params: bool | Callable[..., bool] = True
-    resolve: Callable[[Any, PyTree], Transform] | None = None
-    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]] | None = (
-        None
-    )
-    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
-    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
-    position: Position | Callable[..., Position | None] | None = None
-    short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.locality, Locality) or callable(self.locality)):
-            raise TypeError(
-                "transform: locality must be a Locality, such as Locality.MATRIX, or a function of the arguments that "
-                f"returns one, found {self.locality!r}"
-            )
-        if not isinstance(self.combinator, Combinator):
-            raise TypeError(f"transform: combinator must be a Combinator, found {self.combinator!r}")
-        if not (isinstance(self.reads_params, bool) or callable(self.reads_params)):
-            raise TypeError(
-                f"transform: reads_params must be True, False or a function of the arguments that returns one, "
-                f"found {self.reads_params!r}"
-            )
-        if not (self.position is None or self.position in POSITIONS or callable(self.position)):
-            raise ValueError(
-                f"transform: position must be one of {', '.join(map(repr, get_args(Position)))}, None, or a function "
-                f"of the arguments that returns one, found {self.position!r}"
-            )
-        for option in ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras"):
-            function = getattr(self, option)
-            if function is not None and not callable(function):
-                raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
 
 
 ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
@@ -247,7 +146,7 @@ class Transform(Recorded):
         """The transforms among its parts, which it calls."""
         return tuple([part for part in self.parts if isinstance(part, Transform)])
 
-    def tree(self) -> Outline:
+    def tree(self) -> Report:
         """Show the transform and the transforms that it calls as a table: localities, numbers and other settings.
 
         Returns:
@@ -262,17 +161,20 @@ class Transform(Recorded):
           orthogonalize  LEAF
           scale          ELEMENT   factor=-0.02
         """
-        return Outline(self._outline(self.name))
+        titles = ("transform", "locality", "numbers", "settings")
+        if not any(describe_arguments(tx)[1] for tx in within(self)):
+            titles = titles[:3]
+        return Report((Table(tuple(map(Column, titles)), (self._row(self.name, len(titles)),)),))
 
-    def _outline(self, title: str) -> Row:
+    def _row(self, title: str, columns: int) -> Row:
         children: list[Row] = []
         for name, part in zip(part_names(self), self.parts, strict=True):
             if isinstance(part, Transform):
                 last = name.rpartition(".")[2]
                 same = not last or last in (part.name, "tx")
-                children.append(part._outline(part.name if same else f"{last}: {part.name}"))
-        numbers, settings = describe_arguments(self, {id(child) for child in self.children})
-        return Row((title, self.locality.name, ", ".join(numbers), ", ".join(settings)), tuple(children))
+                children.append(part._row(part.name if same else f"{last}: {part.name}", columns))
+        cells = title, self.locality.name, *map(", ".join, describe_arguments(self))
+        return Row(cells[:columns], tuple(children))
 
     def _repr_html_(self) -> str:
         """Show `tree` in a notebook; ``repr()`` stays the code that builds the transform."""
@@ -282,7 +184,7 @@ class Transform(Recorded):
         """Return the dotted names of the parts in one argument; in ``*transforms``, as `chain` names them."""
         given = self.factory.definition.parameters[argument]
         if given.kind is given.VAR_POSITIONAL:
-            return list(entries_of(self._arguments[argument], self.factory.__name__))
+            return list(entries_of(self.arguments[argument], self.factory.__name__))
         return super().names_of_parts(argument)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
@@ -307,20 +209,20 @@ class Transform(Recorded):
         kinds = self.factory.definition.plain
         return {
             name: value
-            for name, value in self._arguments.items()
+            for name, value in self.arguments.items()
             if isinstance(value, Schedule) and "float" in kinds[name] and "Schedule" not in kinds[name]
         }
 
     def arguments_at(self, count: int) -> dict[str, Any]:
         """Return the arguments, with the number of one step in place of each schedule."""
-        return {**self._arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
+        return {**self.arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
 
     def build(self) -> Any:
         """Call the constructor; if numbers follow schedules, ``update`` calls it with the numbers of each step."""
         schedules = self.schedules
         if not schedules:
             return super().build()
-        return follow(schedules, lambda numbers: self._build_for({**self._arguments, **numbers}))
+        return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
 
     def _check_schedules(self) -> None:
         """Call the constructor with the numbers of early and late steps, to find invalid ones at once."""
@@ -357,7 +259,7 @@ class Transform(Recorded):
         ('learning_rate', 'before_learning_rate', None)
         """
         declared = self.declaration.position
-        return self._call(declared, self._arguments) if callable(declared) else declared
+        return self._call(declared, self.arguments) if callable(declared) else declared
 
     def resolve(self, params: PyTree) -> Transform:
         """Return the same transform with everything decided that depends on the names and shapes of the parameters.
@@ -370,7 +272,7 @@ class Transform(Recorded):
         masked(scale(factor=2.0), {'b': False, 'w': True})
         """
         declared = self.declaration.resolve
-        return self if declared is None else declared(self, params)
+        return self if declared is None else cast("Transform", declared(self, params))
 
     def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
         """Return the same transform for leaves given as stacks of matrices, in the shape ``(number, rows, columns)``.
@@ -389,7 +291,7 @@ class Transform(Recorded):
         """
         declared = self.declaration.on_stacks
         if declared is not None:
-            return declared(self, shapes)
+            return cast("tuple[Transform, dict[str, tuple[int, int]]]", declared(self, shapes))
         of_matrices = self.locality is Locality.MATRIX
         return self, {n: (s[-2], s[-1]) for n, s in shapes.items() if of_matrices and len(s) > 2}
 
@@ -436,15 +338,10 @@ class Transform(Recorded):
         ['boundary']
         """
         named, takes_all, _ = self.extras
-        if takes_all and not self.declaration.combinator.in_sequence and not self.children:
+        if takes_all and not (self.children or self.declaration.combinator.in_sequence):
             return None
-        found = set(named - _OUR_EXTRAS)
-        for part in self.children if takes_all else ():
-            inner = part.understood_extras
-            if inner is None:
-                return None
-            found |= inner
-        return frozenset(found)
+        found = [part.understood_extras for part in self.children] if takes_all else []
+        return None if None in found else (named - _OUR_EXTRAS).union(*filter(None, found))
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
         """Require every extra that a transform within needs, and no extra that none reads.
@@ -453,33 +350,26 @@ class Transform(Recorded):
             TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
             TypeError, ValueError: a transform within rejects the value.
         """
-        required = self.extras.required
-        if not extras and not required:
-            return
-        missing = sorted(required - extras.keys())
+        missing = sorted(self.extras.required - extras.keys())
         if missing:
-            name = missing[0]
+            *_, innermost = (tx for tx in within(self) if missing[0] in tx.extras.required)
             raise TypeError(
-                f"{self._requiring(name)} needs the named extra {name}: give update(..., {name}=...), or "
-                f"optimizer.step({name}=...)"
+                f"{innermost.name} needs the named extra {missing[0]}: give update(..., {missing[0]}=...), or "
+                f"optimizer.step({missing[0]}=...)"
             )
+        if not extras:
+            return
         understood = self.understood_extras
         unknown = [] if understood is None else sorted(extras.keys() - understood - _OUR_EXTRAS)
         if understood is not None and unknown:
-            there = ", ".join(sorted(understood)) or "none"
             raise TypeError(
                 f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
-                f"it reads {there}. A transform reads the extras that its update's signature names"
+                f"it reads {', '.join(sorted(understood)) or 'none'}. A transform reads the extras that its update's "
+                "signature names"
             )
-
-        for tx in within(self) if extras and not torch.compiler.is_compiling() else ():
+        for tx in () if torch.compiler.is_compiling() else within(self):
             if tx.declaration.check_extras is not None:
                 tx.declaration.check_extras(tx, extras)
-
-    def _requiring(self, name: str) -> str:
-        """Return the name of the innermost transform that requires an extra."""
-        within = [part for part in self.children if name in part.extras.required]
-        return within[0]._requiring(name) if within else self.name
 
     @property
     def works_on_pieces(self) -> bool:
@@ -603,7 +493,7 @@ class Transform(Recorded):
         _, update = self.built
         found = update(updates, state, params, **given)
         if not isinstance(found, tuple) or len(found) != 2:
-            raise TypeError(f"{self.name}: its update must return (updates, state), found {_kind_of(found)}")
+            raise TypeError(f"{self.name}: its update must return (updates, state), found {type(found).__name__}")
         if not (self.structure.factory.definition.is_ours or torch.compiler.is_compiling()):
             # Without this, a missing leaf would raise in the next transform or leave a parameter without an update.
             check_structure(f"{self.name}: the updates that it returns", found[0], "those that it is given", updates)
@@ -636,7 +526,7 @@ def _check_functions(owner: str, built: object) -> None:
     """Require that a constructor returned ``init`` and ``update`` with signatures that fit their calls."""
     if not (isinstance(built, tuple) and len(built) == 2 and all(map(callable, built))):
         raise TypeError(
-            f"{owner}: the decorated function must return (init, update), two functions, found {_kind_of(built)}"
+            f"{owner}: the decorated function must return (init, update), two functions, found {type(built).__name__}"
         )
     for role, function, form, count in zip(("init", "update"), built, _FORMS, (1, 3), strict=True):
         try:
@@ -651,13 +541,6 @@ def _check_functions(owner: str, built: object) -> None:
 
 
 _FORMS = ("(params)", "(updates, state, params=None), and named extras by keyword only")
-
-
-def _kind_of(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}" + f" ({', '.join(type(item).__name__ for item in value)})" * (len(value) > 0)
-    name = type(value).__name__
-    return repr(value) if value is None or isinstance(value, int | float) else f"a {name}"
 
 
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:

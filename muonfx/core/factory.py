@@ -13,6 +13,7 @@ from muonfx.core.contract import Combinator, Declaration, Locality, Position, Tr
 from muonfx.core.recorded import Memory, make_factory
 from muonfx.core.scheduled import InitAndUpdate
 from muonfx.tree import PyTree
+from muonfx.tree.arguments import bind
 
 __all__ = ["transform", "with_memory"]
 
@@ -28,7 +29,7 @@ def transform(
     *,
     name: str | None = None,
     locality: Locality | Callable[..., Locality] = Locality.TREE,
-    combinator: Combinator | None = None,
+    combinator: Combinator = ...,
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
@@ -42,20 +43,7 @@ def transform(
 
 
 def transform(
-    constructor: Callable[..., InitAndUpdate] | None = None,
-    *,
-    name: str | None = None,
-    locality: Locality | Callable[..., Locality] = Locality.TREE,
-    combinator: Combinator | None = None,
-    reads_params: bool | Callable[..., bool] = True,
-    resolve: Callable[[Any, PyTree], Transform] | None = None,
-    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
-    | None = None,
-    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
-    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    position: Position | Callable[..., Position | None] | None = None,
-    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    constructor: Callable[..., InitAndUpdate] | None = None, *, name: str | None = None, **options: Any
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -73,6 +61,7 @@ def transform(
             ``(updates, state, params)`` and, keyword-only, the extras that it reads. A TREE transform that names the
             extra ``sum_over_leaves``, ``max_over_ranks`` or ``shard`` receives a rank's shards of leaves and these
             functions over ranks; any other TREE transform receives the gathered tree.
+        **options: the other options, each described below.
         name: a public name that stays if the function moves or is renamed, such as "acme.my_momentum". Fingerprints
             in checkpoints contain it, and its last part is the key of the state in a chain. None: the function's
             module and name, so that moving the function changes the fingerprint.
@@ -130,18 +119,9 @@ def transform(
         >>> sign_descent().locality.name
         'ELEMENT'
     """
-    declaration = Declaration(
-        locality=locality,
-        combinator=combinator or Combinator(),
-        reads_params=reads_params,
-        resolve=resolve,
-        rounds_to=rounds_to,
-        on_stacks=on_stacks,
-        name_patterns=name_patterns,
-        check_extras=check_extras,
-        position=position,
-        short_names=short_names or {},
-    )
+    bind("transform", inspect.signature(Declaration), (), options)
+    options["short_names"] = options.get("short_names") or {}
+    declaration = Declaration(**options)
 
     def decorate(constructor: Callable[..., InitAndUpdate]) -> Callable[..., Transform]:
         return make_factory(Transform, constructor, declaration, name=name)

@@ -23,7 +23,7 @@ from torch import Tensor
 from muonfx.tree.arguments import code_of
 from muonfx.tree.wrappers import unwrapped
 
-__all__ = ["public_name", "text_of"]
+__all__ = ["code_of_value", "public_name", "text_of"]
 
 _PACKAGE = __name__.partition(".")[0]
 _MAIN = re.compile(r"\b__(?:mp_)?main__\b")
@@ -99,3 +99,38 @@ def _text_of_code(code: CodeType) -> str:
     """Return the instructions of a function, with the names and constants that they use."""
     constants = [_text_of_code(item) if inspect.iscode(item) else text_of(item) for item in code.co_consts]
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"
+
+
+def code_of_value(value: object) -> str:
+    """Return Python code for an argument."""
+    if isinstance(value, Tensor):
+        try:
+            return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
+        except RuntimeError:  # a tensor inside a torch.func transform has no values to print
+            return repr(value)
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, float) and value - value != 0.0:
+        return f"float({str(value)!r})"
+    if type(value) is tuple:
+        return f"({', '.join(map(code_of_value, value))}{',' if len(value) == 1 else ''})"
+    if type(value) is list:
+        return f"[{', '.join(map(code_of_value, value))}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {code_of_value(item)}' for key, item in value.items())}}}"
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return _name_in_package(value)
+    code_in = getattr(value, "code_in", None)  # predicates are named in the module select
+    return str(code_in("select.")) if callable(code_in) else repr(value)
+
+
+def _name_in_package(value: Any) -> str:
+    """Return the shortest dotted name in muonfx of a function or class, or its own name if it has none."""
+    package, *parts = (value.__module__ or "").split(".")  # None for a function in a bare exec()
+    if package == __name__.partition(".")[0]:
+        module = sys.modules[package]
+        for depth in range(len(parts) + 1):
+            if getattr(module, value.__qualname__, None) is value:
+                return ".".join([*parts[:depth], value.__qualname__])
+            module = getattr(module, parts[depth], None) if depth < len(parts) else None
+    return value.__qualname__

@@ -17,10 +17,8 @@ import functools
 import hashlib
 import inspect
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import optree
@@ -29,7 +27,7 @@ import torch.utils._pytree as torch_pytree
 from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.core.identity import public_name, text_of
+from muonfx.core.identity import code_of_value, public_name, text_of
 from muonfx.tree import NAMESPACE
 from muonfx.tree.arguments import bind, check_plain, did_you_mean, kinds_of
 
@@ -44,6 +42,7 @@ __all__ = [
     "make_factory",
     "part_names",
     "parts_of",
+    "same",
     "with_numbers",
 ]
 
@@ -61,64 +60,44 @@ class _Hole:
 _HOLE = _Hole()
 
 
-def _split(value: Any, parts: list[object], *, top: bool = False) -> object:
-    """Return the skeleton of an argument and append its parts, in order, to a list."""
-    if isinstance(value, Recorded | Tensor) or (top and isinstance(value, float)):
-        parts.append(value)
-        return _HOLE
+def _map(value: Any, function: Callable[[str, Any], object], name: str = "") -> Any:
+    """Apply a function of dotted name and value to what tuples, lists and dicts hold, directly or indirectly."""
     if type(value) in (tuple, list):
-        return type(value)(_split(item, parts) for item in value)
+        return type(value)([_map(item, function, f"{name}.{index}") for index, item in enumerate(value)])
     if type(value) is dict:
         items = list(value.items())
         if items and all(isinstance(item, Recorded) for _, item in items):
             # The order of transforms by name has no meaning and must not show; the order of patterns has.
             items.sort(key=lambda pair: str(pair[0]))
-        return {key: _split(item, parts) for key, item in items}
-    return value
+        return {key: _map(item, function, f"{name}.{key}") for key, item in items}
+    return function(name, value)
+
+
+def _split(value: Any, parts: list[object]) -> object:
+    """Return the skeleton of an argument and append its parts, in order, to a list."""
+
+    def keep(name: str, item: object) -> object:
+        if not isinstance(item, Recorded | Tensor):
+            return item
+        parts.append(item)
+        return _HOLE
+
+    if isinstance(value, float):
+        parts.append(value)
+        return _HOLE
+    return _map(value, keep)
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
     """Fill parts into the holes of a skeleton: the inverse of `_split`."""
-    if skeleton is _HOLE:
-        return next(parts)
-    if type(skeleton) in (tuple, list):
-        return type(skeleton)(_join(item, parts) for item in skeleton)
-    if type(skeleton) is dict:
-        return {key: _join(item, parts) for key, item in skeleton.items()}
-    return skeleton
+    return _map(skeleton, lambda name, item: next(parts) if item is _HOLE else item)
 
 
-MAX_DEPTH = 64
-"""The maximum nesting depth of recorded values."""
-
-
-def _depth(parts: Sequence[object]) -> int:
-    """Return the nesting depth of a recorded value that has these parts."""
-    depth, level = 1, [part for part in parts if isinstance(part, Recorded)]
-    while level:
-        depth += 1
-        level = [part for value in level for part in value.parts if isinstance(part, Recorded)]
-    return depth
-
-
-def _names_of_parts(skeleton: Any, prefix: str) -> Iterator[str]:
-    if skeleton is _HOLE:
-        yield prefix
-    elif type(skeleton) in (tuple, list):
-        for index, item in enumerate(skeleton):
-            yield from _names_of_parts(item, f"{prefix}.{index}")
-    elif type(skeleton) is dict:
-        for key, item in skeleton.items():
-            yield from _names_of_parts(item, f"{prefix}.{key}" if prefix else str(key))
-
-
-def _ordered(skeleton: Any) -> object:
-    """Return the skeleton in a form whose equality depends on the order of dicts, as the meaning of parts does."""
-    if type(skeleton) in (tuple, list):
-        return type(skeleton), tuple(_ordered(item) for item in skeleton)
-    if type(skeleton) is dict:
-        return dict, tuple((key, _ordered(item)) for key, item in skeleton.items())
-    return skeleton
+def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
+    """Return the dotted names of the holes in a skeleton, or of everything in it, in order."""
+    found: list[str] = []
+    _map(skeleton, lambda name, item: found.append(name.removeprefix(".")) if item is _HOLE or not holes else None)
+    return found
 
 
 R = TypeVar("R", bound="Recorded")
@@ -189,7 +168,9 @@ class Structure:
         if self is other:  # as for values that differ only in numbers
             return True
         same_call = self.kind is other.kind and self.factory is other.factory
-        return same_call and _ordered(self.skeleton) == _ordered(other.skeleton)
+        # The order of a dict counts, as the meaning of the parts depends on it.
+        same_order = _names_in(self.skeleton, holes=False) == _names_in(other.skeleton, holes=False)
+        return same_call and self.skeleton == other.skeleton and same_order
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))
@@ -219,19 +200,19 @@ class Recorded:
             default = parameters[name].default
             if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
                 raise TypeError(f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}")
-            skeleton[name] = _split(_as_float(definition, name, value), parts, top=True)
-        if (depth := _depth(parts)) > MAX_DEPTH:
-            raise ValueError(
-                f"{factory.__name__}: {depth} values one within another, at most {MAX_DEPTH} may be: "
-                "beyond that Python's own recursion ends printing and pickling; put them side by side, "
-                "chain(a, b, c) and not chain(chain(a, b), c)"
-            )
+            skeleton[name] = _split(_as_float(definition, name, value), parts)
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     def names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the dotted names of the parts in one argument, in order."""
         skeleton = self.structure.skeleton[argument]
-        return _names_of_parts(skeleton, "" if type(skeleton) is dict else argument)
+        return _names_in(skeleton if type(skeleton) is dict else {argument: skeleton})
+
+    def parts_in(self, argument: str) -> list[Any]:
+        """Return the parts in one argument, in order."""
+        found: list[Any] = []
+        _split(self.arguments[argument], found)
+        return found
 
     @classmethod
     def _from(cls, context: Structure, parts: Iterable[object]) -> Self:
@@ -245,7 +226,7 @@ class Recorded:
         super().__init_subclass__(**kwargs)
         # optree's type hints require a collection, but any class works.
         optree.register_pytree_node(
-            cast("Any", cls), cast("Any", _flatten), cast("Any", _unflatten), namespace=NAMESPACE
+            cast("Any", cls), cast("Any", _flatten), cast("Any", Recorded._from), namespace=NAMESPACE
         )
         torch_pytree.register_pytree_node(
             cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=public_name(cls)
@@ -262,14 +243,10 @@ class Recorded:
         return self.structure.factory
 
     @property
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the call by name, including defaults."""
         parts = iter(self.parts)
         return {name: _join(skeleton, parts) for name, skeleton in self.structure.skeleton.items()}
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """The arguments of the call by name, including defaults."""
-        return dict(self._arguments)
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function that has the factory's signature with recorded arguments."""
@@ -288,7 +265,7 @@ class Recorded:
 
     def build(self) -> Any:
         """Call the constructor with the recorded arguments."""
-        return self._build_for(self._arguments)
+        return self._build_for(self.arguments)
 
     def _build_for(self, arguments: Mapping[str, Any]) -> Any:
         definition = self.factory.definition
@@ -331,9 +308,12 @@ class Recorded:
             self.__dict__["_treedef"] = kept
         return kept
 
+    def _new_structure(self) -> Structure:
+        return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
+
     def with_parts(self, parts: Sequence[object]) -> Self:
         """Return the same call with other parts, whose structure may differ."""
-        return self._from(dataclasses.replace(self.structure, derived={}, memory={}), parts)
+        return self._from(self._new_structure(), parts)
 
     def prepare(self) -> None:
         """Build now, so that bad arguments fail at the call and tracing finds the result cached."""
@@ -356,42 +336,42 @@ class Recorded:
         Raises:
             TypeError: an argument that the factory does not have; the message lists those it has.
         """
-        unknown = changes.keys() - self._arguments.keys()
+        unknown = changes.keys() - self.arguments.keys()
         if unknown:
-            wrong, known = sorted(unknown), ", ".join(self._arguments)
-            close = did_you_mean(wrong[0], self._arguments)
+            wrong, known = sorted(unknown), ", ".join(self.arguments)
+            close = did_you_mean(wrong[0], self.arguments)
             raise TypeError(f"{self.factory.__name__} has no argument {', '.join(wrong)}{close}; it has {known}")
-        return self._call(self.factory, {**self._arguments, **changes})
+        return self._call(self.factory, {**self.arguments, **changes})
 
     def __repr__(self) -> str:
         """Print as code that rebuilds the value, without arguments that equal their defaults."""
         written: list[str] = []
         named = False
         for name, parameter in self.factory.definition.parameters.items():
-            value = self._arguments[name]
+            value = self.arguments[name]
             if parameter.kind is parameter.VAR_POSITIONAL:
-                written.extend(_literal(item) for item in value)
+                written.extend(code_of_value(item) for item in value)
             elif parameter.kind is parameter.VAR_KEYWORD:
-                written.extend(f"{key}={_literal(item)}" for key, item in value.items())
-            elif not _same(value, parameter.default):
+                written.extend(f"{key}={code_of_value(item)}" for key, item in value.items())
+            elif not same(value, parameter.default):
                 # Write numbers as keywords, and the transforms and labels of a combinator as positional arguments.
                 required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
                 by_place = required and not isinstance(value, int | float | Tensor) and not named
                 named = named or not by_place
-                written.append(_literal(value) if by_place else f"{name}={_literal(value)}")
+                written.append(code_of_value(value) if by_place else f"{name}={code_of_value(value)}")
         return f"{self.factory.__name__}({', '.join(written)})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recorded):
             return NotImplemented
-        return self.structure == other.structure and _same(self.parts, other.parts)
+        return self.structure == other.structure and same(self.parts, other.parts)
 
     def __hash__(self) -> int:
         return hash((self.factory.__module__, self.factory.__qualname__, len(self.parts)))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as factory, skeleton and parts; closures cannot be pickled and are rebuilt on first use."""
-        return _rebuild, (type(self), self.factory, self.structure.skeleton, self.parts)
+        return Recorded._from, (self._new_structure(), self.parts)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -484,10 +464,6 @@ def _flatten(value: Recorded) -> tuple[tuple[object, ...], Structure, tuple[str,
     return value.parts, value.structure, part_names(value)
 
 
-def _unflatten(context: Structure, parts: Iterable[object]) -> Recorded:
-    return Recorded._from(context, parts)
-
-
 def _flatten_for_torch(value: Recorded) -> tuple[list[object], Structure]:
     return list(value.parts), value.structure
 
@@ -496,13 +472,7 @@ def _unflatten_for_torch(parts: Iterable[object], context: Structure) -> Recorde
     return Recorded._from(context, parts)
 
 
-def _rebuild(
-    kind: type[Recorded], factory: Factory, skeleton: dict[str, object], parts: tuple[object, ...]
-) -> Recorded:
-    return Recorded._from(Structure(kind, factory, skeleton), parts)
-
-
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Return True if two values are equal, where tensors are compared by value, shape and dtype."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return (
@@ -513,43 +483,8 @@ def _same(a: Any, b: Any) -> bool:
             and bool(torch.equal(a, b))
         )
     if type(a) in (tuple, list) and type(a) is type(b):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a is b or bool(type(a) is type(b) and a == b)
-
-
-def _literal(value: object) -> str:
-    """Return Python code for an argument."""
-    if isinstance(value, Tensor):
-        try:
-            return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
-        except RuntimeError:  # a tensor inside a torch.func transform has no values to print
-            return repr(value)
-    if isinstance(value, Enum):
-        return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, float) and value - value != 0.0:
-        return f"float({str(value)!r})"
-    if type(value) is tuple:
-        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
-    if type(value) is list:
-        return f"[{', '.join(map(_literal, value))}]"
-    if type(value) is dict:
-        return f"{{{', '.join(f'{key!r}: {_literal(item)}' for key, item in value.items())}}}"
-    if inspect.isfunction(value) or inspect.isclass(value):
-        return _name_in_package(value)
-    code_in = getattr(value, "code_in", None)  # predicates are named in the module select
-    return str(code_in("select.")) if callable(code_in) else repr(value)
-
-
-def _name_in_package(value: Any) -> str:
-    """Return the shortest dotted name in muonfx of a function or class, or its own name if it has none."""
-    package, *parts = (value.__module__ or "").split(".")  # None for a function in a bare exec()
-    if package == __name__.partition(".")[0]:
-        module = sys.modules[package]
-        for depth in range(len(parts) + 1):
-            if getattr(module, value.__qualname__, None) is value:
-                return ".".join([*parts[:depth], value.__qualname__])
-            module = getattr(module, parts[depth], None) if depth < len(parts) else None
-    return value.__qualname__
 
 
 def _structure(value: Recorded) -> str:
@@ -582,5 +517,5 @@ def _default_text(definition: Definition, name: str) -> str:
     if parameter.default is parameter.empty:
         return _NUMBER
     parts: list[object] = []
-    skeleton = _split(_as_float(definition, name, parameter.default), parts, top=True)
+    skeleton = _split(_as_float(definition, name, parameter.default), parts)
     return _text(skeleton, iter(parts))

@@ -1,0 +1,107 @@
+"""The declarations of a transform's author: locality, combinator, position, and what a sharded run may save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, get_args
+
+import torch
+
+from muonfx.core.checks import NamePatterns
+from muonfx.core.recorded import Recorded
+from muonfx.tree import PyTree
+
+__all__ = ["Combinator", "Declaration", "Locality", "Position"]
+
+Position = Literal[
+    "learning_rate",
+    "turns",
+    "either_sign",
+    "before_learning_rate",
+    "sets_size",
+    "after_learning_rate",
+    "last",
+    "observer",
+    "last_observer",
+]
+"""The place of a transform in a chain; `muonfx.transform` documents each value."""
+
+
+class Locality(IntEnum):
+    """What a transform must see to compute one element of its output; ordered from least to most.
+
+    >>> max(Locality.ELEMENT, Locality.MATRIX).name
+    'MATRIX'
+    """
+
+    ELEMENT = 0
+    """That element of the updates, the state and the parameters, and scalars."""
+    MATRIX = 1
+    """The whole matrix that holds it (the last two dims of its leaf); batch dims are independent."""
+    LEAF = 2
+    """The whole leaf that holds it."""
+    TREE = 3
+    """The whole tree."""
+
+
+@dataclass(frozen=True)
+class Combinator:
+    """How a transform runs the transforms that it calls, for the option ``combinator`` of `muonfx.transform`.
+
+    Raises:
+        TypeError: ``own_locality`` is neither a `Locality` nor None.
+
+    >>> Combinator(Locality.ELEMENT)
+    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False)
+    """
+
+    own_locality: Locality | None = None
+    """The locality of its own work, apart from the transforms that it calls, if it passes these trees of some of the
+    leaves that it receives. A sharded run can then replace the called transforms. None: unknown."""
+    in_sequence: bool = False
+    """It only calls its parts one after another, as `chain` does: each receives the updates of the one before and all
+    named extras, and its state is a dict by the names of the parts."""
+    varies_numbers: bool = False
+    """The transforms that it calls differ in numbers only, so that the plan for the first is the plan for all."""
+
+    def __post_init__(self) -> None:
+        if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
+            raise TypeError(f"Combinator: own_locality must be a Locality or None, found {self.own_locality!r}")
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The options of `muonfx.transform`, which documents each field."""
+
+    locality: Locality | Callable[..., Locality] = Locality.TREE
+    combinator: Combinator = Combinator()
+    reads_params: bool | Callable[..., bool] = True
+    resolve: Callable[[Any, PyTree], Recorded] | None = None
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Recorded, dict[str, tuple[int, int]]]] | None = None
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
+    position: Position | Callable[..., Position | None] | None = None
+    short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
+
+    def __post_init__(self) -> None:
+        one_of = f"one of {', '.join(map(repr, get_args(Position)))}, None"
+        accepted: dict[str, tuple[object, str]] = {
+            "locality": (isinstance(self.locality, Locality), "a Locality, such as Locality.MATRIX"),
+            "reads_params": (isinstance(self.reads_params, bool), "True, False"),
+            "position": (self.position is None or self.position in get_args(Position), one_of),
+        }
+        for option, (fits, words) in accepted.items():
+            value = getattr(self, option)
+            if not (fits or callable(value)):
+                wrong = ValueError if isinstance(value, str) and option == "position" else TypeError
+                words = f"{words} or a function of the arguments that returns one"
+                raise wrong(f"transform: {option} must be {words}, found {value!r}")
+        if not isinstance(self.combinator, Combinator):
+            raise TypeError(f"transform: combinator must be a Combinator, found {self.combinator!r}")
+        for option in ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras"):
+            function = getattr(self, option)
+            if function is not None and not callable(function):
+                raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
