@@ -138,7 +138,7 @@ class Setting:
     def cost(self, shape: tuple[int, ...]) -> Cost:
         """The cost of one matrix."""
         rows, columns = shape
-        return newton_schulz_cost((rows, columns), self.device, held=self.dtype, dtype=self.dtype)
+        return newton_schulz_cost((rows, columns), self.device, dtype=self.dtype)
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -30,9 +31,9 @@ class Coefficients:
         norm_safety: the input is divided by `norm_safety` times its Frobenius norm.
         row_scaling: first scale each row by the inverse square root of its row sum of `|X X^T|` (almost-orthogonal
             layers, arXiv 2208.03160). The spectral norm is then at most 1, so `norm_safety` plays no part.
-        restarts: the numbers of steps after which the Gram form of the iteration goes back to the whole matrix, where
-            other ones than 2, 3, 5, 6, ... were measured to round less; see `muonfx.polar.stages`. With more steps they
-            go on at their last distance.
+        restarts: the numbers of steps after which the Gram form of the iteration returns to the whole matrix; None for
+            2, 3, 5, 6, ... (see `muonfx.polar.stages`). With more steps they continue at their last distance. Where
+            rounding requires it, there are more of them: in bf16 nearly every step.
 
     Raises:
         ValueError: no steps, a step that is not 2 or 3 finite numbers, a `norm_safety` outside [0.001, 1000],
@@ -57,7 +58,12 @@ class Coefficients:
                 f"coefficients {self.name!r}: norm_safety is {self.norm_safety!r}, expected a number from 0.001 to 1000"
             )
         if self.restarts is not None:
-            object.__setattr__(self, "restarts", checked_restarts(self.restarts, None, f"coefficients {self.name!r}: "))
+            found = tuple(self.restarts)
+            if any(type(k) is not int for k in found) or any(a >= b for a, b in pairwise((0, *found))):
+                raise ValueError(
+                    f"coefficients {self.name!r}: restarts are {self.restarts!r}, expected ascending numbers of steps"
+                )
+            object.__setattr__(self, "restarts", found)
 
 
 CoefficientSet = Literal[
@@ -97,18 +103,6 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
         if not math.isfinite(fixed(number)):
             raise ValueError(f"{where}: found {number!r} in {step!r}, expected finite numbers")
     return float(step[0]), float(step[1]), float(step[2]) if len(step) == 3 else 0.0
-
-
-def checked_restarts(restarts: Sequence[int], steps: int | None, where: str = "") -> tuple[int, ...]:
-    """Return the restarts as a tuple, or raise unless they are ascending ints from 1 on and below `steps`."""
-    if not isinstance(restarts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{where}restarts: found {restarts!r}, expected a sequence of ints such as (2, 3)")
-    found = tuple(restarts)
-    whole = all(type(k) is int for k in found)
-    if not whole or any(a >= b for a, b in zip((0, *found), found, strict=False)) or (steps and found[-1:] >= (steps,)):
-        bound = "" if steps is None else f" and below the number of steps, {steps}"
-        raise ValueError(f"{where}restarts: found {restarts!r}, expected ascending numbers of steps, from 1 on{bound}")
-    return found
 
 
 def coefficients(value: CoefficientsLike) -> Coefficients:

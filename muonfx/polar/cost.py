@@ -7,8 +7,7 @@ computes which matrix without communication.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -30,68 +29,48 @@ class Cost(NamedTuple):
     """Floating-point operations; half of a symmetric product if its other half is skipped."""
     load: float
     """Operations of full products that take the same time; owners are balanced by this number."""
-    method: Literal["standard", "gram"]
-    """The form of the iteration."""
     scratch_bytes: int
     """The bytes of one matrix's intermediates."""
-    stages: int
-    """How often the Gram matrix is computed."""
 
 
 def newton_schulz_cost(
     shape: tuple[int, int],
     device: str = "cpu",
     *,
-    held: torch.dtype = torch.float32,
-    dtype: policy.DTypeLike = "auto",
+    dtype: torch.dtype = torch.float32,
     coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
     steps: int | None = None,
-    restarts: Sequence[int] | None = None,
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
 ) -> Cost:
     """Return the cost of `muonfx.polar.orthogonalize` for one matrix, by the policy of `muonfx.polar.explain`."""
+    resolved = polynomials(coefficients, steps)
+    if resolved.table is not None:
+        if method == "gram":
+            raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
+        # For a tensor of coefficients, the count depends only on the number of coefficients per step, two or three.
+        last = 1.0 if resolved.table.shape[1] == 3 else 0.0
+        resolved = Polynomials(((1.0, 1.0, last),) * len(resolved.indices), ())
+        method, products = "standard", "batched"
     short, long = sorted(shape)
-    if short < 0:
-        raise ValueError(f"shape: found {tuple(shape)}, expected two sides of at least 0")
-    resolve = _polynomials_by_name if isinstance(coefficients, str) else polynomials
-    resolved = resolve(coefficients, steps, None if restarts is None else tuple(restarts))
-    kind = torch.device(device).type
-    if dtype == "auto":
-        dtype = torch.float64 if held == torch.float64 else torch.bfloat16 if kind == "cuda" else torch.float32
-    if resolved.table is None:
-        return _cost(short, long, kind, held, dtype, resolved, method, products)
-    # For a tensor of coefficients, the count depends only on the number of coefficients per step, two or three.
-    last = 1.0 if resolved.table.shape[1] == 3 else 0.0
-    alike = Polynomials(((1.0, 1.0, last),) * len(resolved.indices), ())
-    if method == "gram":
-        raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
-    return _cost(short, long, kind, held, dtype, alike, "standard", "batched")
-
-
-_polynomials_by_name = functools.lru_cache(maxsize=256)(polynomials)
+    return _cost(short, long, torch.device(device), dtype, resolved, method, products)
 
 
 @functools.lru_cache(maxsize=65536)  # a model has few shapes and many matrices
 def _cost(
     short: int,
     long: int,
-    kind: str,
-    held: torch.dtype,
-    dtype: policy.DTypeLike,
+    device: torch.device,
+    dtype: torch.dtype,
     resolved: Polynomials,
     method: policy.MethodLike,
     products: ProductsLike,
 ) -> Cost:
-    # Independent of this machine: a CPU is assumed to have no tile registers, a CUDA device to have the kernels.
-    facts = policy.Facts(tiles=False, kernels=kind == "cuda")
-    device = torch.device(kind)
     chosen = policy.plan(
-        short, long, held, device, resolved, method=method, dtype=dtype, products=products, facts=facts
+        short, long, dtype, device, resolved, method=method, dtype=dtype, products=products, portable=True
     )
     # Not the operation count: halved products save less time than operations, and memory passes take time too.
-    load = 2 * policy.work(chosen, device, facts)
-    return Cost(_flops(chosen), load, chosen.method, chosen.scratch_bytes, len(chosen.stages))
+    return Cost(_flops(chosen), 2 * policy.work(chosen, device, portable=True), chosen.scratch_bytes)
 
 
 def _flops(chosen: policy.Plan) -> float:

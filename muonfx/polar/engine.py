@@ -17,8 +17,6 @@ from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalize
 from muonfx.polar.workspace import Workspace
 from muonfx.tree.tracing import called_once, functorch_is_active
 
-_LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
-
 
 def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
     """Orthogonalize nonempty `(b, n, m)`, n <= m, without in-place writes; the result has `plan.dtype`."""
@@ -43,11 +41,6 @@ def in_place(
         batch, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
     )
     return newton_schulz(batch, plan.stages, products)
-
-
-def goes_in_place(short: int, long: int, resolved: Polynomials) -> bool:
-    """Return True if matrices of this shape are large enough for `in_place`."""
-    return resolved.table is None and not resolved.row_scaling and short * long >= _LARGE
 
 
 def is_watched(*xs: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from muonfx.polar.coefficients import Step
-from muonfx.polar.products import Products, Shifted
+from muonfx.polar.products import Functional, Shifted
 from muonfx.polar.stages import Stage
 
 
@@ -27,7 +27,7 @@ def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def newton_schulz(
-    x: torch.Tensor, stages: Sequence[Stage], on: Products, gram: torch.Tensor | None = None
+    x: torch.Tensor, stages: Sequence[Stage], on: Functional, gram: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Apply the polynomials of all stages to the singular values of `x`, which are at most about 1."""
     for stage in stages:
@@ -38,7 +38,7 @@ def newton_schulz(
     return x
 
 
-def composed(on: Products, r: Shifted, steps: Sequence[Step]) -> Shifted:
+def composed(on: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
     """Return the matrix `Q` such that `Q X` is `X` after `steps`, given `R = X X^T`."""
     q: Shifted | None = None
     for i, step in enumerate(steps):
@@ -51,7 +51,7 @@ def composed(on: Products, r: Shifted, steps: Sequence[Step]) -> Shifted:
     return q
 
 
-def _polynomial(on: Products, r: Shifted, step: Step) -> Shifted:
+def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
     """Return `a I + b R + c R^2`."""
     a, b, c = step
     shift, linear, square = a + r.shift * (b + c * r.shift), (b + 2 * c * r.shift) * r.scale, c * r.scale**2
@@ -60,7 +60,7 @@ def _polynomial(on: Products, r: Shifted, step: Step) -> Shifted:
     return Shifted(shift, 1.0, on.symmetric(r.rest, r.rest, r.rest, beta=linear, alpha=square))
 
 
-def _times(on: Products, p: Shifted, q: Shifted) -> Shifted:
+def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
     """Return `P Q` for commuting `P` and `Q`, whose product is therefore symmetric."""
     # shift p * shift q * I + (of_q * rest q + of_p * rest p) + scales * rest p * rest q. The sum has one weight, so the
     # larger factor becomes the beta of the product, which is exact and leaves a weight of at most 1.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from muonfx.polar.engine import (
     as_function,
     check_matrix,
     check_out,
-    goes_in_place,
     in_place,
     is_differentiated,
     is_watched,
@@ -28,6 +28,7 @@ from muonfx.polar.workspace import Workspace
 from muonfx.tree.tracing import is_traced
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
+_LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
 
 def orthogonalize_many(
@@ -36,60 +37,55 @@ def orthogonalize_many(
     coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
-    restarts: Sequence[int] | None = None,
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
     max_scratch_bytes: int | None = None,
     donate: bool = False,
     out: Sequence[torch.Tensor] | None = None,
-    names: Sequence[str] | None = None,
     workspace: Workspace | None = None,
 ) -> list[torch.Tensor]:
-    """`[orthogonalize(x, ...) for x in xs]`, with small matrices of one shape, or of its transpose, batched together.
+    """Orthogonalize many matrices; those of one shape, or of its transpose, are batched together.
 
-    Equal to that loop within the rounding of another summation order: elementwise 1e-12 in fp64, 2e-5 in fp32 and 0.2
-    in bf16 on Gaussian matrices with sides 8 to 128. Bitwise wherever the batched product sums as the single one does.
+    Equal to `[orthogonalize(x, ...) for x in xs]` within the rounding of another summation order: elementwise 1e-12 in
+    fp64, 2e-5 in fp32 and 0.2 in bf16 on Gaussian matrices with sides 8 to 128. Bitwise equal wherever the batched
+    product sums as the single one does.
 
     Args:
-        xs: tensors `(..., m, n)` as `orthogonalize` takes them, of any mix of shapes, dtypes and devices.
+        xs: tensors `(..., m, n)` as in `orthogonalize`, of any mix of shapes, dtypes and devices.
         coefficients: as in `orthogonalize`.
         steps: as in `orthogonalize`.
         method: as in `orthogonalize`.
-        restarts: as in `orthogonalize`.
         dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device. Derivatives of one input
             make it at least fp32 for all.
         products: as in `orthogonalize`.
-        max_scratch_bytes: about how many bytes of intermediates one batch may take; one matrix always goes through.
-            None: 32 MiB on a CPU, which its cache likes best, 256 MiB elsewhere.
-        donate: the caller's promise not to use `xs` again: each that is contiguous, and shares memory with no other, is
-            then overwritten by its result and returned, which saves the room of the results and, where dtypes agree, a
-            copy. Same values.
-        out: tensors to write the results to, one for each of `xs`, of its shape, dtype and device; contiguous ones
-            take them without a temporary. It may be its own `x`, and share memory with no other.
-        names: what errors call `xs`; None: `xs[0]`, `xs[1]`, ...
-        workspace: memory for intermediates of large matrices, for the next call to use again; None: new memory.
+        max_scratch_bytes: about how many bytes of intermediates one batch may take, but at least one matrix. None:
+            32 MiB on a CPU, to stay in its cache, and 256 MiB elsewhere.
+        donate: the caller's promise not to use `xs` again. Each input that is contiguous, and shares no memory with
+            another, is then overwritten by its result and returned, which saves the memory of the results and, if
+            dtypes agree, a copy. Same values.
+        out: tensors for the results, one for each of `xs`, of its shape, dtype and device; contiguous ones need no
+            temporary. A tensor may be its own input, and must not share memory with another.
+        workspace: memory for intermediates of large matrices, reused by the next call; None: new memory.
 
     Returns:
-        One tensor for each of `xs`, in order, with its shape, dtype and device: those of `out`; or, with `donate`, of
-        `xs`; or else new contiguous ones. New results of one batch may be views of one buffer; they do not overlap, but
-        autograd takes a change in place of one for a change of all.
+        One tensor for each of `xs`, in order, with its shape, dtype and device: the tensors of `out`; with `donate`,
+        those of `xs`; else new contiguous ones. New results of one batch may be views of one buffer; they do not
+        overlap, but autograd treats a change in place of one as a change of all.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `orthogonalize`, naming the position in `xs`.
-        ValueError: `max_scratch_bytes` is below 1; `out` beside `donate`.
+        ValueError: `max_scratch_bytes` is below 1; `out` together with `donate`.
 
     >>> a, b = orthogonalize_many([torch.eye(2, 3), torch.eye(3, 2)])
     >>> a.shape, b.shape, torch.equal(a, b.mT)
     (torch.Size([2, 3]), torch.Size([3, 2]), True)
     """
-    if max_scratch_bytes is not None and max_scratch_bytes < 1:
-        raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
     for i, x in enumerate(xs):
-        check_matrix(x, f"xs[{i}]" if names is None else names[i])
-    resolved = Orthogonalizer(coefficients, steps, method, restarts, dtype, products)
+        check_matrix(x, f"xs[{i}]")
+    run = Orthogonalizer(coefficients, steps, method, dtype, products)
     if not xs:  # invalid settings raise also for no matrices
-        resolved.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False)
-    return resolved(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, out=out, workspace=workspace)
+        run.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False)
+    return run(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, out=out, workspace=workspace)
 
 
 class _Kind(NamedTuple):
@@ -99,6 +95,8 @@ class _Kind(NamedTuple):
     long: int
     dtype: torch.dtype
     device: torch.device
+    tall: bool | None = None
+    """True for `(long, short)`, which is never transposed in memory; None for small or watched matrices, which are."""
 
 
 class Orthogonalizer:
@@ -109,34 +107,21 @@ class Orthogonalizer:
         coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
         steps: int | None = None,
         method: MethodLike = "auto",
-        restarts: Sequence[int] | None = None,
         dtype: DTypeLike = "auto",
         products: ProductsLike = "auto",
     ) -> None:
-        self._polynomials = polynomials(coefficients, steps, restarts)
-        self._method: MethodLike = method
-        self._dtype: DTypeLike = dtype
-        self._products: ProductsLike = products
+        self._polynomials = polynomials(coefficients, steps)
+        self._plan = functools.partial(plan, resolved=self._polynomials, method=method, dtype=dtype, products=products)
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
     def plan_for(self, kind: _Kind, *, differentiated: bool) -> Plan:
         """Return the plan for matrices of one kind, made at the first call."""
         if is_traced(kind.short, kind.long):  # symbols have no hash
-            return self._made(kind, differentiated)
+            return self._plan(*kind[:4], differentiated=differentiated)
         known = self._plans.get((kind, differentiated))
         if known is None:
-            known = self._plans[kind, differentiated] = self._made(kind, differentiated)
+            known = self._plans[kind, differentiated] = self._plan(*kind[:4], differentiated=differentiated)
         return known
-
-    def _made(self, kind: _Kind, differentiated: bool) -> Plan:
-        return plan(
-            *kind,
-            self._polynomials,
-            method=self._method,
-            dtype=self._dtype,
-            products=self._products,
-            differentiated=differentiated,
-        )
 
     def __call__(
         self,
@@ -148,40 +133,40 @@ class Orthogonalizer:
         workspace: Workspace | None = None,
     ) -> list[torch.Tensor]:
         """Orthogonalize matrices without checking them; the arguments are as in `orthogonalize_many`."""
+        if max_scratch_bytes is not None and max_scratch_bytes < 1:
+            raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
         table = self._polynomials.table
         inputs = xs if table is None else [*xs, table]
         watched = is_watched(*inputs)
         differentiated = watched and is_differentiated(*inputs)
         targets = _targets(xs, donate, out, watched)
-        groups = _grouped(xs)
+        in_place = not watched and table is None and not self._polynomials.row_scaling
+        groups = _grouped(xs, in_place)
         # All plans are made before any result, so invalid settings raise before anything is written.
         plans = [self.plan_for(kind, differentiated=differentiated) for kind, _ in groups]
         results: list[torch.Tensor] = list(xs)
         for (kind, members), own in zip(groups, plans, strict=True):
             scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
             job = _Job(kind, own, self._polynomials, scratch, watched, workspace)
-            rest: list[int] = []
-            for i in members:
-                if xs[i].numel() > 0:
-                    rest.append(i)
-                else:
-                    target = targets[i]
-                    results[i] = xs[i].clone(memory_format=torch.contiguous_format) if target is None else target
-            for together, run in _ways(job, rest, xs):
-                done = run([xs[i] for i in together], [targets[i] for i in together], job)
-                for i, y in zip(together, done, strict=True):
-                    results[i] = y
+            filled = [i for i in members if xs[i].numel() > 0]
+            for i in set(members).difference(filled):
+                target = targets[i]
+                results[i] = torch.empty_like(xs[i]) if target is None else target
+            done = _run([xs[i] for i in filled], [targets[i] for i in filled], job)
+            for i, y in zip(filled, done, strict=True):
+                results[i] = y
         return results
 
 
-def _grouped(xs: Sequence[torch.Tensor]) -> list[tuple[_Kind, list[int]]]:
+def _grouped(xs: Sequence[torch.Tensor], in_place: bool) -> list[tuple[_Kind, list[int]]]:
     """Return the indices of the matrices of each kind, kinds in order of first occurrence."""
     kinds: list[_Kind] = []
     sides: list[int] = []
     for x in xs:
         rows, columns = x.shape[-2:]
         short, long = (rows, columns) if rows <= columns else (columns, rows)
-        kinds.append(_Kind(short, long, x.dtype, x.device))
+        tall = rows > columns if in_place and short * long >= _LARGE else None
+        kinds.append(_Kind(short, long, x.dtype, x.device, tall))
         sides += (short, long)
     if not is_traced(*sides):
         groups: defaultdict[_Kind, list[int]] = defaultdict(list)
@@ -210,18 +195,6 @@ class _Job(NamedTuple):
     workspace: Workspace | None
 
 
-_Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Job], list[torch.Tensor]]
-
-
-def _ways(job: _Job, members: list[int], xs: Sequence[torch.Tensor]) -> list[tuple[list[int], _Run]]:
-    """Return which nonempty matrices of a group run together, and by which function."""
-    if job.watched or not goes_in_place(job.kind.short, job.kind.long, job.resolved):
-        return [(members, _run_as_function)]
-    tall = [i for i in members if xs[i].shape[-2] > xs[i].shape[-1]]
-    wide = [i for i in members if xs[i].shape[-2] <= xs[i].shape[-1]]
-    return [(wide, _run_in_place), (tall, _run_in_place)]
-
-
 def _targets(
     xs: Sequence[torch.Tensor], donate: bool, out: Sequence[torch.Tensor] | None, watched: bool
 ) -> list[torch.Tensor | None]:
@@ -232,9 +205,7 @@ def _targets(
         shared = sharing(xs)  # a tensor that shares memory with another input must not be overwritten
         return [x if x.is_contiguous() and i not in shared else None for i, x in enumerate(xs)]
     if donate:
-        raise ValueError(
-            "out: found beside donate=True, expected one of them: donated inputs take the results themselves"
-        )
+        raise ValueError("out: found together with donate=True, which writes the results to the inputs: give one")
     check_out(out, xs, ["out" if len(xs) == 1 else f"out[{i}]" for i in range(len(out))])
     if watched or (torch.is_grad_enabled() and any(y.requires_grad for y in out)):
         raise RuntimeError(
@@ -244,96 +215,56 @@ def _targets(
     return list(out)
 
 
-def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
-    """Orthogonalize small or watched matrices, wide and tall ones concatenated into batches."""
-    # Each batch is copied to its destinations before the next one is made: at most one batch is held besides results.
-    short, long, held, _ = job.kind
-    flats: list[torch.Tensor] = []
-    for x in xs:
-        ordered = x.contiguous()  # another memory order rounds differently, and ranks may hold different orders
-        wide = ordered if x.shape[-2] == short else ordered.mT
-        flats.append(wide[None] if x.ndim == 2 else wide.reshape(-1, short, long))
-    counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
-    limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
-    if is_traced(short, long, *counts):
-        limit = sum(counts) + 1  # splitting would specialize all sizes, and a compiler plans memory itself
-    places = [
-        _place(x, target, whole=count <= limit or job.watched)
-        for x, target, count in zip(xs, targets, counts, strict=True)
-    ]
-    owners = iter([(i, start) for i, count in enumerate(counts) for start in range(0, count, limit)])
-    parts: list[list[torch.Tensor]] = [[] for _ in xs]
-    results = list(xs)
-    # The result of a wide matrix is a view of its batch and keeps it alive, next to the copies of tall ones.
-    mixed = not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
-
-    def deliver(pieces: list[torch.Tensor]) -> None:
-        sources: list[torch.Tensor] = []
-        homes: list[torch.Tensor] = []
-        for piece in pieces:
-            i, start = next(owners)
-            part = piece if xs[i].shape[-2] == short else piece.mT
-            place = places[i]
-            if place is None:
-                parts[i].append(part)
-                if start + part.shape[0] == counts[i]:
-                    results[i] = joined_parts(i)
-                continue
-            sources.append(part)
-            home = place[None] if place.ndim == 2 else place.view(-1, *part.shape[1:])
-            count = part.shape[0]
-            homes.append(home if count == counts[i] else home[start : start + count])
-            results[i] = place
-        if homes:
-            torch._foreach_copy_(homes, sources)
-
-    def joined_parts(i: int) -> torch.Tensor:
-        target = targets[i]
-        whole = (parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i])).reshape(xs[i].shape)
-        parts[i].clear()
-        if target is not None:
-            return target.copy_(whole)
-        return whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
-
-    for batch in packed(flats, limit):
-        joined = batch[0] if len(batch) == 1 else torch.cat(batch)
-        y = outside_autocast(as_function, joined, job.plan, job.resolved).to(held)
-        deliver(list(y.split([piece.shape[0] for piece in batch])))
-        del joined, y  # free before the next batch
-    for i, (target, place) in enumerate(zip(targets, places, strict=True)):
-        if target is not None and place is not None and target is not place:
-            results[i] = target.copy_(place)
-    return results
-
-
-def _run_in_place(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
-    """Orthogonalize large matrices, all wide or all tall, with one buffer for each batch."""
+def _run(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
+    """Orthogonalize nonempty matrices of one kind in batches, and copy each batch to its destinations at once."""
     if not xs:
         return []
-    m, n = xs[0].shape[-2:]
-    flats = [x.reshape(-1, m, n) for x in xs]
-    limit = max(1, min(job.scratch // job.plan.scratch_bytes, job.plan.at_once or sum(map(len, flats))))
-    places = [_place(x, target, whole=len(flat) <= limit) for x, target, flat in zip(xs, targets, flats, strict=True)]
+    (short, long, held, _, tall), plan = job.kind, job.plan
+    if tall is None:  # another memory order rounds differently, and ranks may hold different orders
+        flats = [_wide(x.contiguous(), short) for x in xs]
+        limit = max(1, job.scratch // scratch_bytes(short, long, plan.dtype))
+        # As a view, a new wide result would keep its batch alive next to the copies of tall results.
+        mixed = not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
+    else:
+        flats = [x.reshape(-1, *x.shape[-2:]) for x in xs]
+        limit = max(1, min(job.scratch // plan.scratch_bytes, plan.at_once or sum(map(len, flats))))
+        mixed = False
+    counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
+    # Autograd keeps all intermediates, a compiler plans memory itself, and splitting would specialize all sizes.
+    at_once = job.watched or is_traced(short, long, *counts)
+    places = [
+        _place(x, target, whole=at_once or count <= limit) for x, target, count in zip(xs, targets, counts, strict=True)
+    ]
     # The input stands for a new result here, and is then not written to.
-    homes = [flat if place is None else place.view(-1, m, n) for flat, place in zip(flats, places, strict=True)]
-    new = iter([place is None for place, flat in zip(places, flats, strict=True) for _ in flat.split(limit)])
-    fresh: list[torch.Tensor] = []
-    for given, taken in zip(packed(flats, limit), packed(homes, limit), strict=True):
-        is_new = [next(new) for _ in given]
-        workspace = job.workspace or Workspace()
-        workspace.clear()
-        # A new result that has the dtype of the batch stays in the buffer that the iteration leaves it in.
-        batches = Workspace() if any(is_new) and job.plan.dtype == job.kind.dtype else workspace
-        buffer = _buffer(given, None if any(is_new) else taken, job.plan.dtype, batches)
-        y = outside_autocast(in_place, buffer, job.plan, job.resolved, tall=m > n, workspace=workspace, results=batches)
-        fresh += _settled(y, taken, is_new, job.kind.dtype)
-        del buffer, y  # free before the next batch
-    made = iter(fresh)
-    results: list[torch.Tensor] = []
-    for x, target, place in zip(xs, targets, places, strict=True):
-        y = next(made).view(x.shape) if place is None else place
-        results.append(y if target is None or target is place else target.copy_(y))
-    return results
+    homes = [
+        flat if place is None else _wide(place, short) if tall is None else place.view(flat.shape)
+        for flat, place in zip(flats, places, strict=True)
+    ]
+    batches = [(flats, homes)] if at_once else zip(packed(flats, limit), packed(homes, limit), strict=True)
+    owners = iter([i for i, count in enumerate(counts) for _ in range(1 if at_once else -(-count // limit))])
+    results = [x if place is None else place for x, place in zip(xs, places, strict=True)]
+    for given, taken in batches:
+        own = [next(owners) for _ in given]
+        y = _batch(given, taken if all(places[i] is not None for i in own) else None, job)
+        sources: list[torch.Tensor] = []
+        destinations: list[torch.Tensor] = []
+        for i, home, part in zip(own, taken, y.split([piece.shape[0] for piece in given]), strict=True):
+            if places[i] is None:
+                part = (part if part.shape[-2] == xs[i].shape[-2] else part.mT).to(held).reshape(xs[i].shape)
+                results[i] = part.clone(memory_format=torch.contiguous_format) if mixed else part.contiguous()
+            elif part.data_ptr() != home.data_ptr():
+                sources.append(part)
+                destinations.append(home)
+        if sources:
+            torch._foreach_copy_(destinations, sources)
+        del y, part, sources  # free before the next batch  # pyright: ignore[reportPossiblyUnboundVariable]
+    return [y if target is None or target is y else target.copy_(y) for y, target in zip(results, targets, strict=True)]
+
+
+def _wide(x: torch.Tensor, short: int) -> torch.Tensor:
+    """View contiguous matrices as a batch `(b, short, long)`."""
+    wide = x if x.shape[-2] == short else x.mT
+    return wide[None] if x.ndim == 2 else wide.reshape(-1, *wide.shape[-2:])
 
 
 def _place(x: torch.Tensor, target: torch.Tensor | None, *, whole: bool) -> torch.Tensor | None:
@@ -343,15 +274,18 @@ def _place(x: torch.Tensor, target: torch.Tensor | None, *, whole: bool) -> torc
     return None if whole else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _settled(y: torch.Tensor, homes: list[torch.Tensor], is_new: list[bool], held: torch.dtype) -> list[torch.Tensor]:
-    """Copy the parts of a batch to their destinations and return the new results."""
-    fresh: list[torch.Tensor] = []
-    for piece, home, new in zip(y.split([len(home) for home in homes]), homes, is_new, strict=True):
-        if new:
-            fresh.append(piece.to(held))
-        elif piece.data_ptr() != home.data_ptr():
-            home.copy_(piece)
-    return fresh
+def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Job) -> torch.Tensor:
+    """Orthogonalize one batch, in the memory of the inputs if the results `taken` overwrite it."""
+    kind, plan = job.kind, job.plan
+    if kind.tall is None:
+        joined = given[0] if len(given) == 1 else torch.cat(given)
+        return outside_autocast(as_function, joined, plan, job.resolved).to(kind.dtype)
+    workspace = job.workspace or Workspace()
+    workspace.clear()
+    # A new result that has the dtype of the batch stays in the buffer that the iteration leaves it in.
+    results = Workspace() if taken is None and plan.dtype == kind.dtype else workspace
+    buffer = _buffer(given, taken, plan.dtype, results)
+    return outside_autocast(in_place, buffer, plan, job.resolved, tall=kind.tall, workspace=workspace, results=results)
 
 
 def _buffer(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.many import orthogonalize_many
+from muonfx.polar.engine import check_matrix
+from muonfx.polar.many import Orthogonalizer
 from muonfx.polar.policy import DTypeLike, MethodLike
 from muonfx.polar.products import ProductsLike
 
@@ -18,7 +17,6 @@ def orthogonalize(
     coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
-    restarts: Sequence[int] | None = None,
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
     max_scratch_bytes: int | None = None,
@@ -26,26 +24,25 @@ def orthogonalize(
 ) -> torch.Tensor:
     """Send every singular value of `x` near 1 and keep its singular vectors, by Newton-Schulz.
 
-    How near is what `band(coefficients)` says. The result is bitwise the same for `2^k x`, as long as its entries are
-    normal numbers, and is zero for zero. NaN or infinity in one matrix of a batch stays in that matrix. Goes through
-    `torch.func` transforms and `torch.compile(fullgraph=True)`; an autocast region around it changes nothing.
+    `band(coefficients)` gives the interval of the results. The result is bitwise the same for `2^k x`, as long as its
+    entries are normal numbers, and is zero for zero. NaN or infinity in one matrix of a batch stays in that matrix.
+    Works under `torch.func` transforms and `torch.compile(fullgraph=True)`; an autocast region does not change it.
 
     Args:
-        x: `(..., m, n)`, any batch dims, any of them zero, fp64, fp32, bf16 or fp16. Never written to.
+        x: `(..., m, n)`, any batch dims, any of them zero, fp64, fp32, bf16 or fp16. Never modified.
         coefficients: a name of `KNOWN`, a `Coefficients`, a sequence of `(a, b[, c])`, or a floating tensor `(k, 3)` or
             `(k, 2)` on `x`'s device, which may be differentiated or mapped over and whose values are not checked.
-        steps: how many polynomials: the first ones, the last repeated beyond the set's length; None means that length.
+        steps: the number of polynomials: the first ones, the last repeated beyond the set's length; None means that
+            length.
         method: "standard" multiplies the whole matrix at every step; "gram" takes several steps on its Gram matrix,
-            which is cheaper the longer the matrix is; "auto" for what `explain` says.
-        restarts: for the Gram form: the numbers of steps after which it goes back to the whole matrix, such as
-            `(2, 3)`; None for the set's own, or more where rounding in the dtype asks for them: in bf16 nearly every
-            step. Fewer than are safe are taken with a warning, and by `method="auto"` not at all.
-        dtype: the dtype of the matrix products, or "auto" for `compute_dtype`'s choice. Where derivatives are taken
+            which is cheaper the longer the matrix is; "auto" for the choice that `explain` shows.
+        dtype: the dtype of the matrix products, or "auto" for `compute_dtype`'s choice. If derivatives are taken
             (autograd records, or in `torch.func.grad`, `vjp`, `jvp`), "auto" is at least fp32: in bf16 they are noise.
-        products: "batched", "blocks" or "triton": how symmetric products are done; "auto" for what `explain` says.
-            Under autograd, `torch.func` and the compiler, and for small matrices, they are always batched.
+        products: "batched", "blocks" or "triton": how symmetric products are computed; "auto" for the choice that
+            `explain` shows. Under autograd, `torch.func` and the compiler, and for small matrices, they are always
+            batched.
         max_scratch_bytes: about how many bytes of intermediates may be taken at a time; see `orthogonalize_many`.
-        out: where to write the result: a tensor of `x`'s shape, dtype and device, possibly `x` itself.
+        out: the tensor for the result, of `x`'s shape, dtype and device, possibly `x` itself.
 
     Returns:
         A new contiguous tensor of `x`'s shape, dtype and device; or `out`.
@@ -64,16 +61,6 @@ def orthogonalize(
     tensor([[ 1.,  0.,  0.],
             [ 0., -1.,  0.]])
     """
-    (y,) = orthogonalize_many(
-        [x],
-        coefficients=coefficients,
-        steps=steps,
-        method=method,
-        dtype=dtype,
-        products=products,
-        restarts=restarts,
-        max_scratch_bytes=max_scratch_bytes,
-        out=None if out is None else [out],
-        names=("x",),
-    )
-    return y
+    check_matrix(x, "x")
+    run = Orthogonalizer(coefficients, steps, method, dtype, products)
+    return run([x], max_scratch_bytes=max_scratch_bytes, out=None if out is None else [out])[0]

@@ -19,10 +19,10 @@ neither batch size, values nor time, so the same matrix always gets the same res
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -31,72 +31,52 @@ from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.hardware import cpu_has_amx, cpu_has_bf16, cuda_capability
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
-from muonfx.polar.rates import Rates, built_in
+from muonfx.polar.rates import BUILT_IN, UNKNOWN, Rates
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import Stage, staged, standard
-from muonfx.tree.display import Report, Table
+from muonfx.tree.display import Report, Shown, Table, format_shape
 from muonfx.tree.elementwise import wide_dtype
 from muonfx.tree.tracing import called_once, fixed
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of inputs and of matrix products."""
 
-
 DTypeLike = torch.dtype | Literal["auto"]
-"""How the dtype of matrix products is asked for: by itself, or "auto" for what `compute_dtype` says."""
+"""The dtype of matrix products; "auto" for the choice of `compute_dtype`."""
 
 MethodLike = Literal["auto", "standard", "gram"]
-"""How the method is asked for."""
+"""The form of the iteration."""
 
 # The rounding errors of the Gram form fall with the side. From 256 on they were measured at no more than 1.5 times the
 # errors of the standard iteration.
 SMALLEST_GRAM = 256
 """Shortest side for which "auto" takes the Gram form; below, launches and not arithmetic take the time."""
 
-
 _BLOCKS_AT_ONCE = 1 << 20
 """Largest number of elements of the small matrices of a batch when products are done by blocks."""
 
 
-class Facts(NamedTuple):
-    """Properties of a machine; given explicitly, a plan is the same on every machine."""
-
-    tiles: bool
-    """True if the CPU has tile registers (AMX)."""
-    kernels: bool
-    """True if the Triton kernels run on the device."""
-
-
-class Reason(NamedTuple):
-    """A sentence and its numbers, formatted only when it is printed."""
-
-    text: str
-    numbers: tuple[float, ...] = ()
-
-    def __str__(self) -> str:
-        return self.text.format(*self.numbers)
-
-
-class Plan(NamedTuple):
-    """How matrices of one shape are orthogonalized. Prints as an explanation."""
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
+    """How matrices of one shape are orthogonalized; prints as a table of the choices and their reasons."""
 
     shape: tuple[int, int]
     """The short side and the long side."""
     dtype: torch.dtype
-    """Of the products."""
+    """The dtype of the products."""
     method: Literal["standard", "gram"]
     stages: tuple[Stage, ...]
-    """Empty where the coefficients are a tensor."""
+    """Empty if the coefficients are a tensor."""
     products: Literal["batched", "blocks", "triton"]
-    """How the Gram matrix of the whole matrix is made."""
+    """How the Gram matrix of the whole matrix is computed."""
     small_products: Literal["batched", "blocks", "triton"]
-    """How products of small matrices are done: as those, or batched where the others do not pay."""
-    reasons: tuple[Reason, ...]
-    """Why that dtype, that method and those products."""
+    """How products of small matrices are computed."""
+    reasons: tuple[str, str, str]
+    """The reasons for the dtype, the method and the products."""
 
     @property
     def at_once(self) -> int | None:
-        """The most matrices of one batch, or None for no limit: by blocks, as many as fit a cache."""
+        """The most matrices of one batch, or None for no limit; products by blocks take as many as fit a cache."""
         return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2) if self.products == "blocks" else None
 
     @property
@@ -107,25 +87,11 @@ class Plan(NamedTuple):
         small = 3 if longest == 1 else 6 if longest == 2 else 8  # buffers of `products.Buffered`, and an identity
         return (2 * n * m + small * n * n) * self.dtype.itemsize
 
-    def _heading(self) -> str:
-        n, m = self.shape
-        cut = " + ".join(str(len(stage.steps)) for stage in self.stages)
-        steps = f", steps in stages of {cut}" if self.method == "gram" else ""
-        return f"{n} x {m}: {self.method}, {_name_of(self.dtype)}, {self.products}{steps}"
-
-    def __str__(self) -> str:
-        lines = [f"  {what:9}{why}" for what, why in zip(("dtype", "method", "products"), self.reasons, strict=True)]
-        return "\n".join([self._heading(), *lines])
-
-    def _repr_html_(self) -> str:
-        """Return the choices as an HTML table."""
-        chosen = (("dtype", _name_of(self.dtype)), ("method", self.method), ("products", self.products))
-        rows = [(what, took, str(why)) for (what, took), why in zip(chosen, self.reasons, strict=True)]
-        return Report((Table.of(("choice", "taken", "why"), rows, title=self._heading()),)).to_html()
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    def report(self) -> Report:
+        """Return a row for each choice."""
+        taken = (str(self.dtype).removeprefix("torch."), self.method, self.products)
+        rows = list(zip(("dtype", "method", "products"), taken, self.reasons, strict=True))
+        return Report((Table.of(("choice", "taken", "reason"), rows, title=format_shape(self.shape)),))
 
 
 def explain(
@@ -136,11 +102,10 @@ def explain(
     coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
-    restarts: Sequence[int] | None = None,
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
 ) -> Plan:
-    """What `orthogonalize` does with a matrix of this shape, and why; print it to read it.
+    """Explain how `orthogonalize` computes a matrix of this shape; print the result to read it.
 
     Args:
         shape: (rows, columns), either side the longer one.
@@ -149,26 +114,24 @@ def explain(
         coefficients: as in `orthogonalize`.
         steps: as in `orthogonalize`.
         method: as in `orthogonalize`.
-        restarts: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
         products: as in `orthogonalize`.
 
     Raises:
-        TypeError: ``shape`` is no pair of whole numbers.
+        TypeError: ``shape`` is not a pair of ints.
         ValueError, TypeError, RuntimeError: as `orthogonalize`.
 
     >>> print(explain((768, 3072), dtype=torch.float32))
-    768 x 3072: gram, float32, blocks, steps in stages of 2 + 1 + 2
-      dtype    as asked for
-      method   ... multiply-adds in stages of 2 + 1 + 2 steps, against ... in the standard form
-      products by blocks, which leave out half of symmetric ones: ...
+    768 x 3072
+    choice    taken    reason
+    dtype     float32  as given
+    method    gram     ... multiply-adds in stages of 2 + 1 + 2 steps, ... in the standard form
+    products  blocks   skipping half of a symmetric product pays from 6.0e+07 multiply-adds on (...)
     """
-    if isinstance(shape, torch.Tensor):
-        raise TypeError(f"shape must be (rows, columns), found a tensor: explain(tuple(x.shape)), {tuple(shape.shape)}")
     if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(type(side) is int for side in shape)):
-        raise TypeError(f"shape must be (rows, columns), two whole numbers, found {shape!r}")
+        raise TypeError(f"shape must be (rows, columns), two ints such as tuple(x.shape), found {shape!r}")
     short, long = sorted(shape)
-    resolved = polynomials(coefficients, steps, restarts)
+    resolved = polynomials(coefficients, steps)
     return plan(short, long, held, torch.device(device), resolved, method=method, dtype=dtype, products=products)
 
 
@@ -182,22 +145,21 @@ def plan(
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
-    facts: Facts | None = None,
+    portable: bool = False,
     differentiated: bool = False,
 ) -> Plan:
-    """Make the plan of `explain` from resolved settings; with `facts` and a dtype it does not depend on the machine."""
+    """Make the plan of `explain` from resolved settings; `portable` with a dtype is the same on all machines."""
     fastest = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
         fastest = wide_dtype(fastest)
     compute = stable_dtype(fastest, resolved, dtype)
     if not isinstance(method, str) or method not in ("auto", "standard", "gram"):
         raise ValueError(f"method: found {method!r}, expected 'auto', 'standard' or 'gram'")
-    done, why_products = _choose_products(short, long, compute, device, products, facts)
-    small = _choose_products(short, short, compute, device, products, facts)[0]
-    rates = _rates(device, compute, facts)
-    taken, stages, why_method = _choose_method(short, long, compute, rates, resolved, method, (done, small))
+    rates = _rates(device, compute, portable)
+    whole, small, why_products = _choose_products(short, long, compute, device, products, rates, portable)
+    taken, stages, why_method = _choose_method(short, long, compute, rates, resolved, method, (whole, small))
     reasons = (_why_dtype(held, device, dtype, compute != fastest, differentiated), why_method, why_products)
-    return Plan((short, long), compute, taken, stages, done, small, reasons)
+    return Plan((short, long), compute, taken, stages, whole, small, reasons)
 
 
 def compute_dtype(
@@ -230,11 +192,7 @@ def compute_dtype(
         if requested != "auto":
             raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")
         fastest = torch.float64 if dtype == torch.float64 else _fastest(device.type, device.index)
-        if coefficients is None:
-            return fastest
-        if isinstance(coefficients, str):
-            return _stable_dtype_of_set(coefficients, steps, fastest)
-        return stable_dtype(fastest, polynomials(coefficients, steps))
+        return fastest if coefficients is None else stable_dtype(fastest, polynomials(coefficients, steps))
     if requested not in SUPPORTED:
         raise TypeError(f"dtype: found {requested!r}, expected 'auto' or one of {', '.join(map(str, SUPPORTED))}")
     return requested
@@ -243,13 +201,8 @@ def compute_dtype(
 @called_once  # a tracer calls this once and keeps the answer
 def _fastest(kind: str, index: int | None) -> torch.dtype:
     """Return the fastest dtype that is precise enough for inputs of at most fp32."""
-    if kind == "cpu":
-        fast = cpu_has_bf16()
-    elif kind == "cuda":
-        fast = cuda_capability(index)[0] >= 8
-    else:
-        fast = False
-    return torch.bfloat16 if fast else torch.float32
+    has_bf16 = (kind == "cpu" and cpu_has_bf16()) or (kind == "cuda" and cuda_capability(index)[0] >= 8)
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLike = "auto") -> torch.dtype:
@@ -257,15 +210,9 @@ def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLi
     if resolved.table is not None or _is_stable(resolved, compute):
         return compute
     if requested != "auto":
-        _warn_of_rounding(f"in {compute} the standard form of this set may diverge", "with_safety(set, 1.01), or dtype")
+        _warn_of_rounding(compute)
         return compute
-    return next((d for d in (torch.float32, torch.float64) if _is_stable(resolved, d)), torch.float64)
-
-
-@functools.lru_cache(maxsize=256)
-def _stable_dtype_of_set(name: CoefficientsLike, steps: int | None, compute: torch.dtype) -> torch.dtype:
-    """Return `stable_dtype` for a set with a name; a checkpoint and each plan over ranks look it up."""
-    return stable_dtype(compute, polynomials(name, steps))
+    return torch.float32 if _is_stable(resolved, torch.float32) else torch.float64
 
 
 def _is_stable(resolved: Polynomials, compute: torch.dtype) -> bool:
@@ -274,10 +221,11 @@ def _is_stable(resolved: Polynomials, compute: torch.dtype) -> bool:
 
 
 @called_once  # warns when it is traced
-def _warn_of_rounding(found: str, remedy: str) -> bool:
+def _warn_of_rounding(compute: torch.dtype) -> bool:
     warnings.warn(
-        f"orthogonalize: {found}: rounding can push singular values out of the interval that its polynomials were "
-        f"fitted for, where they grow without bound; use {remedy}='auto'",
+        f"orthogonalize: in {compute} these coefficients may diverge: rounding can push singular values out of the "
+        "interval that the polynomials were fitted for, where they grow without bound; use with_safety(set, 1.01), or "
+        "dtype='auto'",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -287,21 +235,24 @@ def _warn_of_rounding(found: str, remedy: str) -> bool:
 @called_once  # hardware queries cannot be traced
 def _why_dtype(
     held: torch.dtype, device: torch.device, requested: DTypeLike, widened: bool, differentiated: bool
-) -> Reason:
+) -> str:
     if isinstance(requested, torch.dtype):
-        return Reason("as asked for")
+        return "as given"
     if widened:
-        return Reason("in a narrower one, rounding would make these polynomials diverge; `with_safety` prevents that")
+        return "rounding in a narrower dtype would make these polynomials diverge; `with_safety` prevents that"
     if held == torch.float64:
-        return Reason("float64 stays float64")
+        return "float64 stays float64"
     if differentiated:
-        return Reason("at least fp32 for derivatives")
+        return "at least fp32 for derivatives"
     if device.type == "cpu":
         has = "has" if cpu_has_bf16() else "lacks"
-        return Reason(f"bf16 if the CPU has AMX or AVX512-BF16 and torch has oneDNN; here it {has} bf16 products")
+        return f"bf16 if the CPU has AMX or AVX512-BF16 and torch has oneDNN; this one {has} bf16 products"
     if device.type == "cuda":
-        return Reason("compute capability {}.{}; bf16 from 8.0 on", cuda_capability(device.index))
-    return Reason(f"fp32 on devices of type {device.type}")
+        return "compute capability {}.{}; bf16 from 8.0 on".format(*cuda_capability(device.index))
+    return f"fp32 on devices of type {device.type}"
+
+
+_Products = Literal["batched", "blocks", "triton"]
 
 
 def _choose_products(
@@ -310,32 +261,24 @@ def _choose_products(
     compute: torch.dtype,
     device: torch.device,
     requested: ProductsLike,
-    facts: Facts | None,
-) -> tuple[Literal["batched", "blocks", "triton"], Reason]:
+    rates: Rates,
+    portable: bool,
+) -> tuple[_Products, _Products, str]:
+    """Return how the Gram matrix and the small products are computed, and the reason."""
     if requested not in ("auto", "batched", "blocks", "triton"):
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched', 'blocks' or 'triton'")
-    if requested == "triton":
-        if compute == torch.float64:
-            raise ValueError(
-                "products: found 'triton' for float64, expected 'batched' or 'blocks': the kernels have none"
-            )
-        if not _has_kernels(device, facts):
-            raise RuntimeError(
-                f"products: found 'triton' on {device}, where the kernels do not run (CUDA with capability 8.0 or more "
-                "and an installed Triton); use 'auto' or 'batched'"
-            )
-    if requested != "auto":
-        return requested, Reason("as asked for")
-    rates, size = _rates(device, compute, facts), short * short * long
-    if device.type == "cuda":
-        return "batched", Reason(
-            "in batches by the BLAS: the kernels have not been measured on a GPU; ask for 'triton'"
+    if requested == "triton" and compute == torch.float64:
+        raise ValueError("products: found 'triton' for float64, expected 'batched' or 'blocks': the kernels have none")
+    if requested == "triton" and not portable and not kernels.available(device):
+        raise RuntimeError(
+            f"products: found 'triton' on {device}, where the kernels do not run (CUDA with capability 8.0 or more "
+            "and an installed Triton); use 'auto' or 'batched'"
         )
-    numbers = (size, rates.halved_from)
-    bound = f"{{:.1e}} multiply-adds against a bound of {{:.1e}} ({rates.source})"
-    if size < rates.halved_from:
-        return "batched", Reason(f"in batches by the BLAS: halving symmetric ones does not pay at {bound}", numbers)
-    return "blocks", Reason(f"by blocks, which leave out half of symmetric ones: {bound}", numbers)
+    if requested != "auto":
+        return requested, requested, "as given"
+    why = f"skipping half of a symmetric product pays from {rates.halved_from:.1e} multiply-adds on ({rates.source})"
+    whole = "blocks" if short * short * long >= rates.halved_from else "batched"
+    return whole, "blocks" if short**3 >= rates.halved_from else "batched", why
 
 
 def _choose_method(
@@ -346,49 +289,36 @@ def _choose_method(
     resolved: Polynomials,
     requested: MethodLike,
     products: tuple[str, str],
-) -> tuple[Literal["standard", "gram"], tuple[Stage, ...], Reason]:
+) -> tuple[Literal["standard", "gram"], tuple[Stage, ...], str]:
     if resolved.table is not None:
         if requested == "gram":
             raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
-        return "standard", (), Reason("coefficients that are a tensor are for the standard form")
+        return "standard", (), "a tensor of coefficients requires the standard form"
     plain = standard(resolved.steps)
     if requested == "standard":
-        return "standard", plain, Reason("as asked for")
+        return "standard", plain, "as given"
     if requested == "auto" and short < SMALLEST_GRAM:
-        return "standard", plain, Reason(f"the Gram form rounds more below a side of {SMALLEST_GRAM}")
+        return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
     if requested == "auto" and resolved.row_scaling:
-        why = "row scaling makes the first Gram matrix anyway, and its eigenvalues are not known"
-        return "standard", plain, Reason(why)
-    restarts = _restarts(resolved, compute, requested)
+        return "standard", plain, "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
+    restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
     if requested == "auto" and len(restarts) + 1 == len(plain):
-        return "standard", plain, Reason(f"{compute} rounds too much for two steps on one Gram matrix")
+        return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
     short, long = fixed(short), fixed(long)  # the centers are constants of the graph
     mean = None if resolved.row_scaling else 1 / (max(short, 1) * resolved.safety**2)
     stages = staged(resolved.steps, restarts, mean, max(long, 1) / max(short, 1))
     if requested == "gram":
-        return "gram", stages, Reason("as asked for")
-    costs = (_cost(stages, short, long, rates, products), _cost(plain, short, long, rates, products))
+        return "gram", stages, "as given"
+    gram, full = (_cost(own, short, long, rates, products) for own in (stages, plain))
     cut = " + ".join(str(len(stage.steps)) for stage in stages)
-    text = f"{{:.2e}} multiply-adds in stages of {cut} steps, against {{:.2e}} in the standard form"
-    counted = Reason(text, costs)
-    return ("gram", stages, counted) if costs[0] < costs[1] else ("standard", plain, counted)
+    why = f"{gram:.2e} multiply-adds in stages of {cut} steps, {full:.2e} in the standard form"
+    return ("gram", stages, why) if gram < full else ("standard", plain, why)
 
 
-def _restarts(resolved: Polynomials, compute: torch.dtype, requested: MethodLike) -> tuple[int, ...]:
-    """Return restarts that are stable in `compute`; the caller's own restarts are kept for "gram", with a warning."""
-    steps, wanted, safety = resolved.steps, resolved.restarts, resolved.safety
-    if not resolved.restarts_are_asked or requested == "auto":
-        return stable_restarts(steps, wanted, safety, compute)
-    if largest(steps, wanted, safety, compute) > TOLERANCE:
-        found = f"restarts {wanted} in {compute} leave too many steps on one rounded Gram matrix"
-        _warn_of_rounding(found, "restarts=None or method")
-    return wanted
-
-
-def work(plan: Plan, device: torch.device, facts: Facts | None = None) -> float:
+def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
     """Return the time to orthogonalize one matrix by this plan, in multiply-adds of full products."""
-    ways = (plan.products, plan.small_products)
-    return _cost(plan.stages, *plan.shape, _rates(device, plan.dtype, facts), ways)
+    rates = _rates(device, plan.dtype, portable)
+    return _cost(plan.stages, *plan.shape, rates, (plan.products, plan.small_products))
 
 
 def _cost(stages: Sequence[Stage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
@@ -402,12 +332,9 @@ def _cost(stages: Sequence[Stage], n: int, m: int, rates: Rates, products: tuple
     return total
 
 
-def _has_kernels(device: torch.device, facts: Facts | None) -> bool:
-    return kernels.available(device) if facts is None else facts.kernels
-
-
 @called_once  # a tracer calls this once and keeps the answer
-def _rates(device: torch.device, compute: torch.dtype, facts: Facts | None) -> Rates:
-    if facts is not None:
-        return built_in(device.type, facts.tiles, compute)  # independent of the machine that runs this
-    return built_in(device.type, device.type == "cpu" and cpu_has_amx(), compute, has_bf16=cpu_has_bf16())
+def _rates(device: torch.device, compute: torch.dtype, portable: bool) -> Rates:
+    kind = device.type
+    if kind == "cpu" and compute == torch.bfloat16 and not portable:
+        kind = "amx" if cpu_has_amx() else "cpu" if cpu_has_bf16() else "avx2"
+    return BUILT_IN.get((kind, compute), UNKNOWN)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from muonfx.polar.coefficients import CoefficientsLike, Step, checked_restarts, schedule, step_indices
+from muonfx.polar.coefficients import CoefficientsLike, Step, schedule, step_indices
 from muonfx.polar.coefficients import coefficients as resolve
 from muonfx.polar.stages import default_restarts
 from muonfx.tree.tracing import fixed
@@ -28,30 +27,19 @@ class Polynomials(NamedTuple):
     """Coefficients as a tensor `(k, 2 or 3)`."""
     indices: tuple[int, ...] = ()
     """Row of `table` for each step."""
-    restarts_are_asked: bool = False
-    """True if the caller gave the restarts, which are then not changed for stability."""
 
 
-def polynomials(
-    value: CoefficientsLike | torch.Tensor, steps: int | None = None, restarts: Sequence[int] | None = None
-) -> Polynomials:
+def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None) -> Polynomials:
     """Resolve the settings of `orthogonalize`."""
     if isinstance(value, torch.Tensor):
         _check_table(value)
-        if restarts is not None:
-            raise ValueError("restarts: found some beside a tensor of coefficients, which only the standard form takes")
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
     chosen = resolve(value)
     taken = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(chosen, steps))
-    asked = restarts is not None
-    if restarts is not None:
-        restarts = checked_restarts(restarts, len(taken))
-    elif chosen.restarts is None:
-        restarts = default_restarts(len(taken))
-    else:
-        restarts = _continued(chosen.restarts, len(taken))
+    count = len(taken)
+    restarts = default_restarts(count) if chosen.restarts is None else _continued(chosen.restarts, count)
     safety = 1.0 if chosen.row_scaling else fixed(chosen.norm_safety)
-    return Polynomials(taken, restarts, safety, chosen.row_scaling, restarts_are_asked=asked)
+    return Polynomials(taken, restarts, safety, chosen.row_scaling)
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
 """Matrix products of the iteration on a batch, as plain functions or in reused buffers.
 
-`Functional` and `Buffered` have the same methods. `Functional` allocates every result and works under autograd,
-`torch.func` and the compiler. `Buffered` overwrites its buffers, because fresh memory is slow on a CPU and because its
-scratch memory is small and known. It also skips half of each symmetric product, by blocks (`"blocks"`) or by a kernel
-(`"triton"`).
+`Functional` allocates every result and works under autograd, `torch.func` and the compiler. Its subclass `Buffered`
+overwrites buffers, because fresh memory is slow on a CPU and because its scratch memory is small and known. It also
+skips half of each symmetric product, by blocks (`"blocks"`) or by a kernel (`"triton"`).
 
 A batch is `(b, n, m)` with n <= m. A `tall` batch is the transpose `(b, m, n)`: large matrices are never transposed in
 memory. The small matrices are `(b, n, n)`, symmetric, and commute with each other.
@@ -11,7 +10,7 @@ memory. The small matrices are `(b, n, n)`, symmetric, and commute with each oth
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -30,32 +29,6 @@ class Shifted(NamedTuple):
     rest: torch.Tensor
 
 
-class Products(Protocol):
-    """Interface of the products that the iteration uses."""
-
-    def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return `x x^T + shift * I`."""
-        ...
-
-    def symmetric(
-        self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
-    ) -> torch.Tensor:
-        """Return `beta * addend + alpha * p q`, for symmetric `p` and `q` that commute."""
-        ...
-
-    def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
-        """Return `a + weight * b`, valid until the next sum."""
-        ...
-
-    def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
-        """Return `q x`; `x` may be overwritten."""
-        ...
-
-    def keep(self, *live: torch.Tensor) -> None:
-        """Release all small matrices except these."""
-        ...
-
-
 class Functional:
     """Products that allocate every result, for wide batches and for transposed views of tall ones."""
 
@@ -69,22 +42,22 @@ class Functional:
     def symmetric(
         self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
     ) -> torch.Tensor:
-        """Return `beta * addend + alpha * p q`."""
+        """Return `beta * addend + alpha * p q`, for symmetric `p` and `q` that commute."""
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha)
 
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
-        """Return `a + weight * b`."""
+        """Return `a + weight * b`, valid until the next sum."""
         return torch.add(a, b, alpha=weight)
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
-        """Return `q x`."""
+        """Return `q x`; `x` may be overwritten."""
         return torch.baddbmm(x, q.rest, x, beta=q.shift, alpha=q.scale)
 
     def keep(self, *live: torch.Tensor) -> None:
-        """Do nothing, since unreferenced tensors are freed."""
+        """Release all small matrices except these; here, Python frees them."""
 
 
-class Buffered:
+class Buffered(Functional):
     """Products whose results reuse buffers, one of which is the batch `x` itself."""
 
     def __init__(

@@ -32,7 +32,7 @@ _AMX = (
     "halving measured to lose up to 1024 x 4096, on 2 threads of a CPU with AMX, torch 2.13; "
     "a pass scaled from AVX512-BF16, not measured"
 )
-_H200 = "from an H200's data sheet, not measured"
+_H200 = "the kernels were not measured on a GPU; a halved product and a pass are from an H200's data sheet"
 _NEVER = math.inf
 
 BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
@@ -41,17 +41,12 @@ BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
     ("cpu", torch.float64): Rates(6e7, 0.75, 25, "taken over from fp32, not measured"),
     ("avx2", torch.bfloat16): Rates(2e7, 0.67, 1, _AVX2),
     ("amx", torch.bfloat16): Rates(_NEVER, 1.0, 200, _AMX),
-    ("cuda", torch.bfloat16): Rates(1e9, 0.6, 1000, _H200),
-    ("cuda", torch.float16): Rates(1e9, 0.6, 1000, _H200),
-    ("cuda", torch.float32): Rates(1e9, 0.6, 100, _H200),
+    ("cuda", torch.bfloat16): Rates(_NEVER, 0.6, 1000, _H200),
+    ("cuda", torch.float16): Rates(_NEVER, 0.6, 1000, _H200),
+    ("cuda", torch.float32): Rates(_NEVER, 0.6, 100, _H200),
 }
-"""Rates by product dtype and device kind: "cpu", "amx" (tile registers), "avx2" (no bf16 products) or "cuda"."""
+"""Rates by product dtype and device kind: "cpu", "amx" (tile registers), "avx2" (no bf16 products) or "cuda".
+
+Ranks that choose without communication assume "cpu", whatever the machine has."""
 
 UNKNOWN = Rates(_NEVER, 1.0, 100, "a guess that loses least: nothing is known about this device and dtype")
-
-
-def built_in(kind: str, tiles: bool, dtype: torch.dtype, *, has_bf16: bool = True) -> Rates:
-    """Return the rates of a kind of device, or `UNKNOWN` if the table has none."""
-    if kind == "cpu" and dtype == torch.bfloat16:
-        kind = "amx" if tiles else "cpu" if has_bf16 else "avx2"
-    return BUILT_IN.get((kind, dtype), UNKNOWN)

@@ -74,7 +74,7 @@ def orthogonalize(
     # Raises if an option is malformed. Whether the kernels run depends on the device of the updates.
     checked = "auto" if products == "triton" else products
     polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=checked)
-    iterated = Orthogonalizer(coefficients, steps, method, None, dtype, products)
+    iterated = Orthogonalizer(coefficients, steps, method, dtype, products)
 
     def init(params: PyTree) -> EmptyState:
         at = Present(params)
@@ -115,7 +115,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
         total = 0.0
         for matrices in own.split(torch.empty(shape, device="meta"), name):
             *batch, rows, columns = matrices.shape
-            one = newton_schulz_cost((rows, columns), device, held=dtype, dtype=chosen, **settings)
+            one = newton_schulz_cost((rows, columns), device, dtype=chosen, **settings)
             total += one.load * prod(batch)
         return total
 

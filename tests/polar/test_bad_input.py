@@ -19,6 +19,7 @@ BAD = [
     (torch.ones(3, 3).to(torch.float8_e4m3fn), TypeError, ".*expected one of torch.float64"),
     ([[1.0]], TypeError, "found list"),
     (None, TypeError, "found NoneType"),
+    (torch.eye(2).to_sparse(), TypeError, r"found layout torch\.sparse_coo"),
 ]
 
 
@@ -44,6 +45,12 @@ def test_what_is_not_a_floating_matrix_is_refused(x, error: type[Exception], wor
         ({"dtype": torch.int8}, TypeError, "dtype: found torch.int8"),
         ({"dtype": torch.complex64}, TypeError, "dtype: found torch.complex64"),
         ({"dtype": None}, TypeError, "dtype: found None"),
+        ({"method": "fast"}, ValueError, "method: found 'fast', expected 'auto', 'standard' or 'gram'"),
+        ({"method": None}, ValueError, "method: found None"),
+        ({"method": "gram", "coefficients": torch.ones(2, 3)}, ValueError, "method: found 'gram' with a tensor"),
+        ({"products": "cublas"}, ValueError, "products: found 'cublas'"),
+        ({"products": "triton", "dtype": torch.float64}, ValueError, "products: found 'triton' for float64"),
+        ({"max_scratch_bytes": 0}, ValueError, "max_scratch_bytes: found 0"),
     ],
 )
 @pytest.mark.parametrize("x", [GOOD, torch.ones(0, 3)])
@@ -54,9 +61,29 @@ def test_malformed_options_are_refused(x: torch.Tensor, options: dict, error: ty
         orthogonalize_many([x], **options)
 
 
-def test_scratch_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="max_scratch_bytes: found 0"):
-        orthogonalize_many([GOOD], max_scratch_bytes=0)
+@pytest.mark.parametrize(
+    ("out", "error", "words"),
+    [
+        (torch.ones(4, 3), ValueError, r"out: found shape \(4, 3\)"),
+        (torch.ones(3, 3).double(), TypeError, "out: found dtype torch.float64"),
+        (torch.ones(1).expand(3, 3), ValueError, "out: found an expanded tensor"),
+        ([GOOD], TypeError, "out: found list"),
+        (torch.ones(3, 3, requires_grad=True), RuntimeError, "out: found under autograd"),
+    ],
+)
+def test_an_out_that_cannot_take_the_result_is_refused(out: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        orthogonalize(GOOD, out=out)
+    assert torch.equal(GOOD, torch.eye(3))
+
+
+def test_out_is_checked_against_the_list_of_inputs() -> None:
+    with pytest.raises(ValueError, match="out: found 2 tensors for 1 inputs"):
+        orthogonalize_many([GOOD], out=[GOOD, GOOD])
+    with pytest.raises(ValueError, match="out: found together with donate=True"):
+        orthogonalize_many([GOOD], out=[GOOD], donate=True)
+    with pytest.raises(ValueError, match="method: found 'bogus'"):
+        orthogonalize_many([], method="bogus")
 
 
 @pytest.mark.parametrize("rtol", [-0.1, 1.0, float("nan")])

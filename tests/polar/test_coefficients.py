@@ -105,6 +105,12 @@ def test_safety_must_be_finite_and_positive(safety: float) -> None:
         Coefficients("mine", ((1.5, -0.5, 0.0),), norm_safety=safety)
 
 
+@pytest.mark.parametrize("restarts", [(0, 2), (3, 2), (1.5,)])
+def test_restarts_must_ascend(restarts: tuple) -> None:
+    with pytest.raises(ValueError, match=r"restarts are .* expected ascending numbers of steps"):
+        Coefficients("mine", ((1.5, -0.5),) * 5, restarts=restarts)
+
+
 @pytest.mark.parametrize("lower", [0.0, -0.1, 1.5, math.nan])
 def test_band_wants_a_lower_end_in_the_unit_interval(lower: float) -> None:
     with pytest.raises(ValueError, match="lower"):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from muonfx.polar import KNOWN, Coefficients, band, explain, kernels, orthogonalize, orthogonalize_many
+from muonfx.polar import KNOWN, band, explain, kernels, orthogonalize, orthogonalize_many
 from muonfx.polar.iteration import newton_schulz
 from muonfx.polar.policy import SMALLEST_GRAM
-from muonfx.polar.polynomials import polynomials
 from muonfx.polar.products import Buffered, Functional
 from muonfx.polar.stages import staged
 
@@ -26,8 +27,8 @@ def test_gram_is_the_same_polynomial_under_any_restarts(p: Problem, name: str, r
     steps = len(KNOWN[name].steps)
     restarts = sorted(random.sample(range(1, steps), random.randint(0, min(2, steps - 1))))
     # Without restarts a float64 run of ten steps amplifies its rounding by the square of all slopes: keep stages short.
-    restarts = sorted({*restarts, *range(3, steps, 3)})
-    y = orthogonalize(p.x, coefficients=name, method="gram", restarts=restarts)
+    cut = replace(KNOWN[name], restarts=tuple(sorted({*restarts, *range(3, steps, 3)})))
+    y = orthogonalize(p.x, coefficients=cut, method="gram")
     assert relative(y, orthogonalize(p.x, coefficients=name, method="standard")) < 1e-6
 
 
@@ -64,7 +65,6 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:orthogonalize. restarts:RuntimeWarning")  # these matrices are harmless to them
 @pytest.mark.parametrize("name", EQUIVARIANT)
 @pytest.mark.parametrize(("dtype", "shape"), CASES)
 def test_gram_rounds_no_more_than_half_as_much_again_as_standard(
@@ -76,10 +76,9 @@ def test_gram_rounds_no_more_than_half_as_much_again_as_standard(
         x = x.to(dtype)
         exact = orthogonalize(x.double(), coefficients=name, method="standard")
         plain = orthogonalize(x, coefficients=name, method="standard", dtype=dtype)
-        for restarts in {None, polynomials(name).restarts}:  # those of the dtype, and the longest stages
-            gram = orthogonalize(x, coefficients=name, method="gram", restarts=restarts, dtype=dtype, products=products)
-            assert relative(gram, exact) <= 1.5 * relative(plain, exact), kind
-            assert torch.linalg.matrix_norm(gram.double(), 2) <= 1.05 * peak, kind
+        gram = orthogonalize(x, coefficients=name, method="gram", dtype=dtype, products=products)
+        assert relative(gram, exact) <= 1.5 * relative(plain, exact), kind
+        assert torch.linalg.matrix_norm(gram.double(), 2) <= 1.05 * peak, kind
 
 
 def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -> None:
@@ -90,8 +89,10 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
     assert taken((512, 512)) == taken((1024, 1024)) == "standard"
     assert taken((SMALLEST_GRAM - 1, 4096)) == "standard"
     assert taken((512, 2048), coefficients="aol") == "standard"
-    unsafe = explain((512, 2048), dtype=torch.bfloat16, coefficients="polar_express", restarts=(2, 4, 6))
-    assert max(len(stage.steps) for stage in unsafe.stages[:-1]) == 1  # those asked for are not safe in bf16
+    unsafe = explain(
+        (512, 2048), dtype=torch.bfloat16, coefficients=replace(KNOWN["polar_express"], restarts=(2, 4, 6))
+    )
+    assert max(len(stage.steps) for stage in unsafe.stages[:-1]) == 1  # the set's restarts are not safe in bf16
     assert taken((512, 2048), coefficients=torch.ones(3, 3)) == "standard"
 
 
@@ -163,48 +164,8 @@ def test_large_matrices_of_any_magnitude_keep_their_polynomial(magnitude: float,
     assert gap(found, orthogonalize(x.double(), steps=1)) < {torch.float32: 1e-5}.get(compute, 0.02)
 
 
-def test_what_cannot_take_a_result_is_refused() -> None:
-    x = torch.ones(2, 3)
-    for out, error, words in (
-        (torch.ones(3, 2), ValueError, r"out: found shape \(3, 2\)"),
-        (torch.ones(2, 3).double(), TypeError, "out: found dtype torch.float64"),
-        (torch.ones(1).expand(2, 3), ValueError, "out: found an expanded tensor"),
-        ([x], TypeError, "out: found list"),
-        (torch.ones(2, 3, requires_grad=True), RuntimeError, "out: found under autograd"),
-    ):
-        with pytest.raises(error, match=words):
-            orthogonalize(x, out=out)
-    with pytest.raises(ValueError, match="out: found 2 tensors for 1 inputs"):
-        orthogonalize_many([x], out=[x, x])
-    with pytest.raises(ValueError, match="out: found beside donate=True"):
-        orthogonalize_many([x], out=[x], donate=True)
-    assert torch.equal(x, torch.ones(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"method": "fast"}, ValueError, "method: found 'fast', expected 'auto', 'standard' or 'gram'"),
-        ({"method": None}, ValueError, "method: found None"),
-        ({"products": "cublas"}, ValueError, "products: found 'cublas'"),
-        ({"products": "triton", "dtype": torch.float64}, ValueError, "products: found 'triton' for float64"),
-        ({"restarts": (0, 2)}, ValueError, r"restarts: found \(0, 2\), expected ascending"),
-        ({"restarts": (3, 2)}, ValueError, "restarts: found"),
-        ({"restarts": (2, 5)}, ValueError, "below the number of steps, 5"),
-        ({"restarts": (1.5,)}, ValueError, "restarts: found"),
-        ({"restarts": (1,), "coefficients": torch.ones(2, 3)}, ValueError, "restarts: found some beside a tensor"),
-        ({"method": "gram", "coefficients": torch.ones(2, 3)}, ValueError, "method: found 'gram' with a tensor"),
-    ],
-)
-def test_malformed_methods_are_refused(options: dict, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        orthogonalize(torch.eye(3), **options)
-    with pytest.raises(error, match=words):
-        orthogonalize_many([torch.eye(3), torch.ones(4, 5)], **options)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("steps", [6, 7, 8, 10, 12])
+@pytest.mark.parametrize("steps", [6, 8, 12])
 @pytest.mark.parametrize("name", ["keller", "polar_express_5"])
 def test_more_steps_than_a_set_has_keep_short_stages(name: str, steps: int, dtype: torch.dtype) -> None:
     # keller's own restarts (2, 4) once ended there: a stage of four steps and more, garbage on a matrix of low rank
@@ -243,17 +204,6 @@ def test_donated_inputs_that_share_memory_have_the_same_values(side: int) -> Non
     parameter = torch.nn.Parameter(stack[0].clone())
     with torch.no_grad():
         assert orthogonalize(parameter, out=parameter) is parameter
-
-
-def test_settings_are_checked_without_anything_to_do() -> None:
-    with pytest.raises(ValueError, match="method: found 'bogus'"):
-        orthogonalize_many([], method="bogus")
-    with pytest.raises(TypeError, match="restarts: found 5"):
-        orthogonalize(torch.eye(2), restarts=5)
-    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo"):
-        orthogonalize(torch.eye(2).to_sparse())
-    with pytest.raises(ValueError, match="norm_safety is 1e-200"):
-        Coefficients("mine", ((1.0, 0.0, 0.0),), norm_safety=1e-200)
 
 
 @pytest.mark.parametrize("steps", [[(10.0, -30.0, 40.0)] * 8, [(10.0, 0.0, 0.0)] * 60])

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many
-from muonfx.polar.many import packed
 
 from .strategies import DTYPES, gap, tolerance
 
@@ -68,16 +67,6 @@ def test_one_group_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     products.clear()
     orthogonalize_many(xs, steps=1, max_scratch_bytes=1)
     assert products == [(1, 4, 6)] * 9
-
-
-@given(st.lists(st.integers(1, 9), max_size=6), st.integers(1, 5))
-def test_packing_keeps_order_and_its_bound(lengths: list[int], limit: int) -> None:
-    flats = list(torch.arange(sum(lengths)).split(lengths)) if lengths else []
-    batches = packed(flats, limit)
-    assert all(0 < sum(len(piece) for piece in batch) <= limit for batch in batches)
-    joined = [piece for batch in batches for piece in batch]
-    assert torch.equal(torch.cat(joined) if joined else torch.arange(0), torch.arange(sum(lengths)))
-    assert len(joined) == sum(-(-k // limit) for k in lengths)
 
 
 def test_nothing_gives_nothing() -> None:

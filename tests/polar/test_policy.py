@@ -84,6 +84,21 @@ def test_auto_is_what_orthogonalize_uses(machine: dict[str, Any]) -> None:
         assert explain((8, 12)).dtype == dtype
 
 
+def test_halving_never_pays_on_tiles_and_the_gram_form_does(machine: dict[str, Any]) -> None:
+    """8 of 1024 x 1024 took 131 ms batched and 193 by blocks; 4 of 512 x 2048 26 ms in the Gram form, 29 without."""
+    machine.update(amx=True, onednn=True)
+    forget()
+    shapes = {(512, 512): "standard", (1024, 1024): "standard", (512, 2048): "gram", (1024, 4096): "gram"}
+    for shape, method in shapes.items():
+        found = explain(shape, dtype=torch.bfloat16)
+        assert (found.products, found.small_products, found.method) == ("batched", "batched", method), shape
+
+
+def test_an_unknown_device_takes_what_loses_least() -> None:
+    found = explain((512, 512), "xpu", coefficients="keller", dtype=torch.float16)
+    assert (found.products, found.method) == ("batched", "standard")
+
+
 def test_a_transform_with_kernels_is_made_anywhere_and_runs_where_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy.kernels, "available", lambda device: False)
     tx = mfx.orthogonalize(products="triton")

@@ -62,7 +62,6 @@ def test_large_matrices_take_no_more_scratch_than_allowed(name: str, where: str)
         assert excess(LARGE[name], 2 * MiB, where, held=held, dtype=torch.float32, steps=3)[0] <= 0
 
 
-@pytest.mark.filterwarnings("ignore:orthogonalize. restarts:RuntimeWarning")  # it is bytes that count here
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(256, 400), st.integers(256, 400)), min_size=1, max_size=4),
     st.integers(1, 8 * MiB),
@@ -70,7 +69,6 @@ def test_large_matrices_take_no_more_scratch_than_allowed(name: str, where: str)
     COMPUTE,
     st.sampled_from(["standard", "gram"]),
     st.sampled_from(["batched", "blocks"]),
-    st.sampled_from([(), (1,), (2,)]),
     st.sampled_from(["out", "donate"]),
 )
 def test_the_bound_holds_for_every_way_of_doing_it(
@@ -80,10 +78,9 @@ def test_the_bound_holds_for_every_way_of_doing_it(
     compute: torch.dtype,
     method: str,
     products: str,
-    restarts: tuple[int, ...],
     where: str,
 ) -> None:
-    settings = {"dtype": compute, "method": method, "products": products, "restarts": restarts, "steps": 3}
+    settings = {"dtype": compute, "method": method, "products": products, "steps": 3}
     assert excess([*shapes, (256, 256)], limit, where, held=held, **settings)[0] <= 0
 
 

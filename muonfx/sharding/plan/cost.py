@@ -64,5 +64,5 @@ def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu
 
 def _of_matrix(spec: Spec, device: str) -> float:
     rows, *others = spec.shape
-    cost = newton_schulz_cost((rows, prod(others)), device, held=spec.dtype, dtype=torch.float32)
+    cost = newton_schulz_cost((rows, prod(others)), device)
     return _PER_ELEMENT * prod(spec.shape) + cost.load
