@@ -15,27 +15,13 @@ from muonfx.core.checks import (
     check_updates_fit,
     warn_of_growing_graphs,
 )
-from muonfx.core.contract import Combinator, EmptyState, Locality, Transform, entries_of
+from muonfx.core.contract import EmptyState, Transform, entries_of
+from muonfx.core.declaration import Combinator, Locality
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform, with_memory
 from muonfx.core.order import check_order
 from muonfx.core.recorded import Memory, part_names
 from muonfx.tree import PyTree
-
-__all__ = [
-    "add_updates",
-    "apply_updates",
-    "chain",
-    "chain_entries",
-    "identity",
-    "is_new",
-    "no_state",
-    "run_if",
-    "set_to_zero",
-    "stateless",
-    "widest",
-]
-
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from muonfx.core.checks import (
     warn_of_growing_graphs,
     warn_of_unmatched,
 )
-from muonfx.core.declaration import Combinator, Declaration, Locality, Position
+from muonfx.core.declaration import Declaration, Locality, Position
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.outline import describe_arguments
 from muonfx.core.recorded import Recorded, part_names
@@ -42,25 +42,6 @@ from muonfx.core.schedules import Schedule
 from muonfx.tree import PyTree, Structure
 from muonfx.tree.arguments import did_you_mean
 from muonfx.tree.display import Column, Report, Row, Table
-
-__all__ = [
-    "NOTHING",
-    "ON_PIECES",
-    "Combinator",
-    "Declaration",
-    "Donation",
-    "EmptyState",
-    "Extras",
-    "Functions",
-    "Locality",
-    "Position",
-    "Transform",
-    "entries_of",
-    "require_transform",
-    "sum_over_leaves",
-    "within",
-]
-
 
 V = TypeVar("V")
 

@@ -9,8 +9,6 @@ import torch
 
 from muonfx.core.contract import Transform
 
-__all__ = ["LeafCost", "declare_cost", "declared_cost"]
-
 LeafCost = Callable[[str, tuple[int, ...], torch.dtype], float]
 """``(name, shape, dtype) -> operations`` for one leaf of the updates; a multiply-add counts as two operations."""
 

@@ -13,8 +13,6 @@ from muonfx.core.checks import NamePatterns
 from muonfx.core.recorded import Recorded
 from muonfx.tree import PyTree
 
-__all__ = ["Combinator", "Declaration", "Locality", "Position"]
-
 Position = Literal[
     "learning_rate",
     "turns",

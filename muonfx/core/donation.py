@@ -13,8 +13,6 @@ from muonfx.polar.engine import overlaps_itself, sharing
 from muonfx.tree import PyTree
 from muonfx.tree.tracing import functorch_is_active, is_traced
 
-__all__ = ["NOTHING", "Donation", "check_writable", "copied_where_shared", "copy_kept", "unshared"]
-
 
 class Donation(NamedTuple):
     """What the caller of ``update`` promises not to use again, so that its storage may be overwritten.

@@ -9,13 +9,12 @@ from typing import Any, Concatenate, ParamSpec, cast, overload
 import torch
 
 from muonfx.core.checks import NamePatterns
-from muonfx.core.contract import Combinator, Declaration, Locality, Position, Transform
+from muonfx.core.contract import Transform
+from muonfx.core.declaration import Combinator, Declaration, Locality, Position
 from muonfx.core.recorded import Memory, make_factory
 from muonfx.core.scheduled import InitAndUpdate
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import bind
-
-__all__ = ["transform", "with_memory"]
 
 P = ParamSpec("P")
 

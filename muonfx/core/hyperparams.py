@@ -17,8 +17,6 @@ from muonfx import tree
 from muonfx.core.recorded import Recorded, parts_of, with_numbers
 from muonfx.tree.arguments import did_you_mean
 
-__all__ = ["as_tensors", "hyperparams", "stack", "with_hyperparams"]
-
 R = TypeVar("R", bound=Recorded)
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from muonfx.tree.arguments import code_of
 from muonfx.tree.wrappers import unwrapped
 
-__all__ = ["code_of_value", "public_name", "text_of"]
-
 _PACKAGE = __name__.partition(".")[0]
 _MAIN = re.compile(r"\b__(?:mp_)?main__\b")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

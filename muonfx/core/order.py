@@ -12,8 +12,6 @@ from typing import NamedTuple
 from muonfx.core.checks import warn_caller
 from muonfx.core.contract import Position, Transform
 
-__all__ = ["check_order", "combine_signs", "signs"]
-
 _AFTER = {"after_learning_rate", "last", "last_observer"}
 _LAST = {"last", "last_observer"}
 _OBSERVERS = {"observer", "last_observer"}

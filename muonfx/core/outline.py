@@ -9,8 +9,6 @@ from torch import Tensor
 
 from muonfx.core.recorded import Recorded, same
 
-__all__ = ["describe_arguments"]
-
 _LONGEST = 40
 """The most characters shown of one setting."""
 

@@ -12,8 +12,6 @@ import torch
 from muonfx.core.contract import Transform
 from muonfx.core.recorded import dotted, part_names
 
-__all__ = ["product_dtypes"]
-
 
 def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
     """Return the resolved dtype of matrix products by the dotted name of each transform that computes them."""

@@ -31,21 +31,6 @@ from muonfx.core.identity import code_of_value, public_name, text_of
 from muonfx.tree import NAMESPACE
 from muonfx.tree.arguments import bind, check_plain, did_you_mean, kinds_of
 
-__all__ = [
-    "Definition",
-    "Factory",
-    "Memory",
-    "Recorded",
-    "Structure",
-    "strip_transparent",
-    "dotted",
-    "make_factory",
-    "part_names",
-    "parts_of",
-    "same",
-    "with_numbers",
-]
-
 
 class _Hole:
     """The placeholder for a part in a skeleton; a singleton."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from muonfx.core.schedules import Schedule
 from muonfx.tree import PyTree, device_of
 
-__all__ = ["InitAndUpdate", "ScheduledState", "follow"]
-
 InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, PyTree]]]
 """The pair of functions ``init, update`` that a function under `transform` returns."""
 

@@ -21,18 +21,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from torch import Tensor
 
-__all__ = [
-    "NAMES_HERE",
-    "bind",
-    "check_plain",
-    "close_names",
-    "code_of",
-    "did_you_mean",
-    "kinds_of",
-    "plain_arguments",
-    "plain_kinds",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

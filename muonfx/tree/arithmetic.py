@@ -10,8 +10,6 @@ from torch import Tensor
 from muonfx.tree import elementwise as ew
 from muonfx.tree.structure import Present, PyTree, device_of, flatten, map, subtrees, unflatten
 
-__all__ = ["add", "norm", "scale", "vdot"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["Column", "Report", "Row", "Shown", "Table", "format_bytes", "format_list", "format_shape", "printable"]
-
 T = TypeVar("T")
 
 _LISTED = 10

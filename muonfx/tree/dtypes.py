@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["dtype_named", "name_of_dtype", "safetensors_name", "widens"]
-
 # Named by every safetensors since 0.4.
 _SAFETENSORS = {
     torch.bool: "BOOL",

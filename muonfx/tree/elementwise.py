@@ -20,28 +20,6 @@ from torch import Tensor
 
 from muonfx.tree.tracing import functorch_is_active, is_traced
 
-__all__ = [
-    "add",
-    "addcmul",
-    "apply",
-    "cast",
-    "cast_like",
-    "clamp",
-    "clone",
-    "copy",
-    "div",
-    "lerp",
-    "mul",
-    "mul_each",
-    "norms",
-    "peaks",
-    "safe_sqrt",
-    "scalar_like",
-    "shift",
-    "store",
-    "wide_dtype",
-]
-
 Scalar = float | Tensor
 Tensors = list[Tensor]
 

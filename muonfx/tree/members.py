@@ -9,8 +9,6 @@ from torch import Tensor
 
 from muonfx.tree.structure import PyTree, flatten, leaves, names, paths, subtrees, unflatten
 
-__all__ = ["map_params", "parameters_of"]
-
 Path = tuple[Any, ...]
 
 

@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
 
-__all__ = ["Rename", "found_renaming", "new_names"]
-
 Rename = Mapping[str, str] | Callable[[str], str]
 """Mapping from old to new names, from leading levels or from patterns with ``*``; or a function of one name."""
 

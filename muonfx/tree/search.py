@@ -9,8 +9,6 @@ from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
 from muonfx.tree.structure import PyTree, open_node
 
-__all__ = ["get", "get_all", "set"]
-
 Path = tuple[object, ...]
 Where = str | type | Callable[[str, Any], bool]
 """Selects nodes by the end of their dotted path, by type, or by a function of dotted path and node."""

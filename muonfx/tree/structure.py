@@ -23,25 +23,6 @@ from torch import Tensor
 
 from muonfx.tree.display import format_list
 
-__all__ = [
-    "NAMESPACE",
-    "Present",
-    "Spec",
-    "device_of",
-    "flatten",
-    "leaves",
-    "map",
-    "is_flat",
-    "names",
-    "open_node",
-    "paths",
-    "same_structure",
-    "spec",
-    "subtrees",
-    "tensors",
-    "unflatten",
-]
-
 NAMESPACE = "muonfx"
 """The optree namespace in which muonfx registers its own nodes (transforms and schedules)."""
 

@@ -16,8 +16,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-__all__ = ["called_once", "fixed", "functorch_is_active", "is_traced", "is_wrapped", "matches", "without_transforms"]
-
 F = TypeVar("F", bound=Callable[..., object])
 Number = TypeVar("Number", int, float)
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["WRAPPERS", "may_be_wrapped", "unwrapped"]
-
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Name components that belong to wrappers at any position."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from muonfx.core.recorded import Recorded, make_factory
 from muonfx.tree.tracing import is_wrapped
 
-__all__ = ["Scalar", "ScalarOrSchedule", "Schedule", "ScheduleFunction", "schedule"]
-
 P = ParamSpec("P")
 
 Scalar = float | Tensor

@@ -13,20 +13,6 @@ from torch import Tensor
 from muonfx.core import checks
 from muonfx.core.schedules.base import Scalar, Schedule, ScheduleFunction, schedule
 
-__all__ = [
-    "constant",
-    "cosine",
-    "exponential",
-    "join",
-    "joined",
-    "linear",
-    "one_cycle",
-    "polynomial",
-    "sgdr",
-    "warmup_cosine",
-    "warmup_stable_decay",
-]
-
 
 @schedule
 def constant(value: Scalar) -> ScheduleFunction:
