@@ -21,13 +21,6 @@ def test_a_chains_state_is_keyed_by_the_transforms_names():
     assert tx.init(params)["momentum"].trace["w"].shape == (2, 2)
 
 
-def test_names_of_a_chain_must_differ():
-    with pytest.raises(ValueError, match=r"'rate' is empty, has a '.' or '/', or is taken"):
-        mfx.chain(("rate", mfx.scale(1.0)), ("rate", mfx.scale(2.0)))
-    with pytest.raises(TypeError, match=r"argument 0 must be a Transform .* call the factory to get a transform"):
-        mfx.chain(mfx.momentum)
-
-
 def test_the_order_of_a_partitions_transforms_means_nothing_and_their_labels_do():
     one, two = mfx.scale(1.0), mfx.scale(2.0)
     labels = {"w": "a", "v": "b"}
@@ -104,21 +97,8 @@ def test_a_member_of_a_chain_that_changes_a_structure_is_named(update, message: 
         return lambda params: {"seen": torch.zeros(())}, update
 
     tx = mfx.chain(wrong(), mfx.momentum()) if first else mfx.chain(mfx.momentum(), wrong())
-    model = nn.Module()
-    model.w, model.b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    params = {name: param.detach() for name, param in model.named_parameters()}
+    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
     with pytest.raises(ValueError, match=message):
-        tx.update(params, tx.init(params), params)
-    optimizer = mfx.TransformOptimizer(model, tx)
-    (model.w.sum() + model.b.sum()).backward()
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()
-
-
-def test_a_function_that_changes_the_structure_of_updates_is_told():
-    tx = mfx.chain(mfx.stateless(lambda updates, params: {"w": updates["w"]}), mfx.momentum())
-    params = {"w": torch.ones(2), "b": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"stateless: the updates that the function returns must .* missing 'b'"):
         tx.update(params, tx.init(params), params)
 
 
@@ -252,22 +232,11 @@ def test_a_transform_receives_the_extras_that_it_names_and_a_chain_passes_all_on
     params = {"w": torch.ones(1)}
     tx.update(params, tx.init(params), params, value=3)
     assert seen == {"value": 3, "step": None}
-    with pytest.raises(TypeError, match=r"named extra vlaue \(did you mean 'value'\?\); it reads step, value"):
-        tx.update(params, tx.init(params), params, value=3, vlaue=5)
-
-
-@pytest.mark.parametrize("face", [lambda tx: tx, mfx.sharding.offload], ids=["plain", "offloaded"])
-def test_an_extra_that_nothing_reads_is_an_error_that_lists_those_that_are_read(face):
-    inner = mfx.masked(mfx.accumulate(mfx.chain(mfx.momentum(), mfx.scale(-1.0)), 2), mfx.select.ndim(min=1))
-    tx = face(mfx.chain(mfx.clip_by_global_norm(1.0), ("inner", inner)))
-    params = {"w": torch.ones(3)}
-    state = tx.init(params)
-    with pytest.raises(TypeError, match=r"extra boundry \(did you mean 'boundary'\?\); it reads boundary"):
-        tx.update(params, state, params, boundry=True)
-    tx.update(params, state, params, boundary=True)
-    plain = face(mfx.chain(mfx.scale(1.0)))
-    with pytest.raises(TypeError, match="it reads none"):
-        plain.update(params, plain.init(params), params, boundary=True)
+    for face in (tx, mfx.sharding.offload(tx)):
+        with pytest.raises(TypeError, match=r"named extra vlaue \(did you mean 'value'\?\); it reads step, value"):
+            face.update(params, face.init(params), params, value=3, vlaue=5)
+    with pytest.raises(TypeError, match="listening needs the named extra value: give update"):
+        tx.update(params, tx.init(params), params)
     with pytest.raises(TypeError, match="it reads none"):
         mfx.chain().update(params, {}, params, boundary=True)
 
@@ -320,15 +289,6 @@ def test_an_undeclared_transform_sees_the_whole_tree():
     assert mfx.orthogonalize(view=mfx.MatrixView(dims=((-2,), (-1,)))).locality is mfx.Locality.MATRIX
 
 
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [((4, 4), r"blocks \(4, 4\) add up to 8, the leaf has 12 rows"), (5, "12 rows cannot be cut into 5 equal blocks")],
-)
-def test_blocks_that_do_not_fit_are_refused_at_init(blocks: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv": blocks})).init({"attn.qkv": torch.zeros(12, 6)})
-
-
 def test_convolutions_are_flattened_and_expert_stacks_are_batches():
     torch.manual_seed(0)
     settings = {"dtype": torch.float64}
@@ -346,12 +306,6 @@ def test_convolutions_are_flattened_and_expert_stacks_are_batches():
         torch.testing.assert_close(
             mine, tx.update({"w": expert}, mfx.core.EmptyState())[0]["w"], rtol=1e-12, atol=1e-12
         )
-    turned = mfx.orthogonalize(view=mfx.MatrixView(dims=((2,), (0,))), **settings).update(
-        experts, mfx.core.EmptyState()
-    )[0]["w"]
-    torch.testing.assert_close(
-        turned[:, 1], tx.update({"w": experts["w"][:, 1].mT}, mfx.core.EmptyState())[0]["w"].mT, rtol=1e-12, atol=1e-12
-    )
 
 
 def test_master_parameters_lose_no_small_update():
@@ -368,47 +322,23 @@ def test_master_parameters_lose_no_small_update():
     assert torch.equal(low["w"], torch.ones(4, dtype=torch.bfloat16))  # what happens without
 
 
-def trained_without_detaching(steps: int, tx: mfx.Transform, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    state = tx.init(params)
-    for _ in range(steps):
-        loss = sum((leaf - 1.0).square().sum() for leaf in params.values())
-        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
-        updates, state = tx.update(grads, state, params)
-        params = mfx.apply_updates(params, updates)
-    return params
+def step(tx: mfx.Transform, params: dict[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
+    loss = sum((leaf - 1.0).square().sum() for leaf in params.values())
+    grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+    updates, state = tx.update(grads, state, params)
+    return mfx.apply_updates(params, updates), state
 
 
-def nodes_of_graph(leaf: Tensor) -> int:
-    seen, front = set(), [leaf.grad_fn]
-    while front:
-        node = front.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            front += [after for after, _ in node.next_functions]
-    return len(seen)
-
-
-@pytest.mark.parametrize("tx", [mfx.adamw(0.1, weight_decay=0.1), mfx.chain(mfx.momentum(), mfx.scale(-0.1))])
-def test_a_loop_over_parameters_that_were_not_detached_is_told_that_it_keeps_every_graph(tx):
-    named = {"w": torch.nn.Parameter(torch.zeros(3, 3))}
-    with pytest.warns(UserWarning, match=r"parameters, such as 'w', carry the graph of the steps before.* detach"):
-        kept = trained_without_detaching(8, tx, named)
-    assert nodes_of_graph(kept["w"]) > 8  # a graph for each step
+def test_a_loop_over_parameters_that_were_not_detached_is_told_that_it_keeps_every_graph():
+    tx, params = mfx.adamw(0.1, weight_decay=0.1), {"w": torch.nn.Parameter(torch.zeros(3, 3))}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained_without_detaching(1, tx, named)
-        # Leaves anew at each step: what was recorded ends with it.
-        params = {"w": named["w"].detach()}
-        for _ in range(4):
-            params = {
-                n: p.detach() for n, p in trained_without_detaching(1, tx, {"w": params["w"].requires_grad_()}).items()
-            }
+        kept, state = step(tx, params, tx.init(params))
+        step(tx, {"w": kept["w"].detach().requires_grad_()}, state)
         with torch.no_grad():
-            held, state = {"w": named["w"]}, tx.init(named)
-            for _ in range(4):
-                updates, state = tx.update({"w": torch.ones(3, 3)}, state, held)
-                held = mfx.apply_updates(held, updates)
-        assert held["w"].grad_fn is None
+            mfx.apply_updates(kept, tx.update({"w": torch.ones(3, 3)}, state, kept)[0])
+    with pytest.warns(UserWarning, match=r"parameters, such as 'w', carry the graph of the steps before.* detach"):
+        step(tx, kept, state)
 
 
 def test_differentiating_through_steps_is_not_warned_of():
@@ -423,15 +353,6 @@ def test_differentiating_through_steps_is_not_warned_of():
             updates, state = tx.update({"w": grad}, state, params)
             params = mfx.apply_updates(params, updates)
         assert torch.autograd.grad(params["w"].sum(), mfx.tree.leaves(tx)[-1])[0] != 0
-
-    def after(rate, w):
-        params, plain = {"w": w}, mfx.scale(rate)
-        for _ in range(3):
-            updates, _ = plain.update({"w": torch.ones(3)}, mfx.core.EmptyState(), params)
-            params = mfx.apply_updates(params, updates)
-        return params["w"].sum()
-
-    assert torch.func.grad(after, argnums=(0, 1))(torch.tensor(0.5), torch.zeros(3))[0] == 9.0
 
 
 LEARNING_RATE = mfx.scale_by_learning_rate(0.1)
@@ -448,26 +369,16 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
         ([mfx.adamw(0.1), mfx.masked(DECAY, {"w": True})], "comes after .* in 'chain'.* put it before 'chain'"),
         ([LEARNING_RATE, mfx.chain(mfx.momentum(), DECAY)], "comes after the learning rate"),
         ([LEARNING_RATE, mfx.cautious(mfx.momentum())], "cautious comes after"),
-        ([mfx.adamw(0.1), mfx.masked(mfx.cautious(mfx.momentum()), {"w": True})], "cautious comes after"),
-        (
-            [mfx.skip_nonfinite(LEARNING_RATE), mfx.chain(mfx.momentum(), mfx.cautious(mfx.scale_by_lion()))],
-            "cautious comes after .* 'skip_nonfinite'",
-        ),
         ([INDEPENDENT, LEARNING_RATE], "subtract_decayed_weights comes before the learning rate"),
         ([INDEPENDENT, mfx.scale(-0.1)], "subtract_decayed_weights comes before the negative scale in 'scale'"),
         ([mfx.masked(INDEPENDENT, {"w": True}), mfx.adamw(0.1)], "before .* in 'chain'.* put it after"),
         ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "both turn updates downhill"),
         ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
         ([mfx.qk_clip(()), LEARNING_RATE], "qk_clip comes before"),
-        ([mfx.keep_weight_norms(), LEARNING_RATE], "keep_weight_norms comes before"),
         ([mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)], "ema_params comes before"),
         ([mfx.ema_params(), mfx.scale(mfx.linear(-0.1, 0.0, 10))], "the negative scale in 'scale'"),
         ([mfx.master_params(mfx.momentum()), LEARNING_RATE], r"or move that into master_params\(...\)"),
         ([mfx.contrib.lookahead(mfx.momentum(), 2, 0.5), LEARNING_RATE], "lookahead comes before"),
-        (
-            [mfx.skip_nonfinite(mfx.contrib.schedule_free(mfx.momentum(0.0), 0.1)), mfx.scale(-0.1)],
-            "schedule_free comes before",
-        ),
     ],
     ids=repr,
 )
@@ -486,11 +397,6 @@ def test_an_order_that_gives_wrong_numbers_is_an_error_at_construction(members, 
             "lookahead .* comes before clip_by_value",
         ),
         ([mfx.adamw(0.1), mfx.ema_params(), mfx.qk_clip(())], "ema_params .* comes before qk_clip"),
-        ([mfx.master_params(mfx.adamw(0.1)), mfx.qk_clip(())], "put 'qk_clip' before 'master_params'"),
-        (
-            [mfx.chain(mfx.adamw(0.1), mfx.keep_weight_norms()), INDEPENDENT],
-            "keep_weight_norms in 'chain' comes before",
-        ),
     ],
     ids=repr,
 )
@@ -503,15 +409,6 @@ def test_an_order_that_is_hardly_meant_is_warned_of_at_the_callers_line(members,
         warnings.simplefilter("error")
         tx.init({"w": torch.ones(2, 2)})
         mfx.with_hyperparams(tx, mfx.hyperparams(tx)).prepare_all()
-
-
-def test_a_warning_of_a_chain_within_a_recipe_names_the_callers_line():
-    def recipe(rate):
-        return mfx.chain(mfx.chain(mfx.scale_by_learning_rate(rate), mfx.orthogonalize()), mfx.identity())
-
-    with pytest.warns(UserWarning, match="has no effect") as caught:
-        recipe(0.1)
-    assert [found.filename for found in caught] == [__file__]
 
 
 def test_orders_that_are_a_matter_of_choice_are_not_warned_of():
@@ -553,14 +450,3 @@ def a_rate_of_ones_own():
 def test_cautious_refuses_what_turns_the_update_that_it_compares_with_the_gradient(inner):
     with pytest.raises(ValueError, match="cautious: inner turns downhill"):
         mfx.cautious(inner)
-
-
-def test_cautious_takes_what_turns_twice_or_not_at_all_and_may_follow_a_turn():
-    grads = {"w": torch.tensor([1.0, -2.0])}
-    for tx in (
-        mfx.cautious(mfx.chain(mfx.scale(-1.0), mfx.scale(-2.0))),
-        mfx.cautious(mfx.scale_by_learning_rate(2.0, flip_sign=False)),
-        mfx.chain(mfx.scale(-1.0), mfx.cautious(mfx.scale(2.0)), mfx.scale(-1.0)),
-    ):
-        updates, _ = tx.update(grads, tx.init(grads))
-        torch.testing.assert_close(updates["w"], torch.tensor([2.0, -4.0]))

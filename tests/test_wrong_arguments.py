@@ -104,6 +104,7 @@ WRONG = {
     "join([constant(1.0)], [3])": "one schedule more than boundaries",
     "qk_clip('*.attn')": r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'",
     "AttentionHeads('*', 2, key_dims=4)": r"key_dims must be a tuple \(first, end\)",
+    "masked(scale(2.0), select.module_type(torch.nn.Embedding))": "mask: .* asks for module types, and tensors",
     "stateless(3)": "stateless: function must be a function",
     "add_updates()": "add_updates: give at least one transform",
     "contrib.conditionally_mask(identity(), 3)": "should_transform must be a function",
@@ -111,6 +112,11 @@ WRONG = {
     # something else in the place of a transform
     "chain(momentum)": "argument 0 must be a Transform .*call the factory to get a transform",
     "chain([momentum()])": r"chain\(\*transforms\)",
+    "chain(('rate', scale(1.0)), ('rate', scale(2.0)))": "'rate' is empty, has a '.' or '/', or is taken",
+    "orthogonalize(view=MatrixView(blocks=(4, 4))).init({'w': torch.zeros(12, 6)})": r"blocks \(4, 4\) add up to 8",
+    "orthogonalize(view=MatrixView(blocks=5)).init({'w': torch.zeros(12, 6)})": "12 rows cannot be cut into 5 equal",
+    "with_hyperparams(momentum(0.9), {'decya': 0.5})": r"decya \(did you mean 'decay'\?\)",
+    "stateless(lambda u, p: {}).update({'w': torch.ones(2)}, core.EmptyState())": "the function returns .* missing 'w'",
     "add_updates(identity(), momentum)": "add_updates: argument 1 must be a Transform .*call the factory",
     "cautious(3)": "cautious: inner must be a Transform, found 3",
     "contrib.lookahead(torch.sum, 2, 0.5)": "inner must be a muonfx.Transform, found the function sum",
@@ -128,7 +134,7 @@ WRONG = {
 @pytest.mark.filterwarnings("ignore:Muon. no parameter has the label")
 @pytest.mark.parametrize("code", WRONG)
 def test_a_wrong_argument_is_named_at_the_call(code: str):
-    with pytest.raises((ValueError, TypeError), match=WRONG[code]):
+    with pytest.raises((KeyError, TypeError, ValueError), match=WRONG[code]):
         eval(code, NAMESPACE)
 
 

@@ -87,16 +87,6 @@ def test_updates_and_compiled_steps_do_not_warn_of_patterns():
     torch.compile(tx.update, fullgraph=True, backend="eager")(PARAMS, state, PARAMS)
 
 
-def test_a_mask_that_asks_for_module_types_is_an_error():
-    for make in (
-        lambda mask: mfx.masked(mfx.scale(2.0), mask),
-        lambda mask: mfx.add_decayed_weights(0.1, mask),
-        lambda mask: mfx.adamw(0.1, mask=mask),
-    ):
-        with pytest.raises(ValueError, match=r"mask: .* asks for module types, and tensors that come by name"):
-            make(select.ndim(2) & ~select.module_type(nn.Embedding))
-
-
 def test_a_partition_without_some_label_says_which_labels_there_are_and_why():
     model = nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4))
     tx = mfx.muon_with_adamw(0.1, labels=mfx.default_labels(model))
@@ -105,12 +95,6 @@ def test_a_partition_without_some_label_says_which_labels_there_are_and_why():
     assert "no parameter has the label 'muon'" in found[0]
     assert "The labels of the 3 parameters are 'adamw' for 3" in found[0]
     assert "'0.weight' is 'adamw': embedding (module type Embedding); '1.bias' is 'adamw': norm" in found[0]
-
-
-def test_a_misspelt_name_of_a_number_is_told_the_close_one():
-    tx = mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))
-    with pytest.raises(KeyError, match=r"momentum.decya \(did you mean 'momentum.decay'\?\)"):
-        mfx.with_hyperparams(tx, {"momentum.decya": 0.5})
 
 
 def test_monitors_of_one_name_are_an_error_where_they_are_read():
@@ -155,10 +139,3 @@ def test_a_gradient_that_cannot_be_used_is_named_before_anything_changes(kind: s
     state = tx.init(params)
     with pytest.raises(TypeError, match=f"updates: 'w' .*{message}"):
         tx.update({"w": leaf}, state)
-
-
-@pytest.mark.filterwarnings("ignore:.* would move uphill")
-def test_an_optimizer_names_what_cannot_be_trained():
-    named = {"w": nn.Parameter(torch.zeros(2, 2)), "table": nn.Parameter(torch.zeros(2, 2).to(torch.float8_e5m2))}
-    with pytest.raises(TypeError, match=r"'table' .* found torch.float8_e5m2"):
-        mfx.TransformOptimizer(named, mfx.momentum())

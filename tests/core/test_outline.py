@@ -42,14 +42,3 @@ def test_numbers_settings_and_names_are_shown():
     assert "factor=2" in str(CHAINS[4].tree())
     assert "labels=3 entries" in str(CHAINS[1].tree())
     assert "adamw: chain" in str(CHAINS[1].tree())
-
-
-def test_a_batched_transform_prints_inside_vmap():
-    seen: list[str] = []
-
-    def look(tx: mfx.Transform):
-        seen.append(str(tx.tree()))
-        return tx.parts[0]
-
-    torch.func.vmap(look)(mfx.stack([mfx.momentum(0.1), mfx.momentum(0.2)]))
-    assert "decay=tensor of []" in seen[0]

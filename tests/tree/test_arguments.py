@@ -153,16 +153,6 @@ def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(functio
             call(function, parameter.name, value)
 
 
-def test_arguments_that_do_not_fit_are_told_of_by_name():
-    with pytest.raises(
-        TypeError,
-        match=r"lookahead: there is no argument 'sync_priod' \(did you mean 'sync_period'\?\); .* takes inner, ",
-    ):
-        mfx.contrib.lookahead(mfx.scale(1.0), sync_priod=2)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match=r"scale_by_factored_rms: .*'epsilon'.*; .* takes factored=, .*, eps=, dtype="):
-        mfx.scale_by_factored_rms(epsilon=1e-30)  # pyright: ignore[reportCallIssue]
-
-
 def takers_of_arguments() -> list[Callable[..., Any]]:
     """The public functions that say themselves which argument does not fit, each once."""
     ours = [function for function in public() if hasattr(function, "definition")]
@@ -227,20 +217,6 @@ def test_a_declaration_of_another_type_is_refused(declared: dict[str, Any], mess
         mfx.transform(**declared)
 
 
-def test_a_combinator_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="own_locality must be a Locality or None"):
-        mfx.core.Combinator("TREE")  # pyright: ignore[reportArgumentType]
-
-
-def test_a_declared_function_that_returns_no_locality_is_refused():
-    @mfx.transform(locality=lambda: "MATRIX")
-    def mistaken():
-        return (lambda params: mfx.core.EmptyState()), (lambda updates, state, params=None: (updates, state))
-
-    with pytest.raises(TypeError, match="mistaken: its declared locality must be a Locality, found 'MATRIX'"):
-        mistaken()
-
-
 NUMBERS = {"np.float32": np.float32(0.25), "np.int64": np.int64(1), "fraction": Fraction(1, 4)}
 
 
@@ -252,12 +228,6 @@ def test_a_number_of_another_library_is_pythons(number: Any):
     assert {g["lr"] for g in mfx.Muon(MODEL, lr=number).param_groups} == {float(number)}
     betas = (np.float32(0.5), Fraction(1, 2))
     assert mfx.Muon(MODEL, betas=betas).tx == mfx.Muon(MODEL, betas=(0.5, 0.5)).tx
-
-
-def test_an_integer_of_another_library_counts():
-    assert mfx.accumulate(TX, np.int64(2)) == mfx.accumulate(TX, 2)
-    with pytest.raises(TypeError, match=r"every must be an int, found np\.float32"):
-        mfx.accumulate(TX, np.float32(2.0))
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])

@@ -5,13 +5,12 @@ import tempfile
 from collections.abc import Mapping
 from html.parser import HTMLParser
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx.tree.display import Column, Report, Row, Shown, Table, format_bytes
+from muonfx.tree.display import Column, Report, Row, Table
 
 VOID = {"br", "hr", "img"}
 
@@ -98,25 +97,6 @@ def test_a_width_is_kept_by_shortening_names_not_numbers(name: str, width: int):
         assert "..." in line
 
 
-def test_a_shown_value_prints_its_report():
-    class Value(Shown):
-        def report(self) -> Report:
-            return Report(("hello", Table.of(["a"], [["<x>"]])))
-
-    assert str(Value()) == repr(Value()) == "hello\n\na\n<x>"
-    assert "&lt;x&gt;" in Value()._repr_html_()
-    with pytest.raises(NotImplementedError, match="Shown defines no report"):
-        str(Shown())
-
-
-@given(st.integers(0, 2**60))
-def test_bytes_are_written_with_their_size(nbytes: int):
-    number, unit = format_bytes(nbytes).split()
-    factor = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
-    assert float(number) * factor == pytest.approx(nbytes, rel=0.005, abs=0.5)
-    assert float(number) < 1025 or unit == "PiB"
-
-
 def explained() -> list[object]:
     params = {"up": torch.zeros(64, 16), "down": torch.zeros(16, 64)}
     plan = mfx.sharding.plan_for(mfx.muon(0.1), mfx.sharding.zero(params, 2, partition="flat"))
@@ -133,12 +113,6 @@ def explained() -> list[object]:
         mfx.muon(0.1).tree(),
         mfx.spec(mfx.muon(0.1), params),
     ]
-
-
-def test_a_notebook_shows_a_transform_as_its_tree():
-    tx = mfx.muon(0.1)
-    assert tx._repr_html_() == tx.tree().to_html()
-    assert repr(tx).startswith("chain(momentum(")
 
 
 def test_what_explains_itself_says_the_same_words_in_html():

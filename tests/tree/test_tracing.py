@@ -10,12 +10,6 @@ def answer() -> int:
     return 42
 
 
-def test_a_function_called_once_bears_the_mark_that_torch_sets():
-    theirs = torch.compiler.assume_constant_result(lambda: 1)
-    ours = called_once(lambda: 1)
-    assert vars(ours) == vars(theirs) != {}
-
-
 def test_a_tracer_calls_it_once_and_keeps_the_answer():
     calls: list[int] = []
 
