@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from itertools import chain
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -15,10 +16,11 @@ from muonfx.tree.tracing import matches
 __all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path_patterns", "where"]
 
 
+@dataclass(frozen=True, repr=False)
 class Predicate:
     """A condition on one parameter, as a value.
 
-    Predicates are compared by what they were built from, can be hashed and pickled, print as the code that builds
+    Predicates are compared by the arguments that built them, can be hashed and pickled, print as the code that builds
     them, and combine with ``&``, ``|`` and ``~``. Build them with ``ndim``, ``path``, ``module_type`` and ``where``.
 
     >>> tall = ndim(2) & ~path("*head*")
@@ -30,117 +32,59 @@ class Predicate:
     True
     """
 
-    __slots__ = ()
+    name: str
+    """The operator, or the function that built the predicate."""
+    arguments: tuple[Any, ...]
+    """The operands, or the arguments of the function."""
 
     def __call__(self, info: ParamInfo) -> bool:
         """Return True if the parameter matches."""
-        raise NotImplementedError
+        return _MATCHES[self.name](info, *self.arguments)
 
     def code_in(self, scope: str) -> str:
         """The code that builds the predicate, with a prefix for the names of this module, such as "select."."""
-        raise NotImplementedError
+        inner = [part.code_in(scope) for part in self.parts]
+        if inner:
+            return f"~{inner[0]}" if self.name == "~" else f"({inner[0]} {self.name} {inner[1]})"
+        if self.name == "ndim":
+            low, high = self.arguments
+            given = [f"{key}={value}" for key, value in (("min", low), ("max", high)) if value is not None]
+            given = [str(low)] if low == high else given
+        else:
+            given = map(_code_of, self.arguments)
+        return f"{scope}{self.name}({', '.join(given)})"
 
     @property
     def parts(self) -> tuple[Predicate, ...]:
         """The predicates that this one combines."""
-        return ()
+        return tuple(own for own in self.arguments if isinstance(own, Predicate))
 
     def __repr__(self) -> str:
         return self.code_in("")
 
     def __and__(self, other: object) -> Predicate:
-        return _Both("&", self, other) if isinstance(other, Predicate) else NotImplemented
+        return Predicate("&", (self, other)) if isinstance(other, Predicate) else NotImplemented
 
     def __or__(self, other: object) -> Predicate:
-        return _Both("|", self, other) if isinstance(other, Predicate) else NotImplemented
+        return Predicate("|", (self, other)) if isinstance(other, Predicate) else NotImplemented
 
     def __invert__(self) -> Predicate:
-        return _Not(self)
+        return Predicate("~", (self,))
 
     def __bool__(self) -> NoReturn:
         # `a and b` would silently mean `b`.
         raise TypeError(f"{self!r} has no truth value by itself: call it on a ParamInfo, and combine with &, | and ~")
 
 
-@dataclass(frozen=True, repr=False)
-class _Both(Predicate):
-    operator: str
-    left: Predicate
-    right: Predicate
-
-    def __call__(self, info: ParamInfo) -> bool:
-        return (all if self.operator == "&" else any)(part(info) for part in self.parts)
-
-    def code_in(self, scope: str) -> str:
-        return f"({self.left.code_in(scope)} {self.operator} {self.right.code_in(scope)})"
-
-    @property
-    def parts(self) -> tuple[Predicate, ...]:
-        return self.left, self.right
-
-
-@dataclass(frozen=True, repr=False)
-class _Not(Predicate):
-    inner: Predicate
-
-    def __call__(self, info: ParamInfo) -> bool:
-        return not self.inner(info)
-
-    def code_in(self, scope: str) -> str:
-        return f"~{self.inner.code_in(scope)}"
-
-    @property
-    def parts(self) -> tuple[Predicate, ...]:
-        return (self.inner,)
-
-
-@dataclass(frozen=True, repr=False)
-class _Ndim(Predicate):
-    min: int | None
-    max: int | None
-
-    def __call__(self, info: ParamInfo) -> bool:
-        return (self.min is None or self.min <= info.ndim) and (self.max is None or info.ndim <= self.max)
-
-    def code_in(self, scope: str) -> str:
-        if self.min == self.max:
-            return f"{scope}ndim({self.min})"
-        bounds = (f"{key}={value}" for key, value in (("min", self.min), ("max", self.max)) if value is not None)
-        return f"{scope}ndim({', '.join(bounds)})"
-
-
-@dataclass(frozen=True, repr=False)
-class _Path(Predicate):
-    patterns: tuple[str, ...]
-
-    def __call__(self, info: ParamInfo) -> bool:
-        return any(matches(name, pattern) for name in info.names for pattern in self.patterns)
-
-    def code_in(self, scope: str) -> str:
-        return f"{scope}path({', '.join(map(repr, self.patterns))})"
-
-
-@dataclass(frozen=True, repr=False)
-class _ModuleType(Predicate):
-    types: tuple[type | str, ...]
-
-    def __call__(self, info: ParamInfo) -> bool:
-        return any(_is_a(module, wanted) for module in info.modules for wanted in self.types)
-
-    def code_in(self, scope: str) -> str:
-        return f"{scope}module_type({', '.join(_type_code(kind) for kind in self.types)})"
-
-
-@dataclass(frozen=True, repr=False)
-class _Where(Predicate):
-    fn: Callable[[ParamInfo], bool]
-    name: str
-
-    def __call__(self, info: ParamInfo) -> bool:
-        return bool(self.fn(info))
-
-    def code_in(self, scope: str) -> str:
-        return f"{scope}where({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.name!r})"
+_MATCHES: dict[str, Callable[..., bool]] = {
+    "&": lambda info, left, right: left(info) and right(info),
+    "|": lambda info, left, right: left(info) or right(info),
+    "~": lambda info, inner: not inner(info),
+    "ndim": lambda info, low, high: (low is None or low <= info.ndim) and (high is None or info.ndim <= high),
+    "path": lambda info, *patterns: any(matches(name, pattern) for name in info.names for pattern in patterns),
+    "module_type": lambda info, *types: any(_is_a(module, wanted) for module in info.modules for wanted in types),
+    "where": lambda info, fn, _: bool(fn(info)),
+}
 
 
 @plain_arguments
@@ -156,7 +100,7 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
     bounds = (min, max) if n is None else (n, n)
     if bounds == (None, None) or (n is not None and (min, max) != (None, None)):
         raise ValueError(f"ndim({n}, min={min}, max={max}): give either the exact number, or min, max or both")
-    return _Ndim(*bounds)
+    return Predicate("ndim", bounds)
 
 
 def path(*patterns: str) -> Predicate:
@@ -178,7 +122,7 @@ def path(*patterns: str) -> Predicate:
     for pattern in patterns:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"path: found {pattern!r}, expected a string; pass several patterns as path('a.*', 'b.*')")
-    return _Path(patterns)
+    return Predicate("path", patterns)
 
 
 def module_type(*types: type | str) -> Predicate:
@@ -199,7 +143,7 @@ def module_type(*types: type | str) -> Predicate:
     for kind in types:
         if not isinstance(kind, type | str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"module_type: found {kind!r}, expected a class, or a string for its name")
-    return _ModuleType(types)
+    return Predicate("module_type", types)
 
 
 @plain_arguments
@@ -219,24 +163,25 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
     """
     if not callable(fn):
         raise TypeError(f"where: found {fn!r}, expected a function of a ParamInfo")
-    return _Where(fn, name if name is not None else getattr(fn, "__name__", type(fn).__name__))
+    return Predicate("where", (fn, name if name is not None else getattr(fn, "__name__", type(fn).__name__)))
 
 
 def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
     """Return the patterns of every `path` in a predicate, grouped by the paths joined with ``|``."""
-    if isinstance(predicate, _Path):
-        return (predicate.patterns,)
-    groups = [path_patterns(part) for part in (predicate.parts if isinstance(predicate, Predicate) else ())]
+    if not isinstance(predicate, Predicate):
+        return ()
+    if predicate.name == "path":
+        return (predicate.arguments,)
+    groups = [path_patterns(part) for part in predicate.parts]
     found = tuple(group for part in groups for group in part)
-    if isinstance(predicate, _Both) and predicate.operator == "|" and all(groups):
-        return (tuple(pattern for group in found for pattern in group),)
-    return found
+    return (tuple(chain(*found)),) if predicate.name == "|" and all(groups) else found
 
 
 def asks_for_modules(predicate: object) -> bool:
     """Return True if a predicate uses module types, which named tensors do not have."""
-    parts = predicate.parts if isinstance(predicate, Predicate) else ()
-    return isinstance(predicate, _ModuleType) or any(map(asks_for_modules, parts))
+    return isinstance(predicate, Predicate) and (
+        predicate.name == "module_type" or any(map(asks_for_modules, predicate.parts))
+    )
 
 
 def _is_a(module: type, wanted: type | str) -> bool:
@@ -245,9 +190,9 @@ def _is_a(module: type, wanted: type | str) -> bool:
     return issubclass(module, wanted)
 
 
-def _type_code(kind: type | str) -> str:
-    if isinstance(kind, str):
-        return repr(kind)
-    if getattr(nn, kind.__name__, None) is kind:
-        return f"torch.nn.{kind.__name__}"
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _code_of(argument: object) -> str:
+    """Return the code of a name, a class or a function."""
+    if isinstance(argument, type):
+        is_of_torch = getattr(nn, argument.__name__, None) is argument
+        return f"{'torch.nn' if is_of_torch else argument.__module__}.{argument.__qualname__}"
+    return getattr(argument, "__qualname__", repr(argument))

@@ -13,7 +13,7 @@ from muonfx.select.matrix_view import MatrixView, is_set_for
 from muonfx.select.params import ParamInfo, Params, read_params
 from muonfx.select.predicates import Predicate
 from muonfx.select.views import find_matrices, patterns
-from muonfx.tree.display import Report, Table, format_list
+from muonfx.tree.display import format_list
 
 __all__ = ["Label", "Labels", "Route", "Rule", "apply_rules", "labels", "make_labels"]
 
@@ -85,11 +85,6 @@ class Labels(Mapping[str, Label]):
 
     def __repr__(self) -> str:
         return f"Labels({dict(self)!r})"
-
-    def _repr_html_(self) -> str:
-        """Return the labels and rules as an HTML table."""
-        rows = [[name, "-" if own.label is None else own.label, own.reason] for name, own in self._routes.items()]
-        return Report((Table.of(["parameter", "label", "rule"], rows),)).to_html()
 
     @property
     def routes(self) -> Mapping[str, Route]:

@@ -124,11 +124,6 @@ def test_a_predicate_survives_repr_and_pickle(p, info):
         assert again(info) == p(info)
 
 
-@given(predicates, predicates)
-def test_predicates_that_print_alike_are_equal(p, q):
-    assert (repr(p) == repr(q)) == (p == q)
-
-
 # ---------------------------------------------------------------------------------------------------- laws of labels
 
 
@@ -182,6 +177,8 @@ def test_labels_survive_repr_and_pickle_and_equal_their_mapping(mapping):
     assert (again, hash(again)) == (value, hash(value))
     assert all(again.reason(name) == "why" for name in mapping)
     assert value != {**mapping, "another": "a"}
+    mapping["another"] = "a"  # labels do not follow the mapping that they were made from
+    assert "another" not in value
 
 
 @given(named_tensors)
@@ -190,16 +187,6 @@ def test_all_ways_to_give_named_tensors_agree(params):
     for given_as in (list(params.items()), iter(params.items()), OrderedDict(params), MappingProxyType(params)):
         assert default_labels(given_as) == wanted
         assert str(describe(wanted, params)) == str(describe(wanted, list(params.items())))
-
-
-def test_labels_do_not_follow_the_mapping_they_were_made_from():
-    mapping = {"w": "a"}
-    value = Labels(mapping)
-    mapping["w"] = "b"
-    assert value["w"] == "a"
-    assert value.reason("w") == "given"
-    with pytest.raises(KeyError):
-        value.reason("v")
 
 
 # ------------------------------------------------------------------------------------------------- stand-in models
@@ -412,22 +399,21 @@ def reasons(model) -> dict[str, str]:
 
 
 def test_the_reason_names_the_rule():
-    found = reasons(gpt2())
-    assert found["transformer.wte.weight"] == "embedding (module type Embedding, tied with 'lm_head.weight')"
-    assert found["transformer.wpe.weight"] == "embedding (module type Embedding)"
-    assert found["transformer.ln_f.weight"] == "norm (module type LayerNorm)"
-    assert found["transformer.h.0.mlp.c_fc.weight"] == "hidden matrix (2-D)"
-    assert found["transformer.h.0.mlp.c_fc.bias"] == "1-D"
-    found = reasons(lora())
-    assert found["base_model.model.lm_head.original_module.weight"] == "frozen"
-    assert found["base_model.model.lm_head.modules_to_save.default.weight"] == "name component 'lm_head'"
-    assert found["base_model.model.model.embed_tokens.lora_embedding_A.default"] == (
-        "low-rank factor (name component 'lora_embedding_A')"
-    )
-    found = reasons(resnet())
-    assert found["conv1.weight"] == "convolution from or to 3 channels"
-    assert found["fc.weight"] == "name component 'fc'"
-    assert reasons(deepseek_v3())["model.layers.1.mlp.gate.weight"] == "name component 'gate'"
+    found = reasons(gpt2()) | reasons(lora()) | reasons(resnet()) | reasons(deepseek_v3())
+    wanted = {
+        "transformer.wte.weight": "embedding (module type Embedding, tied with 'lm_head.weight')",
+        "transformer.ln_f.weight": "norm (module type LayerNorm)",
+        "transformer.h.0.mlp.c_fc.weight": "hidden matrix (2-D)",
+        "transformer.h.0.mlp.c_fc.bias": "1-D",
+        "base_model.model.lm_head.original_module.weight": "frozen",
+        "base_model.model.lm_head.modules_to_save.default.weight": "name component 'lm_head'",
+        "base_model.model.model.embed_tokens.lora_embedding_A.default": (
+            "low-rank factor (name component 'lora_embedding_A')"
+        ),
+        "conv1.weight": "convolution from or to 3 channels",
+        "model.layers.1.mlp.gate.weight": "name component 'gate'",
+    }
+    assert {name: found[name] for name in wanted} == wanted
 
 
 def test_a_tied_head_goes_with_its_embedding_under_any_name():
@@ -489,11 +475,9 @@ ADAMW_NAMES = """
 """
 
 
-@pytest.mark.parametrize(
-    ("label", "name"), [("muon", n) for n in MUON_NAMES.split()] + [("adamw", n) for n in ADAMW_NAMES.split()]
-)
-def test_names_are_read_by_component(label, name):
-    assert default_labels({name: torch.zeros(6, 4)})[name] == label
+def test_names_are_read_by_component():
+    for label, found in (("muon", MUON_NAMES.split()), ("adamw", ADAMW_NAMES.split())):
+        assert {name for name in found if default_labels({name: torch.zeros(6, 4)})[name] != label} == set()
 
 
 def test_a_gate_beside_up_and_down_belongs_to_the_mlp():
@@ -507,30 +491,10 @@ def test_a_gate_beside_up_and_down_belongs_to_the_mlp():
     assert default_labels(moe) == {"moe.gate.weight": "adamw", "moe.up_proj": "muon", "moe.down_proj": "muon"}
 
 
-@pytest.mark.parametrize(
-    ("size", "label"),
-    [
-        ((4, 8), "muon"),
-        ((1, 8), "adamw"),
-        ((8, 1), "adamw"),
-        ((1, 7, 8), "adamw"),
-        ((8, 1, 4), "adamw"),
-        ((8, 1, 3, 3), "adamw"),
-        ((8, 4, 1, 1), "muon"),
-        ((8, 4, 3), "muon"),
-        ((8, 4, 3, 3), "muon"),
-        ((8, 3, 7, 7), "adamw"),
-        ((2, 3, 64, 64), "muon"),
-        ((0, 4), "muon"),
-        ((2, 64), "adamw"),
-        ((128, 4), "adamw"),
-        ((4, 64), "muon"),
-        ((4,), "adamw"),
-        ((), "adamw"),
-    ],
-)
-def test_a_vector_in_disguise_is_no_matrix(size, label):
-    assert default_labels({"x": torch.zeros(size)}) == {"x": label}
+def test_a_vector_in_disguise_is_no_matrix():
+    hidden = {(4, 8), (8, 4, 1, 1), (8, 4, 3), (8, 4, 3, 3), (2, 3, 64, 64), (0, 4), (4, 64)}
+    others = {(1, 8), (8, 1), (1, 7, 8), (8, 1, 4), (8, 1, 3, 3), (8, 3, 7, 7), (2, 64), (128, 4), (4,), ()}
+    assert {size for size in hidden | others if default_labels({"x": torch.zeros(size)})["x"] == "muon"} == hidden
 
 
 def test_packed_attention_is_a_matrix_and_a_depthwise_convolution_is_not():
@@ -550,9 +514,6 @@ def test_parametrized_layers_keep_their_type():
     # A direction is no matrix: its length lies beside it, and only their product is the weight.
     assert found["fc1.parametrizations.weight.original1"] == "adamw"
     assert found["fc1.parametrizations.weight.original0"] == "adamw"
-
-
-def test_the_parts_of_a_weight_normed_weight_are_no_matrices_under_old_names_either():
     parts = {"up.weight_g": torch.zeros(4, 1), "up.weight_v": torch.zeros(4, 8), "down.weight_v": torch.zeros(4, 8)}
     assert default_labels(parts) == {"up.weight_g": "adamw", "up.weight_v": "adamw", "down.weight_v": "muon"}
 
@@ -596,11 +557,6 @@ def test_frozen_parameters_are_left_out_and_plain_tensors_are_not_frozen():
     assert default_labels(model) == {"fc1.weight": None}
     assert default_labels(plain) == {"fc1.weight": "muon"}
     assert default_labels(model, [(where(lambda info: not info.requires_grad), "sgd")]) == {"fc1.weight": "sgd"}
-
-
-def test_labels_can_be_renamed():
-    found = default_labels(gpt2(), muon="matrix", other=None)
-    assert set(found.values()) == {"matrix", None}
 
 
 class Pair(NamedTuple):
@@ -650,13 +606,12 @@ def test_the_report_has_a_line_for_every_parameter_and_totals():
     chosen = default_labels(model, [(path("*.bias"), None)])
     lines = str(describe(chosen, model)).splitlines()
     assert [line.split()[0] for line in lines[1 : len(chosen) + 1]] == list(chosen)
-    starts = {line.index(chosen.reason(name)) for line, name in zip(lines[1:], chosen, strict=False)}
-    assert len(starts) == 1
-    assert len({len(line) for line in lines[len(chosen) + 2 :]}) == 1
     count = sum(p.numel() for p in model.parameters())
     assert lines[-1].split() == ["total", str(len(chosen)), f"{count:,}", "100.0%"]
     assert lines[-2].startswith("- (left out)")
-    assert repr(describe(chosen, model)) == "\n".join(lines)
+    assert str(describe(model)) == str(describe(default_labels(model), model))
+    named = dict(model.named_parameters())
+    assert str(describe(iter(named.items()))) == str(describe(default_labels(named), named))
 
 
 @pytest.mark.parametrize(("chosen", "complaint"), [({}, "no label for 'w'"), ({"w": "a", "v": "a"}, "labels for 'v'")])
@@ -686,13 +641,18 @@ def test_bad_parameters_are_named(params, error, complaint):
         default_labels(params)
 
 
-@pytest.mark.parametrize(
-    "rule", [path("*"), (path("*"),), ("*.weight", "a"), (is_tall, "a"), (path("*"), 3), (path("*"), "a", "b"), None]
-)
-def test_a_rule_that_is_no_pair_is_named(rule):
-    for route in (default_labels, lambda p, r: labels(p, r, "x")):
+def test_a_rule_that_is_no_pair_is_named():
+    for rule in (
+        path("*"),
+        (path("*"),),
+        ("*.weight", "a"),
+        (is_tall, "a"),
+        (path("*"), 3),
+        (path("*"), "a", "b"),
+        None,
+    ):
         with pytest.raises(TypeError, match="rule 2"):
-            route({"w": torch.zeros(1)}, [(path("*"), "a"), rule])
+            default_labels({"w": torch.zeros(1)}, [(path("*"), "a"), rule])
 
 
 def test_parameters_without_a_rule_are_listed():
@@ -810,10 +770,3 @@ def test_what_cannot_be_described_says_what_can():
         describe(default_labels)
     with pytest.raises(TypeError, match=r"SGD has no names and labels .* expected a muonfx.TransformOptimizer"):
         describe(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
-
-
-def test_a_model_alone_is_described_by_the_default_routing():
-    model = gpt2(2)
-    assert str(describe(model)) == str(describe(default_labels(model), model))
-    named = dict(model.named_parameters())
-    assert str(describe(iter(named.items()))) == str(describe(default_labels(named), named))

@@ -108,10 +108,8 @@ def explained() -> list[object]:
         mfx.program.lower(mfx.muon(0.1), params),
         mfx.checkpoint.inspect(path),
         mfx.describe({"w": "muon"}, {"w": params["up"]}),
-        mfx.Labels({"<up>": mfx.select.Route("muon", "user rule 1: path('<*>')"), "b": None}),
         mfx.summary(params),
         mfx.muon(0.1).tree(),
-        mfx.spec(mfx.muon(0.1), params),
     ]
 
 
