@@ -9,11 +9,12 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from muonfx.checkpoint import files
 
@@ -28,18 +29,9 @@ class Faults:
         failed: the call that failed; "" if there were not so many.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        at: int,
-        *,
-        always: bool = False,
-        code: int = errno.EIO,
-        kill: bool = False,
-        reads: bool = False,
-    ):
-        self.reads = reads
-        self.folder, self.at, self.always, self.code, self.kill = os.path.realpath(folder), at, always, code, kill
+    def __init__(self, folder: Path, at: int, *, always=False, code=errno.EIO, kill=False, reads=False):
+        self.folder, self.at, self.always = os.path.realpath(folder), at, always
+        self.code, self.kill, self.reads = code, kill, reads
         self.calls: list[str] = []
         self.failed = ""
 
@@ -107,30 +99,23 @@ def faults(folder: Path, at: int, **how: Any) -> Generator[Faults]:
         sys.addaudithook(_hook)
         _hooked = True
     made = Faults(folder, at, **how)
-    fsync, stat, file, fstat, preadv = os.fsync, os.stat, files.FileIO, os.fstat, os.preadv
 
-    def counted_fsync(handle: int) -> None:
-        made.touch("fsync", _path_of(handle))
-        fsync(handle)
+    def counted(name: str, path_of: Callable[[Any], Any]) -> Any:
+        original = getattr(os, name)
 
-    def counted_stat(path: Any, *arguments: Any, **more: Any) -> os.stat_result:
-        made.touch("stat", path)
-        return stat(path, *arguments, **more)
+        def call(first: Any, *arguments: Any, **more: Any) -> Any:
+            made.touch(name, path_of(first))
+            return original(first, *arguments, **more)
 
-    def counted_fstat(handle: int) -> os.stat_result:
-        made.touch("fstat", _path_of(handle))
-        return fstat(handle)
+        return patch.object(os, name, call)
 
-    def counted_preadv(handle: int, *arguments: Any) -> int:
-        made.touch("preadv", _path_of(handle))
-        return preadv(handle, *arguments)
-
-    os.fsync, os.stat, files.FileIO = counted_fsync, counted_stat, _CountedFile
+    calls = {"fsync": _path_of, "stat": lambda path: path}
     if made.reads:
-        os.fstat, os.preadv = counted_fstat, counted_preadv
-    _active.append(made)
-    try:
+        calls |= {"fstat": _path_of, "preadv": _path_of}
+    with ExitStack() as stack:
+        for name, path_of in calls.items():
+            stack.enter_context(counted(name, path_of))
+        stack.enter_context(patch.object(files, "FileIO", _CountedFile))
+        _active.append(made)
+        stack.callback(_active.pop)
         yield made
-    finally:
-        _active.pop()
-        os.fsync, os.stat, files.FileIO, os.fstat, os.preadv = fsync, stat, file, fstat, preadv

@@ -5,8 +5,7 @@ import io
 import json
 import pickle
 import random
-import shutil
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,75 +40,27 @@ def use(path: Path, state: Any) -> str:
         loaded = ck.load(path, like=state, tx=TX)
         params = ck.load_params(path, like=PARAMS)
     except CheckpointError as error:
-        found = error
-    else:
-        found = None
-    if found is not None:
-        assert str(path.parent) in str(found)
-        return type(found).__name__
-    assert_same_tree(loaded, state)
-    assert_same_tree(params, PARAMS)
+        return type(error).__name__ if str(path.parent) in str(error) else f"names no path: {error}"
+    assert_same_tree((loaded, params), (state, PARAMS))
     ck.read(path)
     return "fine"
 
 
-def restore(path: Path, files: dict[str, bytes]) -> None:
-    shutil.rmtree(path)
-    path.mkdir()
-    for name, data in files.items():
-        (path / name).write_bytes(data)
-
-
-def damages(files: dict[str, bytes], seed: int, number: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Copies of the files with something wrong."""
-    draw = random.Random(seed)
-
-    def some(data: bytes) -> tuple[int, int]:
-        a, b = draw.randrange(len(data)), draw.randrange(len(data))
-        return min(a, b), max(a, b) + 1
-
-    for _ in range(number):
-        name = draw.choice(sorted(files))
-        data = bytearray(files[name])
-        a, b = some(data)
-        kind = draw.choice(["bit", "bit", "bit", "byte", "zeros", "noise", "cut", "cut in", "double", "longer", "swap"])
-        if kind == "bit":
-            data[a] ^= 1 << draw.randrange(8)
-        elif kind == "byte":
-            data[a] = draw.randrange(256)
-        elif kind == "zeros":
-            data[a:b] = bytes(b - a)
-        elif kind == "noise":
-            data[a:b] = draw.randbytes(b - a)
-        elif kind == "cut":
-            data = data[:a]
-        elif kind == "cut in":
-            data = data[:a] + data[b:]
-        elif kind == "double":
-            data = data[:b] + data[a:]
-        elif kind == "longer":
-            data += draw.randbytes(draw.choice([1, 8, 100]))
-        elif len(data) > 16:
-            c = draw.randrange(len(data) - 8)
-            a = draw.randrange(len(data) - 8)
-            data[a : a + 8], data[c : c + 8] = data[c : c + 8], data[a : a + 8]
-        yield f"{kind} in {name}", {**files, name: bytes(data)}
-
-
-def fuzz(path: Path, state: Any, seed: int, number: int) -> dict[str, int]:
-    files = copies(path)
-    outcomes: dict[str, int] = {}
-    for what, damaged in damages(files, seed, number):
-        changed = damaged != files
-        for name, data in damaged.items():
-            (path / name).write_bytes(data)
-        outcome = use(path, state)
-        # Every byte counts: what was changed is noticed.
-        assert (outcome == "fine") == (not changed), what
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
-    restore(path, files)
-    assert use(path, state) == "fine"
-    return outcomes
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """A copy with something wrong."""
+    a, b = sorted(draw.randrange(len(data)) for _ in range(2))
+    return draw.choice(
+        [
+            *[data[:a] + bytes([data[a] ^ 1 << draw.randrange(8)]) + data[a + 1 :]] * 3,
+            data[:a] + bytes(b - a) + data[b:],
+            data[:a] + draw.randbytes(b - a) + data[b:],
+            data[:a],
+            data[:a] + data[b:],
+            data[:b] + data[a:],
+            data + draw.randbytes(draw.choice([1, 8, 100])),
+            data[:a] + data[b : b + 8] + data[a + 8 : b] + data[a : a + 8] + data[b + 8 :],
+        ]
+    )
 
 
 SEEDS = [
@@ -120,9 +71,15 @@ SEEDS = [
 
 @pytest.mark.parametrize(("seed", "number"), SEEDS)
 def test_thousands_of_damages_are_noticed(good, seed: int, number: int):
-    outcomes = fuzz(*good, seed=seed, number=number)
-    assert outcomes["CorruptError"] > 0.9 * number
-    assert outcomes.keys() <= {"CorruptError", "fine"}
+    path, state = good
+    draw, whole = random.Random(seed), copies(path)
+    for _ in range(number):
+        name = draw.choice(sorted(whole))
+        found = damaged(whole[name], draw)
+        (path / name).write_bytes(found)
+        assert use(path, state) == ("fine" if found == whole[name] else "CorruptError")
+        (path / name).write_bytes(whole[name])
+    assert use(path, state) == "fine"
 
 
 # -------------------------------------------------------------------------------- by somebody who knows how to sign it
@@ -172,60 +129,42 @@ def edited(body: Any, draw: random.Random) -> Any:
 TOLD = {"save_id", "step", "extra", "chain", "versions"}
 
 
-def fuzz_index(path: Path, state: Any, seed: int, number: int) -> dict[str, int]:
-    text = (path / INDEX).read_bytes()
-    body = json.loads(text)["index"]
-    draw = random.Random(seed)
-    outcomes: dict[str, int] = {}
+@pytest.mark.parametrize(("seed", "number"), SEEDS)
+def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, number: int):
+    path, state = good
+    body = json.loads((path / INDEX).read_bytes())["index"]
+    draw, outcomes = random.Random(seed), Counter[str]()
     for _ in range(number):
         other = body
         for _ in range(draw.choice([1, 1, 1, 2, 3])):
             other = edited(other, draw)
         (path / INDEX).write_bytes(signed(other))
         outcome = use(path, state)
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        outcomes[outcome] += 1
         if outcome == "fine" and isinstance(other, dict):
             # Nothing that decides about bytes has changed, but for keys that nobody reads and boxes of no elements.
             same = {key: value for key, value in body.items() if key not in TOLD and key != "leaves"}
             assert {key: other[key] for key in same} == same
-    (path / INDEX).write_bytes(text)
-    assert use(path, state) == "fine"
-    return outcomes
-
-
-@pytest.mark.parametrize(("seed", "number"), SEEDS)
-def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, number: int):
-    outcomes = fuzz_index(*good, seed=seed, number=number)
     assert set(outcomes) == {"CorruptError", "MismatchError", "FormatError", "fine"}
     assert outcomes["CorruptError"] > 0.5 * number
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("text", "error", "message"),
     [
-        ("[" * 200_000, CorruptError),
-        ('{"a":' * 200_000, CorruptError),
-        ("{}", CorruptError),
-        ("[]", CorruptError),
-        ("null", CorruptError),
-        ("9" * 10_000, CorruptError),
-        ('{"format": "muonfx checkpoint", "version": 2}', FormatError),
-        ('{"format": "something else", "version": 1}', FormatError),
-        ('{"format": "muonfx checkpoint", "version": 1}', CorruptError),
+        ("[" * 200_000, CorruptError, "makes no sense"),
+        ("{}", CorruptError, "makes no sense"),
+        ("null", CorruptError, "makes no sense"),
+        ("9" * 10_000, CorruptError, "makes no sense"),
+        ('{"format": "muonfx checkpoint", "version": 1}', CorruptError, "makes no sense"),
+        ('{"format": "something else", "version": 1}', FormatError, "of the format 'something else'"),
+        ('{"format": "muonfx checkpoint", "version": 2}', FormatError, "version 2 .* reads version 1: .* upgrade"),
     ],
 )
-def test_texts_that_are_no_index(good, text: str, error: type[Exception]):
+def test_texts_that_are_no_index(good, text: str, error: type[Exception], message: str):
     path, state = good
     (path / INDEX).write_bytes(signed(text))
-    with pytest.raises(error, match=str(path)):
-        ck.load(path, like=state)
-
-
-def test_a_newer_format_says_to_upgrade(good):
-    path, state = good
-    body = json.loads((path / INDEX).read_bytes())["index"]
-    (path / INDEX).write_bytes(signed({**body, "version": 2, "leaves": "of another kind"}))
-    with pytest.raises(FormatError, match=r"version 2 of the format, and this muonfx reads version 1: .* upgrade"):
+    with pytest.raises(error, match=f"{path}.*{message}"):
         ck.load(path, like=state)
 
 
@@ -235,70 +174,59 @@ def test_a_checkpoint_cannot_run_code(good, tmp_path: Path):
             return (tmp_path / "trapped").write_text, ("x",)
 
     path, state = good
-    bomb = pickle.dumps(Trap())
     archive = io.BytesIO()
     torch.save(Trap(), archive)
-    for data in (bomb, archive.getvalue()):
+    for data in (pickle.dumps(Trap()), archive.getvalue()):
         for name, whole in copies(path).items():
             (path / name).write_bytes(data)
-            for act in (ck.inspect, ck.verify, ck.read, lambda p: ck.load(p, like=state)):
-                if name != INDEX and act is ck.inspect:
-                    continue
+            for act in (ck.verify, ck.read, lambda p: ck.load(p, like=state)):
                 with pytest.raises(CheckpointError):
                     act(path)
             (path / name).write_bytes(whole)
     assert not (tmp_path / "trapped").exists()
     for source in Path(ck.__file__).parent.glob("*.py"):
-        text = source.read_text()
-        assert "import pickle" not in text
-        assert "torch.load(" not in text
+        assert "import pickle" not in source.read_text()
+        assert "torch.load(" not in source.read_text()
 
 
-# ------------------------------------------------------------------------------------------ named, and the previous one
+# ----------------------------------------------------------------------------------------------------------- named
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_what_is_damaged_is_named(tmp_path: Path, number: int):
-    with threads(number):
-        names_what_is_damaged(tmp_path)
-
-
-def names_what_is_damaged(tmp_path: Path) -> None:
     state = {"trace": {"w": torch.randn(3 * BLOCK // 4 + 5), "b": torch.randn(7)}}
-    for step in (1, 2):
-        ck.save(ck.step_path(tmp_path, step), state, step=step)
-    last = ck.step_path(tmp_path, 2)
+    first, last = (ck.save(ck.step_path(tmp_path, step), state, step=step) for step in (1, 2))
     index = ck.inspect(last)
     data = last / index.files[0].name
-    whole = data.read_bytes()
-    chunk = index.leaves["trace/w"].chunks[0]
+    whole, begin = data.read_bytes(), index.leaves["trace/w"].chunks[0].begin
+    acts = (lambda: ck.load(last, like=state), lambda: ck.read(last), lambda: ck.verify(last))
 
-    def damaged(offset: int) -> None:
-        data.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+    def refused(message: str) -> None:
+        for act in acts:
+            with threads(number), pytest.raises(CorruptError, match=message):
+                act()
 
-    damaged(chunk.begin + 2 * BLOCK + 100)
-    where = f"bytes {chunk.begin + 2 * BLOCK} to {chunk.begin + 3 * BLOCK}"
-    for act in (lambda: ck.load(last, like=state), lambda: ck.read(last), lambda: ck.verify(last)):
-        with pytest.raises(CorruptError, match=f"{data}: the leaf 'trace/w' is damaged, somewhere in {where}"):
-            act()
+    flip(data, begin + 2 * BLOCK + 100)
+    refused(f"{data}: the leaf 'trace/w' is damaged, somewhere in bytes {begin + 2 * BLOCK} to {begin + 3 * BLOCK}")
     assert ck.latest(tmp_path) == last  # which reads no leaf
     with pytest.warns(UserWarning, match=r"step-000000002 is not used.*'trace/w' is damaged"):
-        assert ck.latest(tmp_path, verify=True) == ck.step_path(tmp_path, 1)
-
-    damaged(20)
-    with pytest.raises(CorruptError, match="the header of the data file is damaged"):
-        ck.load(last, like=state)
+        assert ck.latest(tmp_path, verify=True) == first
+    flip(data, 20)
+    refused("the header of the data file is damaged")
     data.write_bytes(whole[:-1])
-    with pytest.raises(CorruptError, match=f"has {len(whole) - 1} bytes, expected {len(whole)}"):
-        ck.load(last, like=state)
+    refused(f"has {len(whole) - 1} bytes, expected {len(whole)}")
     data.unlink()
-    with pytest.raises(CorruptError, match=r"the data file cannot be read: No such file"):
-        ck.load(last, like=state)
+    refused("the data file cannot be read: No such file")
     with pytest.warns(UserWarning, match="step-000000002 is not used"):
-        assert ck.latest(tmp_path) == ck.step_path(tmp_path, 1)
+        assert ck.latest(tmp_path) == first
     (last / INDEX).write_bytes((last / INDEX).read_bytes()[:-3])
-    with pytest.raises(CorruptError, match=rf"{INDEX} is damaged"):
-        ck.inspect(last)
+    refused(rf"{INDEX} is damaged")
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -329,11 +257,10 @@ def test_a_damaged_leaf_is_named_among_many_that_are_read_together(tmp_path: Pat
         assert all(torch.equal(loaded[name], like[name]) and loaded[name].dtype == like[name].dtype for name in like)
         whole = data.read_bytes()
         for name in ("w00", "w03", "w07", "w11"):
-            last = index.leaves[name].chunks[0].begin + index.leaves[name].spec.nbytes - 1
-            data.write_bytes(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :])
+            flip(data, index.leaves[name].chunks[0].begin + index.leaves[name].spec.nbytes - 1)
             with pytest.raises(CorruptError, match=f"the leaf '{name}' is damaged"):
                 ck.load(tmp_path, like=like)
-        data.write_bytes(whole)
+            data.write_bytes(whole)
         assert_same_tree(ck.read(tmp_path), state)
 
 

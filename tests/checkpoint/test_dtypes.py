@@ -40,10 +40,7 @@ def test_nothing_widens_into_another_kind_or_into_less():
 
 
 def test_names_of_dtypes_read_back():
-    for dtype in dict.fromkeys(ALL):
-        assert dtype_named(name_of_dtype(dtype)) == dtype
+    assert all(dtype_named(name_of_dtype(dtype)) == dtype for dtype in ALL)
     assert len(set(ALL)) == 20
-    assert name_of_dtype(torch.qint8) is None
-    assert dtype_named("qint8") is None
-    assert dtype_named(None) is None
+    assert (name_of_dtype(torch.qint8), dtype_named("qint8"), dtype_named(None)) == (None, None, None)
     assert safetensors_name(torch.float32) == "F32"

@@ -4,13 +4,16 @@ One sweep for saves and loads, of one process and of two ranks: the operation ru
 and a later call of one of them fails, or all calls fail from then on, or the process is killed there.
 """
 
+import itertools
 import os
 import pickle
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -210,20 +213,56 @@ def assert_names_the_end(found: list[Outcome | None]) -> None:
             assert any(words in outcome.text for words in gone)
 
 
+def kill_writers(folder: str, seed: int, tries: int) -> None:
+    """Kill writers at random times: each time the newest checkpoint is there, whole, and no older than before."""
+    draw, steps, one = random.Random(seed), Path(folder) / "steps", Path(folder) / "one"
+
+    def save(step: int) -> None:
+        state = {"w": torch.full((100_000,), step % 100.0), "b": torch.full((3,), step % 100)}
+        ck.save(ck.step_path(steps, step), state, step=step, keep=2)
+        ck.save(one, state, step=step)
+
+    started = time.perf_counter()
+    save(0)
+    took = time.perf_counter() - started  # a disk may be slow today
+    seen, unfinished, kills = {steps: 0, one: 0}, 0, 0
+    # Longer than that if the machine is so busy that few writers finished, or so idle that few were caught.
+    while kills < tries or min(*seen.values(), unfinished) <= tries // 50:
+        kills, before = kills + 1, {**seen}
+        if (child := os.fork()) == 0:
+            for step in itertools.count(max(seen.values()) + 1):
+                save(step)
+        time.sleep(draw.uniform(0.0, 1.5 * took))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for which, path in ((steps, ck.latest(steps, verify=True)), (one, one)):
+            assert path is not None, "nothing is left"
+            step = ck.verify(path).step or 0
+            assert step >= seen[which]
+            seen[which] = step
+            assert all((leaf == step % 100).all() for leaf in ck.read(path).values())
+        unfinished += bool(ck.clean(one))
+        took *= 1.1 if seen == before else 0.95
+    save(max(seen.values()) + 1)
+    ck.clean(steps)
+    assert len(list(steps.iterdir())) == len(list(one.iterdir())) == 2
+    print("done")
+
+
+def run_apart(*calls: str) -> None:
+    """Call functions of this file in a process of one thread, which can fork safely."""
+    code = "import muonfx.checkpoint.distributed, tests.checkpoint.test_faults as t; " + "; ".join(calls)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.stdout.count("done") == len(calls), done.stderr
+
+
 def sweep_apart(*sweeps: tuple[str, str, int, int, int]) -> None:
-    """Sweep in a process of one thread, which can fork safely, and in memory, if the system has a folder there."""
+    """Sweep in a process of its own, and in memory, if the system has a folder there."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as made:
-        calls = [f"t.sweep{(os.path.realpath(made), *arguments)!r}" for arguments in sweeps]
-        code = "import muonfx.checkpoint.distributed, tests.checkpoint.test_faults as t; " + "; ".join(calls)
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        assert done.stdout.count("done") == len(sweeps), done.stderr
+        run_apart(*[f"t.sweep{(os.path.realpath(made), *arguments)!r}" for arguments in sweeps])
 
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="forks")
@@ -240,6 +279,13 @@ def test_faults_of_one_process_and_of_one_of_two_ranks_lose_nothing():
         (what, "killed", 2, 1, 4),
         ("load", "once", 2, 1, 9),
     )
+
+
+@pytest.mark.parametrize(
+    ("seed", "tries"), [(0, 40), *(pytest.param(seed, 2000, marks=pytest.mark.deep) for seed in range(1, 5))]
+)
+def test_a_writer_killed_at_any_time_leaves_the_previous_one(tmp_path: Path, seed: int, tries: int):
+    run_apart(f"t.kill_writers({str(tmp_path)!r}, {seed}, {tries})")
 
 
 @pytest.mark.slow

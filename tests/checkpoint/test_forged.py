@@ -54,12 +54,8 @@ def good_one(folder: Path, number: int) -> Path:
     return ck.save(ck.step_path(folder, number), STATE, step=number, extra={"seed": 1})
 
 
-def body_of(path: Path) -> Any:
-    return json.loads((path / INDEX).read_bytes())["index"]
-
-
 def sign(path: Path, change: Callable[[Any], Any]) -> None:
-    body = body_of(path)
+    body = json.loads((path / INDEX).read_bytes())["index"]
     (path / INDEX).write_bytes(signed(change(body) or body))
 
 
@@ -196,18 +192,20 @@ def test_thousands_of_data_files_are_read_by_a_process_that_may_open_few(tmp_pat
 
     whole = {f"leaf {number}": torch.full((3,), float(number)) for number in range(6)}
     path = ck.save(tmp_path / "a", whole)
-    # as if each leaf had been written by a rank of its own
-    body, data = body_of(path), next(path.glob("*.safetensors"))
+    (data,) = path.glob("*.safetensors")
     text = data.read_bytes()
-    names = [f"data-{'0' * 16}-{number:05}-of-00006.safetensors" for number in range(6)]
-    body["files"] = [{**body["files"][0], "name": name} for name in names]
-    for number, leaf in enumerate(body["leaves"].values()):
-        chunk = leaf["chunks"][0]
-        header = body["files"][0]["header_nbytes"]
-        (path / names[number]).write_bytes(text[:header] + text[chunk["begin"] : chunk["begin"] + 12])
-        chunk.update(file=number, begin=header)
-        body["files"][number]["nbytes"] = header + 12
-    (path / INDEX).write_bytes(signed(body))
+
+    def split(body: Any) -> None:
+        """As if each leaf had been written by a rank of its own."""
+        file, size = body["files"][0], body["files"][0]["header_nbytes"]
+        body["files"] = []
+        for number, leaf in enumerate(body["leaves"].values()):
+            begin, name = leaf["chunks"][0]["begin"], f"data-{'0' * 16}-{number:05}-of-00006.safetensors"
+            (path / name).write_bytes(text[:size] + text[begin : begin + 12])
+            leaf["chunks"][0].update(file=number, begin=size)
+            body["files"].append({**file, "name": name, "nbytes": size + 12})
+
+    sign(path, split)
     monkeypatch.setattr(module, "_MOST_OPEN", 2)
     before = len(os.listdir("/dev/fd"))
     with module.Reader(path, ck.inspect(path)) as reader:
@@ -223,16 +221,13 @@ def test_thousands_of_data_files_are_read_by_a_process_that_may_open_few(tmp_pat
 # ------------------------------------------------------------------------------------------ messages of bounded length
 
 
-@pytest.mark.slow
-def test_ten_thousand_differences_are_ten_and_a_number(tmp_path: Path):
+def test_a_thousand_differences_are_ten_and_a_number(tmp_path: Path):
     leaf = torch.zeros(())
-    one = {f"a{number:05}": leaf for number in range(10_000)}
-    other = {f"b{number:05}": leaf for number in range(10_000)}
-    path = ck.save(tmp_path / "one", one)
+    path = ck.save(tmp_path / "one", {f"a{number:05}": leaf for number in range(1000)})
     with pytest.raises(MismatchError) as caught:
-        ck.load(path, like=other)
+        ck.load(path, like={f"b{number:05}": leaf for number in range(1000)})
     message = str(caught.value)
-    assert len(caught.value.problems) == 20_000
+    assert len(caught.value.problems) == 2000
     assert message.count("missing:   'b") == message.count("extra:     'a") == 10
-    assert "missing: ... and 9990 more" in message
-    assert "extra: ... and 9990 more" in message
+    assert "missing: ... and 990 more" in message
+    assert "extra: ... and 990 more" in message

@@ -14,23 +14,16 @@ AUTO = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.select.ndim
 
 
 def saved(
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tx: mfx.Transform,
-    dtype: torch.dtype,
-    *,
-    has_bf16: bool,
-    wait: bool = False,
-    with_params: bool = False,
+    path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype, *, has_bf16: bool, **more: Any
 ) -> Any:
+    """Save the state of a machine with or without bf16; with more arguments, in the background or with parameters."""
     monkeypatch.setattr(policy, "cpu_has_bf16", lambda: has_bf16)
     params = {"w": torch.ones(2, 3, dtype=dtype)}
     state = tx.init(params)
-    given: dict[str, Any] = {"tx": tx, "params": params if with_params else None}
-    if wait:
-        mfx.checkpoint.save_async(path, state, **given).wait()
-    else:
-        mfx.checkpoint.save(path, state, **given)
+    save = mfx.checkpoint.save_async if more.get("wait") else mfx.checkpoint.save
+    made = save(path, state, tx=tx, params=params if more.get("with_params") else None)
+    if more.get("wait"):
+        made.wait()
     return state
 
 

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx.checkpoint import MismatchError, NotFoundError
 from muonfx.checkpoint.target import matches
-from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, trained
+from tests.checkpoint.common import assert_same_tree, grads_like, small_params, trained
 
 ck = mfx.checkpoint
 W, B = "blocks.0.up.weight", "blocks.0.up.bias"
@@ -72,17 +70,6 @@ def test_issue_7746_mirrored_bf16_momentum_in_an_fp32_run(tmp_path: Path):
 # ----------------------------------------------------------------------------------------------------------- widening
 
 
-@given(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), st.sampled_from([torch.float32, torch.float64]))
-def test_widening_is_exact_and_needs_no_word(old, new):
-    state = {"w": torch.randn(5, 3).to(old)}
-    with folder() as path:
-        ck.save(path, state)
-        if old == new or old.itemsize < new.itemsize:
-            back = ck.load(path, like={"w": torch.empty(5, 3, dtype=new)})
-            assert bits(back["w"]) == bits(state["w"].to(new))
-        assert_same_tree(ck.load(path, like=state), state)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -90,22 +77,23 @@ def test_widening_is_exact_and_needs_no_word(old, new):
         (torch.float16, torch.bfloat16),
         (torch.bfloat16, torch.float16),
         (torch.int64, torch.float64),
-        (torch.int64, torch.int32),
         (torch.uint8, torch.int8),
         (torch.bool, torch.int64),
         (torch.float32, torch.complex64),
     ],
 )
-def test_nothing_else_is_cast_without_a_word(tmp_path: Path, old: torch.dtype, new: torch.dtype):
+def test_widening_needs_no_word_and_nothing_else_is_cast_without_one(
+    tmp_path: Path, old: torch.dtype, new: torch.dtype
+):
     state = {"a": torch.ones(2, dtype=old), "b": torch.ones(2)}
     ck.save(tmp_path, state)
-    like = {"a": torch.zeros(2, dtype=new), "b": torch.zeros(2)}
+    like = {"a": torch.zeros(2, dtype=new), "b": torch.zeros(2, dtype=torch.float64)}
     with pytest.raises(MismatchError) as caught:
         ck.load(tmp_path, like=like)
     assert caught.value.problems == (f"narrowing: 'a' is {old} in the checkpoint, and {new} is wanted",)
     assert f"cast={{'a': {new}}}" in str(caught.value)
     back = ck.load(tmp_path, like=like, cast={"a": new})
-    assert torch.equal(back["a"], torch.ones(2, dtype=new))
+    assert_same_tree(back, mfx.tree.map(torch.ones_like, like))
 
 
 # ----------------------------------------------------------------------------------------- one error, and its remedies
@@ -117,22 +105,18 @@ def test_one_error_lists_everything_that_does_not_fit(saved):
     wanted = {**{name: p for name, p in params.items() if name != B}, "embed.weight": torch.zeros(9, 4)}
     with pytest.raises(MismatchError) as caught:
         ck.load(path, like=mfx.spec(other, wanted))
-    problems = "\n".join(caught.value.problems)
+    problems, message = "\n".join(caught.value.problems), str(caught.value)
     for expected in (
         f"chain:     the checkpoint was made by {tx!r} (fingerprint {tx.fingerprint}), expected {other!r}",
         "missing:   'scale_by_lion/mu/embed.weight', (9, 4) float32, is not in the checkpoint",
-        "extra:     'scale_by_adam/count' is in the checkpoint and not wanted",
         f"extra:     'momentum/trace/{B}' is in the checkpoint and not wanted",
         "reshaped:  'momentum/trace/embed.weight' has shape (8, 4), expected (9, 4)",
         f"narrowing: 'momentum/trace/{W}' is torch.float32 in the checkpoint, and torch.bfloat16 is wanted",
     ):
         assert expected in problems
     assert len(caught.value.problems) == 1 + 3 + (1 + 8 + 1) + 1 + 3
-    message = str(caught.value)
-    for remedy in ("allow_missing=", "allow_extra=", "allow_other_chain=True", "cast=", "rename="):
-        assert remedy in message
-    assert str(path) in message
-    assert "nothing was loaded" in message
+    remedies = "allow_missing=", "allow_extra=", "allow_other_chain=True", "cast=", "rename=", "nothing was loaded"
+    assert all(words in message for words in (*remedies, str(path)))
 
 
 def test_a_missing_leaf_keeps_what_like_has(saved):
@@ -239,34 +223,28 @@ def test_patterns_mean_names_levels_and_globs():
 # ---------------------------------------------------------------------------------------------- bad arguments, no files
 
 
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path):
-    path = tmp_path / "here"
-    for bad, message in (
-        ({"a": {"b": 1.0}}, "'a/b' is a float, expected a tensor"),
-        ({"a": torch.ones(1).to_sparse()}, "'a' must be a dense tensor"),
-        ({"a": torch.ones(1, device="meta")}, "'a' must be a dense tensor with values"),
-        ({1.5: torch.ones(1)}, "keys must be strings or ints"),
-        ({"a": torch.empty(2, dtype=torch.float4_e2m1fn_x2)}, "dtype torch.float4_e2m1fn_x2"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            ck.save(path, bad)
-    for extra, error, message in (
-        ({"x": {1, 2}}, TypeError, "extra must be JSON"),
-        ({"x": float("nan")}, TypeError, "extra must be JSON"),
-        ({"x": (1, 2)}, ValueError, "would not come back as it is: x"),
-        ({"x": {1: 2}}, ValueError, "would not come back as it is: x"),
-    ):
-        with pytest.raises(error, match=message):
-            ck.save(path, {}, extra=extra)
-    with pytest.raises(ValueError, match="step must be"):
-        ck.save(path, {}, step=-1)
-    with pytest.raises(TypeError, match="tx must be"):
-        ck.save(path, {}, tx="momentum")
-    with pytest.raises(ValueError, match="keep must be"):
-        ck.save(path, {}, keep=0)
-    with pytest.raises(ValueError, match="step_path"):
-        ck.save(path, {}, keep=1)
-    assert not path.exists()
+@pytest.mark.parametrize(
+    ("state", "more", "message"),
+    [
+        ({"a": {"b": 1.0}}, {}, "'a/b' is a float, expected a tensor"),
+        ({"a": torch.ones(1).to_sparse()}, {}, "'a' must be a dense tensor"),
+        ({"a": torch.ones(1, device="meta")}, {}, "'a' must be a dense tensor with values"),
+        ({1.5: torch.ones(1)}, {}, "keys must be strings or ints"),
+        ({"a": torch.empty(2, dtype=torch.float4_e2m1fn_x2)}, {}, "dtype torch.float4_e2m1fn_x2"),
+        ({}, {"extra": {"x": {1, 2}}}, "extra must be JSON"),
+        ({}, {"extra": {"x": float("nan")}}, "extra must be JSON"),
+        ({}, {"extra": {"x": (1, 2)}}, "would not come back as it is: x"),
+        ({}, {"extra": {"x": {1: 2}}}, "would not come back as it is: x"),
+        ({}, {"step": -1}, "step must be"),
+        ({}, {"tx": "momentum"}, "tx must be"),
+        ({}, {"keep": 0}, "keep must be"),
+        ({}, {"keep": 1}, "step_path"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, state, more, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ck.save(tmp_path / "here", state, **more)
+    assert not (tmp_path / "here").exists()
 
 
 def test_what_is_not_there_is_said(tmp_path: Path, saved):

@@ -20,11 +20,16 @@ ck = mfx.checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def run_apart(call: str) -> str:
+    """Call something of `checkpoint` in a process that ends at once, and return its stderr."""
+    code = f"import torch, muonfx as mfx; mfx.checkpoint.{call}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stderr
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_at_once_waits_for_a_large_save(tmp_path: Path):
-    call = f"mfx.checkpoint.save_async({str(tmp_path / 'a')!r}, {{'w': torch.ones(3_000_000)}})"
-    code = f"import torch, muonfx as mfx; {call}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    run_apart(f"save_async({str(tmp_path / 'a')!r}, {{'w': torch.ones(3_000_000)}})")
     assert ck.read(tmp_path / "a")["w"].sum() == 3_000_000
 
 
@@ -58,11 +63,9 @@ def test_a_failed_save_that_nobody_waits_for_is_told_of_when_the_next_begins(tmp
 
 def test_a_failed_save_that_nobody_waits_for_is_told_of_at_the_end_of_the_process(tmp_path: Path):
     (tmp_path / "file").write_text("mine")
-    call = f"mfx.checkpoint.save_async({str(tmp_path / 'file')!r}, {{'w': torch.ones(3)}})"
-    code = f"import torch, muonfx as mfx; {call}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert f"muonfx: the save to {tmp_path / 'file'} in the background has failed, and nobody" in done.stderr
-    assert "a checkpoint is a folder" in done.stderr
+    said = run_apart(f"save_async({str(tmp_path / 'file')!r}, {{'w': torch.ones(3)}})")
+    assert f"muonfx: the save to {tmp_path / 'file'} in the background has failed, and nobody" in said
+    assert "a checkpoint is a folder" in said
 
 
 def many_in_flight(here: Here, path: Path) -> None:

