@@ -98,6 +98,11 @@ class World:
         assert not traces, "\n".join(traces)
         return results
 
+    @property
+    def is_closed(self) -> bool:
+        """True if the next call starts new processes."""
+        return self._running is None
+
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
         running, self._running = self._running, None
@@ -116,10 +121,10 @@ def _all_raised(results: list[Any]) -> bool:
 
 
 def meet(here: Here) -> None:
-    """Meet in each group: an error in 20 seconds where the ranks have not taken part in equally many collectives."""
+    """Meet in each group: an error in 5 seconds if the ranks have not taken part in equally many collectives."""
     groups = [here.group, here.background, *(here.grid.get_all_groups() if here.size == WORLD else [])]
     for group in groups:
-        dist.monitored_barrier(group, timeout=timedelta(seconds=20))
+        dist.monitored_barrier(group, timeout=timedelta(seconds=5))
 
 
 class _Running:

@@ -120,32 +120,6 @@ def own_logits(here: Here, cases: list[Case], logits: list[dict[str, Tensor]]) -
             assert torch.equal(found, wanted[name]), (name, case.layout)
 
 
-def reductions(here: Here, with_clip: bool) -> int:
-    """The all-reduces of a steady step."""
-    params = {name: leaf.detach().float() for name, leaf in made().named_parameters()}
-    layout = sharding.zero(params, here.group, partition="flat")
-    scale = mfx.scale(-0.1)
-    tx = sharding.sharded(mfx.chain(scale, mfx.qk_clip(HEADS)) if with_clip else scale, layout)
-    local = layout.shard(params)
-    extras = {"max_logits": {"h.attn": torch.full((4,), 300.0)}} if with_clip else {}
-    state = tx.init(local)
-    for _ in range(2):
-        _, state = tx.update(local, state, local, **extras)
-    calls: list[Tensor] = []
-    plain = dist.all_reduce
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tensor)
-        return plain(tensor, *args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
-        tx.update(local, state, local, **extras)
-    finally:
-        dist.all_reduce = plain
-    return len(calls)
-
-
 def bad_logits_on_one_rank(here: Here) -> list[str]:
     """The error of each rank for logits that are wrong on the last rank alone; then a good step."""
     params = {name: leaf.detach() for name, leaf in made().named_parameters()}

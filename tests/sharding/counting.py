@@ -38,10 +38,6 @@ class Counted:
         return sum(self.sent.values()) - self.exchanged
 
 
-def _nbytes(tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in (tensors if isinstance(tensors, list | tuple) else [tensors]))
-
-
 def _to_others(name: str, args: tuple[Any, ...], rank: int, size: int) -> int:
     """What a rank sends in one call, by the best algorithm that there is."""
     if name == "all_to_all_single":
@@ -49,33 +45,12 @@ def _to_others(name: str, args: tuple[Any, ...], rank: int, size: int) -> int:
         rows = splits or [given.shape[0] // size] * size
         row = prod(given.shape[1:]) * given.element_size()
         return row * (sum(rows) - rows[rank])
-    if name == "all_to_all":
-        return _nbytes([tensor for to, tensor in enumerate(args[1]) if to != rank])
-    if name == "all_reduce":
-        return 2 * _nbytes(args[0]) * (size - 1) // size
-    if name in ("all_gather", "all_gather_into_tensor"):
-        return _nbytes(args[1]) * (size - 1)
-    if name in ("reduce_scatter", "reduce_scatter_tensor"):
-        return _nbytes(args[1]) * (size - 1) // size
-    assert name in ("broadcast", "send", "isend", "gather", "scatter", "reduce"), name
-    return _nbytes(args[0]) * (size - 1)
+    nbytes = args[0].numel() * args[0].element_size()
+    return 2 * nbytes * (size - 1) // size if name == "all_reduce" else nbytes * (size - 1)
 
 
-_COLLECTIVES = (
-    "all_to_all_single",
-    "all_to_all",
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "broadcast",
-    "send",
-    "isend",
-    "gather",
-    "scatter",
-    "reduce",
-)
+_COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast")
+_OTHERS = ("all_to_all", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "send")
 _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
@@ -96,7 +71,7 @@ def counting(here: Here) -> Iterator[Counted]:
         return call
 
     def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("an object was sent in a step")
+        raise AssertionError("an object was sent in a step, or a collective was called that is not counted")
 
     orthogonalize = Orthogonalizer.__call__
 
@@ -104,7 +79,7 @@ def counting(here: Here) -> Iterator[Counted]:
         counted.matrices += sum(prod(x.shape[:-2]) for x in xs if x.numel())
         return orthogonalize(self, xs, **settings)
 
-    calls = {name: watched(name) for name in _COLLECTIVES} | dict.fromkeys(_OBJECTS, refused)
+    calls = {name: watched(name) for name in _COLLECTIVES} | dict.fromkeys(_OTHERS + _OBJECTS, refused)
     with mock.patch.multiple(dist, **calls), mock.patch.object(Orthogonalizer, "__call__", counted_call):
         yield counted
 

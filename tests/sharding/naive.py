@@ -6,7 +6,6 @@ out is the update of each parameter as the ranks would put it together.
 
 from collections.abc import Sequence
 from itertools import accumulate as running
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,9 +106,3 @@ def by_position(groups: Sequence[dict[str, Tensor]], muon_groups: int) -> dict[s
 def one_buffer_for_each_group(groups: Sequence[dict[str, Tensor]]) -> list[Tensor]:
     """A flat buffer for each group, empty or not."""
     return [torch.cat([grad.reshape(-1) for grad in group.values()]) for group in groups]
-
-
-def every_micro_batch(grads: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Newton-Schulz at each micro-batch, its results added up; and how often it ran."""
-    done: list[Any] = [newton_schulz(grad) for grad in grads]
-    return sum(done) / len(done), len(done)

@@ -1,9 +1,6 @@
 """What goes over the wire, counted at the collectives, is the formula; and each matrix is computed once."""
 
-from typing import Any
-
 import pytest
-import torch
 
 import muonfx as mfx
 from tests.processes import World
@@ -79,23 +76,6 @@ def test_whole_partitions_send_nothing(world: World, size: int, stage: int):
     assert [counted.exchanged for steps in found for counted in steps] == [0] * 2 * size
     assert all(counted.else_sent <= facts(drawn) for steps in found for counted in steps)
     assert sum(steps[0].matrices for steps in found) == 4
-
-
-@pytest.mark.parametrize("dims", [((-2,), (-1,))])
-def test_stacks_sharded_on_the_batch_dim_stay_where_they_are(world: World, dims: Any):
-    drawn = model(steps=1, up=(8, 5, 3), down=(4, 3, 5))
-    case = Placed(dict.fromkeys(drawn.leaves, ("0",)))
-    found = world.check(4, counting.count_steps, model=drawn, tx=muon(view=mfx.MatrixView(dims)), case=case)
-    assert [steps[0].exchanged for steps in found] == [0] * 4
-    assert sum(steps[0].matrices for steps in found) == 12
-
-
-def test_bf16_products_need_half_the_bytes(world: World):
-    drawn = evenly(4)
-    case = Placed(dict.fromkeys(drawn.leaves, ("0",)))
-    tx = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16), mfx.scale_by_shape())
-    found = world.check(4, counting.count_steps, model=drawn, tx=tx, case=case)
-    assert {steps[1].exchanged for steps in found} == {total(drawn) * 3 // 16}
 
 
 @pytest.mark.parametrize("layout", ["rows", "whole", "flat"])

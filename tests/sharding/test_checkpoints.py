@@ -71,26 +71,25 @@ def go_on(here: Here, path: Path, kind: str, case: LayoutCase) -> Params:
     return layout.gather(local)
 
 
-@pytest.mark.parametrize("kind", ["plain", "compact", "accumulate", "tensors"])
 @pytest.mark.parametrize(
-    ("saved", "sizes", "loaded"),
+    ("kind", "saved", "sizes", "loaded"),
     [
-        ("replicated", (2, 4), "flat"),
-        ("whole", (3, 2), "rows"),
-        ("flat", (4, 3), "whole"),
-        ("cuts", (4, 4), "grid"),
-        ("rows", (2, 4), "cuts"),
-        ("grid", (4, 1), "replicated"),
+        ("plain", "replicated", (2, 4), "flat"),
+        ("plain", "whole", (3, 2), "rows"),
+        ("plain", "flat", (4, 3), "whole"),
+        ("plain", "cuts", (4, 4), "grid"),
+        ("compact", "rows", (2, 4), "cuts"),
+        ("compact", "grid", (4, 1), "replicated"),
+        ("accumulate", "cuts", (4, 2), "rows"),
+        ("tensors", "rows", (3, 4), "flat"),
     ],
 )
 def test_a_run_goes_on_under_another_layout(
     world: World, tmp_path: Path, kind: str, saved: str, sizes: Any, loaded: str
 ):
     world.check(sizes[0], save, path=tmp_path / "ck", kind=kind, case=LAYOUTS[saved])
-    wanted = straight(kind)
     for found in world.check(sizes[1], go_on, path=tmp_path / "ck", kind=kind, case=LAYOUTS[loaded]):
-        for name, leaf in wanted.items():
-            assert_equal(found[name], leaf, False, name)
+        assert_as_straight(kind, found)
 
 
 def test_one_process_goes_on_with_what_ranks_have_saved_and_back(world: World, tmp_path: Path):
@@ -99,30 +98,16 @@ def test_one_process_goes_on_with_what_ranks_have_saved_and_back(world: World, t
     state = mfx.checkpoint.load(tmp_path / "four", like=tx.init(params), tx=tx)
     params = mfx.checkpoint.load_params(tmp_path / "four", like=params)
     mfx.checkpoint.save(tmp_path / "one", state, params=params, tx=tx)
-    wanted = straight("plain")
-    local, _ = steps(tx, state, params, lambda grads: grads, DRAWN, range(2, 4))
-    for name, leaf in wanted.items():
-        assert_equal(local[name], leaf, False, name)
+    assert_as_straight("plain", steps(tx, state, params, lambda grads: grads, DRAWN, range(2, 4))[0])
     for found in world.check(3, go_on, path=tmp_path / "one", kind="plain", case=LAYOUTS["flat"]):
-        for name, leaf in wanted.items():
-            assert_equal(found[name], leaf, False, name)
+        assert_as_straight("plain", found)
 
 
-def test_what_is_saved_does_not_tell_the_layout(world: World, tmp_path: Path):
-    """The chain, its fingerprint and the leaves are those of one process."""
-    world.check(2, save, path=tmp_path / "ck", kind="plain", case=LAYOUTS["flat"])
-    tx, params = chain_of("plain"), DRAWN.params()
-    index = mfx.checkpoint.inspect(tmp_path / "ck")
-    assert index.chain == repr(tx)
-    assert index.fingerprint == tx.fingerprint
-    wanted = mfx.spec(tx, params)
-    sharded = sharding.sharded(tx, sharding.zero(params, 2))
-    assert mfx.spec(sharded, params) == wanted
-
-
-def straight(kind: str) -> Params:
+def assert_as_straight(kind: str, found: Params) -> None:
+    """Compare parameters with those of one process that never saved."""
     tx, params = chain_of(kind), DRAWN.params()
-    return steps(tx, tx.init(params), params, lambda grads: grads, DRAWN, range(4))[0]
+    for name, leaf in steps(tx, tx.init(params), params, lambda grads: grads, DRAWN, range(4))[0].items():
+        assert_equal(found[name], leaf, False, name)
 
 
 def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
@@ -161,13 +146,14 @@ def bits(leaf: Any) -> torch.Tensor:
     return (leaf._local_tensor if hasattr(leaf, "_local_tensor") else leaf).reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("layout", ["replicated", "whole", "flat", "cuts", "rows"])
-def test_the_logical_view_is_the_one_that_is_taken_by_hand(world: World, tmp_path: Path, layout: str):
-    case = LAYOUTS[layout]
-    world.check(4 if layout == "cuts" else 2, by_hand, path=tmp_path, case=case)
+@pytest.mark.parametrize("layout", ["replicated", "whole", "cuts", "rows"])
+def test_the_global_view_is_the_one_that_is_taken_by_hand(world: World, tmp_path: Path, layout: str):
+    world.check(4 if layout == "cuts" else 2, by_hand, path=tmp_path, case=LAYOUTS[layout])
     one, other = (mfx.checkpoint.read(tmp_path / name) for name in ("by hand", "by itself"))
     assert one.keys() == other.keys()
     assert all(one[name].equal(other[name]) for name in one)
+    index = mfx.checkpoint.inspect(tmp_path / "by itself")  # it does not depend on the layout
+    assert (index.chain, index.fingerprint) == (repr(chain_of("plain")), chain_of("plain").fingerprint)
 
 
 def of_another_layout(here: Here, path: Path, what: str) -> None:
@@ -185,19 +171,17 @@ def of_another_layout(here: Here, path: Path, what: str) -> None:
             local["c"] = torch.zeros(99)
         else:
             state = {"trace": local["c"]}
-    if what == "params":
-        with pytest.raises(mfx.checkpoint.CheckpointError, match=r"rank 1: .*'c' has shape \(99,\)"):
-            mfx.checkpoint.save(path / "bad", state, params=local, tx=sharded)
-        with pytest.raises(mfx.checkpoint.CheckpointError, match=r"rank 1: .*'c' has shape \(99,\)"):
+    said = {"state": r"'partition.adamw.mu.c' has shape \(99,\)", "params": r"'c' has shape \(99,\)"}
+    for use in (
+        lambda: mfx.checkpoint.save(path / "bad", state, params=local, tx=sharded),
+        lambda: (
             mfx.checkpoint.load_params(path / "good", like=local, tx=sharded)
-    else:
-        said = r"'partition.adamw.mu.c' has shape \(99,\)" if what == "state" else "leaves, expected"
-        for use in (
-            lambda: mfx.checkpoint.save(path / "bad", state, params=local, tx=sharded),
-            lambda: mfx.checkpoint.load(path / "good", like=state, tx=sharded),
-        ):
-            with pytest.raises(mfx.checkpoint.CheckpointError, match=f"rank 1: .*{said}"):
-                use()
+            if what == "params"
+            else mfx.checkpoint.load(path / "good", like=state, tx=sharded)
+        ),
+    ):
+        with pytest.raises(mfx.checkpoint.CheckpointError, match=f"rank 1: .*{said.get(what, 'leaves, expected')}"):
+            use()
     assert not (path / "bad").exists()
 
 
@@ -206,33 +190,18 @@ def test_a_state_of_another_layout_is_refused_on_all_ranks(world: World, tmp_pat
     world.check(2, of_another_layout, path=tmp_path, what=what)
 
 
-def whole_params(here: Here, path: Path, case: LayoutCase) -> None:
+def whole_params(here: Here, path: Path) -> None:
     params = DRAWN.params()
-    sharded = sharding.sharded(chain_of("plain"), laid_out(case, params, here))
+    sharded = sharding.sharded(chain_of("plain"), laid_out(LAYOUTS["flat"], params, here))
     mfx.checkpoint.save(path, None, params=params, tx=sharded)
     blank = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
     assert_trees_equal(mfx.checkpoint.load_params(path, like=blank, tx=sharded), params)
 
 
-@pytest.mark.parametrize("layout", ["replicated", "whole", "flat"])
-def test_parameters_that_each_rank_has_whole_are_saved_whole(world: World, tmp_path: Path, layout: str):
+def test_parameters_that_each_rank_has_whole_are_saved_whole(world: World, tmp_path: Path):
     """As ZeRO-1 and 2 leave them: only the state is in pieces."""
-    world.check(2, whole_params, path=tmp_path / "ck", case=LAYOUTS[layout])
-    found = mfx.checkpoint.load_params(tmp_path / "ck", like=DRAWN.params())
-    assert_trees_equal(found, DRAWN.params())
-
-
-def test_one_process_needs_no_group_for_a_layout_of_one_rank(tmp_path: Path):
-    params = DRAWN.params()
-    layout = sharding.zero(params, 1, partition="flat")
-    sharded, local = sharding.sharded(chain_of("plain"), layout), layout.shard(params)
-    local, state = steps(sharded, sharded.init(local), local, layout.shard, DRAWN, range(2))
-    mfx.checkpoint.save(tmp_path / "ck", state, params=local, tx=sharded)
-    assert_trees_equal(mfx.checkpoint.load(tmp_path / "ck", like=sharded.init(local), tx=sharded), state)
-    assert_trees_equal(mfx.checkpoint.load_params(tmp_path / "ck", like=local, tx=sharded), local)
-    tx = chain_of("plain")
-    whole = mfx.checkpoint.load(tmp_path / "ck", like=mfx.spec(tx, params), tx=tx)
-    assert_trees_equal(whole, mfx.checkpoint.load(tmp_path / "ck", like=mfx.spec(tx, params), tx=sharded))
+    world.check(2, whole_params, path=tmp_path / "ck")
+    assert_trees_equal(mfx.checkpoint.load_params(tmp_path / "ck", like=DRAWN.params()), DRAWN.params())
 
 
 def dtensors_there_and_back(here: Here) -> None:

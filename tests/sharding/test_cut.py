@@ -180,18 +180,6 @@ def test_what_is_made_to_bind_grows_with_ranks_plus_parameters(made: dict[str, i
     assert sum(both.values()) <= 12 * 4 * (ranks + params) + 50, (kind, both)  # a product would be 16 times
 
 
-def test_parameters_of_one_shape_that_are_cut_alike_share_a_cut(made: dict[str, int]):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    mesh = init_device_mesh("cpu", (8,))
-    params = {name: placed(mesh, (16, 4), [Shard(name > "b")]) for name in "abcd"}
-    layout = sharding.from_dtensors(params)
-    assert layout.pieces["a"] is layout.pieces["b"]
-    assert layout.pieces["c"] is layout.pieces["d"]
-    assert layout.pieces["a"] != layout.pieces["c"]
-    replicated = sharding.replicated({"a": torch.zeros(2), "b": torch.zeros(2)})
-    assert replicated.pieces["a"] is replicated.pieces["b"]
-
-
 def test_a_flat_buffer_is_cut_without_a_look_at_ranks_far_away(made: dict[str, int]):
     made.update(pieces=0)
     shapes = [(3, 5)] * 40

@@ -50,27 +50,6 @@ def killed_in_mid_step(here: Here, model: Model, tx: mfx.Transform, case: Layout
         _, state = sharded.update(layout.shard(model.grads(step)), state, layout.shard(params))
 
 
-def skipped(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: int, step_of_nan: int) -> Any:
-    """Steps, one of which has a NaN in the gradient of one rank; whether that one left all as it was."""
-    params = model.params()
-    layout = laid_out(case, params, here, tx)
-    local, sharded = layout.shard(params), sharding.sharded(mfx.skip_nonfinite(tx), layout)
-    state = sharded.init(local)
-    quiet = True
-    for step in range(model.steps):
-        grads = model.grads(step, here.rank)
-        if step == step_of_nan and here.rank == on:
-            first = next(name for name, leaf in model.leaves.items() if leaf.numel)
-            grads[first] = grads[first].clone().fill_(float("nan"))
-        before = [bits(leaf) for leaf in mfx.tree.tensors(state.inner)]
-        updates, state = sharded.update(layout.reduce_scatter(grads), state, local)
-        if step == step_of_nan:
-            quiet = before == [bits(leaf) for leaf in mfx.tree.tensors(state.inner)]
-            quiet = quiet and all(bool((leaf == 0).all()) for leaf in mfx.tree.tensors(updates))
-    finite = all(bool(leaf.isfinite().all()) for leaf in mfx.tree.tensors((updates, state)))
-    return quiet, finite, int(state.skipped)
-
-
 def soak(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, steps: int) -> Any:
     """Many steps with None and NaN here and there; the parameters in the end, and how many steps were skipped."""
     params = model.params()
@@ -113,13 +92,6 @@ def test_a_rank_that_is_killed_in_mid_step_makes_the_others_fail_in_time():
     for survivor in (found[0], found[2]):
         assert isinstance(survivor.error, ShardingError), survivor.trace
         assert "another rank has ended" in str(survivor.error)
-
-
-@pytest.mark.parametrize("layout", [ROWS, Zero(1, "flat"), Zero(1, "whole"), Replicated()])
-@pytest.mark.parametrize("on", [0, 2])
-def test_a_nan_on_one_rank_skips_the_step_on_all(world: World, layout: Any, on: int):
-    found = world.check(3, skipped, model=SMALL, tx=TX, case=layout, on=on, step_of_nan=1)
-    assert found == [(True, True, 1)] * 3
 
 
 def alone(drawn: Model, tx: mfx.Transform, steps: int, size: int) -> tuple[dict[str, torch.Tensor], int]:

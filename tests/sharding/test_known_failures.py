@@ -68,15 +68,6 @@ def reduced_by_own(here: Here, model: Model, case: LayoutCase, op: str) -> dict[
     return layout.gather(layout.reduce_scatter(model.grads(0, here.rank), op))
 
 
-def none_on_some(here: Here, model: Model, case: LayoutCase) -> dict[str, Any]:
-    """The first parameter without gradient on rank 0, the second on all ranks."""
-    layout = laid_out(case, model.params(), here)
-    grads = model.grads(0, here.rank)
-    first, second, *_ = grads
-    grads |= {second: None} | ({first: None} if here.rank == 0 else {})
-    return layout.gather(layout.reduce_scatter(grads, "mean"))
-
-
 def kinds_of_pieces(here: Here, model: Model, case: LayoutCase) -> tuple[list[str], list[str]]:
     """What `shard` and `reduce_scatter` give: the types of their leaves."""
     layout = laid_out(case, model.params(), here)
@@ -93,14 +84,6 @@ def test_each_rank_gets_its_pieces_of_the_reduced_gradients(world: World, layout
     wanted = {name: sum(tree[name] for tree in own) / (3 if op == "mean" else 1) for name in own[0]}
     for found in world.check(3, reduced_by_own, model=drawn, case=layout, op=op):
         assert apart(found, wanted) < 1e-6
-
-
-def test_gradients_that_are_none_on_some_ranks_count_as_zero(world: World):
-    drawn = model(steps=1, a=(4, 5), b=(3, 3), c=(2,))
-    found, *_ = world.check(3, none_on_some, model=drawn, case=Zero(2, "flat"))
-    assert found["b"] is None
-    wanted = sum(own["a"] for own in own_gradients(drawn, 3)[1:]) / 3
-    assert apart({"a": found["a"]}, {"a": wanted}) < 1e-6
 
 
 def test_reduced_gradients_are_local_tensors_as_shards_are(world: World):
@@ -226,18 +209,6 @@ def test_all_but_one_group_frozen(world: World, left: str, how: str):
         naive.one_buffer_for_each_group(empty)
     layouts = (Zero(1, "whole"), Zero(2, "flat"), Replicated(), Placed(dict.fromkeys(leaves, ("0",))))
     holds(world, 3, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
-
-
-@pytest.mark.parametrize(
-    "layout", [Zero(1, "whole"), Zero(2, "flat"), Replicated(), Placed({"a": ("0",), "b": ("1",)})]
-)
-def test_newton_schulz_once_a_step_with_accumulation(world: World, layout: Any):
-    drawn = model(steps=6, a=(6, 5), b=(3, 9))
-    micro = [drawn.grads(step)["a"] for step in range(3)]
-    added, times = naive.every_micro_batch(micro)
-    assert times == 3
-    assert apart({"a": added}, {"a": naive.newton_schulz(sum(micro) / 3)}) > FAR
-    holds(world, 3, Case(drawn, mfx.accumulate(muon(), 3), layout, exact=True))
 
 
 def test_the_wrong_schemes_are_right_where_nothing_is_uneven():

@@ -39,7 +39,7 @@ def check(world: World, size: int, cases: list[Case], **more: object) -> None:
 RUN = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
-@settings(max_examples=4 * settings.default.max_examples, phases=RUN)
+@settings(max_examples=2 * settings.default.max_examples, phases=RUN)
 @given(SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(cases(size), min_size=1, max_size=6))))
 def test_the_sharded_transform_is_the_transform(world: World, drawn: tuple[int, list[Case]]):
     size, some = drawn
@@ -56,7 +56,7 @@ def dtensor_cases(draw: st.DrawFn, size: int) -> Case:
     )
 
 
-@settings(max_examples=2 * settings.default.max_examples, phases=RUN)
+@settings(phases=RUN)
 @given(SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(dtensor_cases(size), min_size=1, max_size=4))))
 def test_dtensors_go_in_and_come_out(world: World, drawn: tuple[int, list[Case]]):
     size, some = drawn
@@ -170,7 +170,7 @@ NAMED |= {"norm": "rest", "scale": "rest"}
 NAMED_TOO = NAMED | {"embed": "namo", "up": "dion", "conv": "normalize", "odd": "sphere"}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_each_transform_of_whole_matrices(world: World, size: int):
     for labels in (NAMED | {"cold": "namo"}, NAMED_TOO | {"cold": "normalize", "down": "polar"}):
         tx = mfx.partition({label: BY_MATRICES[label] for label in sorted(set(labels.values()))}, labels)

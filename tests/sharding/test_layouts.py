@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import boxes
-from tests.sharding.cases import Flat, Leaf, Model, Zero, bits, model
+from tests.sharding.cases import Leaf, Model, Zero, bits, model
 from tests.sharding.strategies import models, pretended, zeros
 
 SIZES = st.integers(1, 5)
@@ -22,10 +23,6 @@ def looked_at(draw: st.DrawFn, kinds: Any = pretended) -> tuple[Model, Any]:
     drawn, size = draw(models()), draw(SIZES)
     kind = draw(kinds(drawn, size))
     return drawn, kind.of(drawn.params(), size)
-
-
-def trees(drawn: Model) -> tuple[dict[str, Any], dict[str, Any]]:
-    return drawn.params(), drawn.grads(0)
 
 
 @given(looked_at())
@@ -44,30 +41,21 @@ def test_every_element_is_held_once_or_by_all(case: tuple[Model, Any]):
 @given(looked_at())
 def test_assemble_undoes_shard(case: tuple[Model, Any]):
     drawn, layout = case
-    for whole in trees(drawn):
+    for whole in (drawn.params(), drawn.grads(0)):
+        before = [leaf if leaf is None else leaf.clone() for leaf in whole.values()]
         locals_ = [layout.shard(whole, rank) for rank in range(layout.size)]
         again = layout.assemble(locals_)
         assert list(again) == list(whole)
         for name, leaf in whole.items():
             assert (again[name] is None) == (leaf is None)
             assert leaf is None or bits(again[name]) == bits(leaf)
-        assert [local[name] is None for local in locals_ for name in whole] == [
-            leaf is None for leaf in whole.values()
-        ] * layout.size
-
-
-@given(looked_at())
-def test_local_tensors_are_copies_with_the_shape_and_the_dtype_that_the_layout_says(case: tuple[Model, Any]):
-    drawn, layout = case
-    params = drawn.params()
-    before = {name: bits(leaf) for name, leaf in params.items()}
-    for rank in range(layout.size):
-        local = layout.shard(params, rank)
-        for name, leaf in local.items():
-            assert leaf.dtype == drawn.leaves[name].dtype
-            assert tuple(leaf.shape) == tuple(layout.piece(name, rank).shape)
-            leaf.fill_(7)
-    assert {name: bits(leaf) for name, leaf in params.items()} == before
+        for rank, local in enumerate(locals_):
+            for name, leaf in local.items():
+                assert leaf is None or leaf.dtype == drawn.leaves[name].dtype
+                assert leaf is None or tuple(leaf.shape) == tuple(layout.piece(name, rank).shape)
+        for leaf in mfx.tree.tensors(locals_):
+            leaf.fill_(7)  # local tensors are copies
+        assert all(x is y or bits(x) == bits(y) for x, y in zip(whole.values(), before, strict=True))
 
 
 @given(looked_at(lambda drawn, size: zeros()), st.sampled_from((1, 2, 8)))
@@ -110,33 +98,6 @@ def test_a_flat_partition_is_the_equal_cut(drawn: Model, size: int, alignment: i
     assert held == [max(0, min(drawn.numel - rank * part, part)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_whole_partitions_are_balanced_by_cost_and_bytes(size: int):
-    """Per block of a transformer; more blocks than ranks: no rank has more than an average and one parameter."""
-    blocks = {
-        f"blocks.{i}.{name}": Leaf(shape, "muon" if len(shape) > 1 else "adamw")
-        for i in range(12)
-        for name, shape in {"qkv": (48, 16), "out": (16, 16), "up": (64, 16), "down": (16, 64), "norm": (16,)}.items()
-    }
-    drawn = Model({**blocks, "embed": Leaf((100, 16), "adamw")})
-    layout = Zero(1, "whole").of(drawn.params(), size)
-    held = [sum(layout.piece(name, rank).numel for name in drawn.leaves) for rank in range(size)]
-    largest = max(leaf.numel for leaf in drawn.leaves.values())
-    assert sum(held) == drawn.numel
-    assert max(held) <= drawn.numel / size + largest
-
-
-def test_pieces_of_an_engine_s_own_buffer():
-    """Sizes 4, 5 and 1 over three ranks, in an order that is not that of the tree."""
-    drawn = model(a=(2, 2), b=(2, 3))
-    layout = Flat(("b", "a"), (0, 4, 9, 10)).of(drawn.params(), 3)
-    assert [layout.piece("b", rank).numel for rank in range(3)] == [4, 2, 0]
-    assert [layout.piece("a", rank).numel for rank in range(3)] == [0, 3, 1]
-    whole = {"a": torch.arange(4.0).view(2, 2), "b": torch.arange(6.0).view(2, 3)}
-    assert [layout.shard(whole, rank)["a"].tolist() for rank in range(3)] == [[], [0, 1, 2], [3]]
-    assert [layout.shard(whole, rank)["b"].tolist() for rank in range(3)] == [[0, 1, 2, 3], [4, 5], []]
-
-
 @pytest.mark.parametrize(
     ("cuts", "order", "message"),
     [
@@ -160,12 +121,6 @@ def test_parameters_that_overlap_in_a_buffer_are_refused():
         sharding.flat(params, 1, order=["a", "b"], cuts=[0, 12], starts={"a": 0, "b": 3})
 
 
-@pytest.mark.parametrize("given", [(), (4,), (None, 4)])
-def test_a_replicated_layout_without_parameters_says_how_it_is_made(given: tuple[Any, ...]):
-    with pytest.raises(TypeError, match=r"params: found .* write replicated\(params\)"):
-        sharding.replicated(*given)
-
-
 @given(models(), SIZES)
 def test_a_layout_is_replicated_where_every_rank_holds_all(drawn: Model, size: int):
     params = drawn.params()
@@ -178,12 +133,19 @@ def test_a_layout_is_replicated_where_every_rank_holds_all(drawn: Model, size: i
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"stage": 4}, "stage"), ({"partition": "rows"}, "partition"), ({"alignment": 0}, "alignment")],
+    ("make", "error", "message"),
+    [
+        (lambda params: sharding.zero(params, 2, stage=4), ValueError, "stage"),
+        (lambda params: sharding.zero(params, 2, partition="rows"), ValueError, "partition"),
+        (lambda params: sharding.zero(params, 2, alignment=0), ValueError, "alignment"),
+        (lambda params: sharding.zero(params, 0), ValueError, "group: found 0"),
+        (lambda params: sharding.replicated(), TypeError, r"params: found .* write replicated\(params\)"),
+        (lambda params: sharding.replicated(4), TypeError, r"params: found .* write replicated\(params\)"),
+    ],
 )
-def test_zero_names_a_setting_that_it_does_not_know(settings: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        sharding.zero(model(a=(2, 2)).params(), 2, **settings)
+def test_a_layout_names_a_wrong_argument(make: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        make(model(a=(2, 2)).params())
 
 
 def test_a_layout_names_a_leaf_that_does_not_fit():

@@ -70,11 +70,6 @@ def test_the_largest_logits_of_all_ranks_count_under_every_layout(world: World, 
     world.check(size, attention.own_logits, cases=cases, logits=logits)
 
 
-def test_it_takes_one_all_reduce_more(world: World):
-    with_it, without = (world.check(2, attention.reductions, with_clip=with_clip) for with_clip in (True, False))
-    assert with_it == [without[0] + 1] * 2
-
-
 def test_bad_logits_on_one_rank_are_an_error_on_all(world: World):
     for said in world.check(2, attention.bad_logits_on_one_rank):
         assert len(said) == 3
