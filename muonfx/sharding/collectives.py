@@ -11,7 +11,6 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.program.buckets import cut_into_buckets
-from muonfx.sharding.boxes import Box
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, outside_transforms
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
@@ -90,8 +89,6 @@ def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
     """Gather the local tensors of all ranks to whole tensors."""
     layout, names, _, bucket_bytes = move
     wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
-    if layout.group is None and layout.size > 1:
-        raise ShardingError(f"{layout!r} has no process group: it is only to look at; use assemble()")
     for places in in_buckets(wholes, bucket_bytes):
         first = wholes[places[0]]
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
@@ -101,7 +98,7 @@ def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
             for piece, ranks in layout.holders(names[place]).items():
                 crossing = crossing or len(ranks) < layout.size
                 if layout.rank in ranks:
-                    sent = [window.of(locals_[place]) for _, window in _boxes_of(layout, names[place], layout.rank)]
+                    sent = [window.of(locals_[place]) for window in _windows(layout, names[place])]
                     outgoing[layout.rank] += sent
                     incoming[layout.rank] += [part(wholes[place], box) for box in piece.boxes]
                     held = set(ranks)
@@ -118,12 +115,12 @@ def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
     return wholes
 
 
-def _boxes_of(layout: ShardTable, name: str, rank: int) -> list[tuple[Box, Window]]:
-    """Return the boxes of a rank's shard with their windows in the local tensor; cached."""
-    key = ("boxes", name, rank)
+def _windows(layout: ShardTable, name: str) -> list[Window]:
+    """Return the windows of the boxes of this rank's shard in its local tensor; cached."""
+    key = ("windows", name)
     if key not in layout.derived:
-        piece = layout.piece(name, rank)
-        layout.derived[key] = [(box, piece.window(box)) for box in piece.boxes]
+        piece = layout.piece(name)
+        layout.derived[key] = [piece.window(box) for box in piece.boxes]
     return layout.derived[key]
 
 
@@ -204,17 +201,13 @@ def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
         # Every rank holds every element: reduce-scatter equal parts, then gather them.
         cut = move._replace(layout=_in_equal_parts(layout, tuple(names)))
         return _gather(cut, _reduce(cut, full))
-    if layout.group is None and layout.size > 1:
-        raise ShardingError(f"{layout!r} has no process group: it is only to look at")
     results = [layout.piece(name).blank(whole) for name, whole in zip(names, full, strict=True)]
     for places in in_buckets(full, bucket_bytes):
         outgoing = [
             [part(full[place], box) for place in places for box in layout.piece(names[place], rank).boxes]
             for rank in range(layout.size)
         ]
-        targets = [
-            window.of(results[place]) for place in places for _, window in _boxes_of(layout, names[place], layout.rank)
-        ]
+        targets = [window.of(results[place]) for place in places for window in _windows(layout, names[place])]
         begun: Exchange | None = None
         if layout.group is not None:
             expected = [sum(target.numel() for target in targets)] * layout.size

@@ -178,6 +178,8 @@ def agree_on_leaves(
         if name in codes and isinstance(local_of(leaf), Tensor):
             codes[name] = _code(name, leaf, layout)
     if layout.group is None or layout.size == 1:
+        if problem is None and layout.size > 1:
+            problem = ShardingError(f"{layout!r} has no process group: it is only to look at; use assemble()")
         if problem is not None:
             raise problem
         return [codes[name] for name in names], [not codes[name] for name in names]

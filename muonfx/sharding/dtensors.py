@@ -34,13 +34,9 @@ def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
 ) -> DTensor:
     """Wrap a local tensor as a DTensor of a global shape, without moving it to another device."""
-    from torch.distributed.tensor import DTensor
-
-    if local.device.type in (mesh.device_type, "meta"):
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    # Offloaded: from_local would copy it to the mesh's devices.
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+    # `DTensor.from_local` would copy an offloaded tensor to the mesh's devices.
     about = TensorMeta(torch.Size(shape), stride, local.dtype)
     return _with_spec(local, DTensorSpec(mesh, tuple(placements), tensor_meta=about))
 
@@ -61,7 +57,7 @@ def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     made: Any = DTensor
-    return made(local, spec, requires_grad=False)
+    return made(local.detach() if local.requires_grad else local, spec, requires_grad=False)
 
 
 # ------------------------------------------------------------------------------------------------- trees under a layout
@@ -73,11 +69,9 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
         return leaf
     own = layout.dtensors[name]
     key = ("spec of a DTensor", name, leaf.dtype)
-    if key in layout.derived and not leaf.requires_grad and leaf.device.type in (own.mesh.device_type, "meta"):
-        return _with_spec(leaf, layout.derived[key])
-    found = dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)
-    layout.derived[key] = found._spec
-    return found
+    if key not in layout.derived:
+        layout.derived[key] = dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)._spec
+    return _with_spec(leaf, layout.derived[key])
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, like: PyTree = None) -> PyTree:

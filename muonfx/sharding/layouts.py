@@ -46,16 +46,16 @@ Group = dist.ProcessGroup | int | None
 
 
 def replicated(params: PyTree = None, group: Group = None) -> Layout:
-    """Every rank holds all of every parameter, as under `DistributedDataParallel`.
+    """Build the layout of `DistributedDataParallel`: every rank holds all of every parameter.
 
-    Gradients are expected to be reduced already. The transforms' matrices are shared out among the ranks.
+    Gradients must be reduced already. The matrices are divided among the ranks for computation.
 
     Args:
         params: the parameters, on any device; only names, shapes and dtypes count.
-        group: the process group; None: the default one; an int: that many ranks, without processes.
+        group: the process group. None: the default group. An int: that many ranks, without processes.
 
     Raises:
-        TypeError: ``params`` is left out, or a group is in its place.
+        TypeError: ``params`` is missing, or a group is in its place.
         ShardingError: no group is given, and torch.distributed is not initialized.
 
     >>> replicated({"w": torch.zeros(2)}, 4)
@@ -87,26 +87,25 @@ def zero(
     alignment: int = 1,
     tx: Transform | None = None,
 ) -> Layout:
-    """ZeRO's partitions of the parameters.
+    """Build a layout of ZeRO.
 
-    "whole" gives each rank complete parameters, so that no matrix crosses a boundary and the update needs no
-    communication of its own; each rank's buffer is padded by itself. "flat" lays all parameters of a dtype one behind
-    the other and cuts the buffer into equal parts, across matrices and rows, as FSDP1 and DeepSpeed's stages 1, 2 do.
-    "each" cuts each parameter by itself into equal parts, the last of them padded, as DeepSpeed's stage 3 does.
+    "whole" gives each rank complete parameters, so the update needs no communication. "flat" concatenates the
+    parameters of each dtype and splits the buffer equally, across matrices and rows, like FSDP1 and DeepSpeed's stages
+    1 and 2. "each" splits each parameter equally and pads the last part, like DeepSpeed's stage 3.
 
     Args:
         params: the whole parameters, on any device; only names, shapes and dtypes count.
         group: as in `replicated`.
-        stage: 1, 2 or 3: what the training loop keeps as pieces only: the optimizer's state; gradients too; parameters
-            too. The pieces are the same.
+        stage: what the training loop shards: 1 the optimizer's state, 2 gradients too, 3 parameters too. The pieces
+            are the same.
         partition: "whole", "flat" or "each".
-        alignment: in elements. "whole": where each parameter begins in its rank's buffer, and how long that is;
-            "flat": the length of a rank's part; "each": that of its part of a parameter. Multiples of it.
-        tx: the transform: "whole" then balances the cost of its matrices, and bytes by what costs nothing.
-            None: every leaf of two dims and more counts as a matrix.
+        alignment: in elements. For "whole" the start of each parameter and the length of each rank's buffer are
+            multiples of it, for "flat" the length of a rank's part, for "each" the length of its part of a parameter.
+        tx: the transform. "whole" then balances the cost of its matrices, and the bytes of the other parameters. None:
+            every leaf of two dims and more counts as a matrix.
 
     Raises:
-        ValueError: a setting is none of those above.
+        ValueError: an unknown setting.
 
     >>> layout = zero({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, 2, partition="flat", alignment=4)
     >>> [layout.piece("w", rank).shape for rank in range(2)], layout.buffer.lengths
@@ -138,21 +137,19 @@ def flat(
     starts: Mapping[str, int] | None = None,
     stage: int = 1,
 ) -> Layout:
-    """Any flat buffer, cut anywhere: an engine's own partition, said in its own numbers.
+    """Build the layout of any flat buffer with any boundaries, such as an engine's own partition.
 
     Args:
         params: the whole parameters; only names, shapes and dtypes count.
         group: as in `replicated`.
-        cuts: P + 1 places in the buffer, in elements, from 0 on and not falling: rank r holds ``cuts[r]:cuts[r + 1]``.
-        order: the parameters' names in the order of the buffer. None: that of ``starts``, where it is given; else
-            names must be in sorted order in ``params`` as they are in trees, lest the buffer be another than is meant.
-        starts: where each parameter begins, which leaves room for padding; None: one behind the other.
+        cuts: P + 1 ascending positions in the buffer, in elements, from 0: rank r holds ``cuts[r]:cuts[r + 1]``.
+        order: the parameters' names in the order of the buffer. None: the order of ``starts`` if it is given; else
+            the names in ``params`` must be sorted, as they are in trees, so that the order is unambiguous.
+        starts: the start of each parameter, with room for padding. None: one after another.
         stage: as in `zero`.
 
     Raises:
-        ValueError: cuts do not rise from 0, are not one more than the ranks, or leave out the end of a parameter; an
-            order that does not name every parameter once; starts that do not, or that are in another order; parameters
-            that overlap; no order, where the tree's is not the one in which the parameters were given.
+        ValueError: ``cuts``, ``order`` or ``starts`` do not place every parameter exactly once; the message says why.
 
     >>> layout = flat({"a": torch.zeros(2, 2), "b": torch.zeros(6)}, 3, order=["b", "a"], cuts=[0, 4, 9, 10])
     >>> [layout.piece("a", rank).numel for rank in range(3)]
@@ -177,19 +174,19 @@ def flat(
 
 
 def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Layout:
-    """The pieces that DTensor parameters have: FSDP2, HSDP, tensor and expert parallelism, on any mesh.
+    """Build the layout of DTensor parameters: FSDP2, HSDP, tensor and expert parallelism, on any mesh.
 
-    Parameters may lie on different meshes, and one parameter on different ones on different ranks: under FSDP2 with
-    tensor parallelism, what is not tensor-parallel lies on each rank's own mesh of the data-parallel dim. All ranks
-    must then call this together. What several meshes hold counts as the same, which `sharded` checks by a sum of bits.
+    Parameters may have different meshes. One parameter may have different meshes on different ranks: under FSDP2 with
+    tensor parallelism, a parameter that is not tensor-parallel is on each rank's own mesh of the data-parallel dim. All
+    ranks must then call this together. Pieces on several meshes are assumed to be replicas; `sharded` verifies that.
 
     Args:
         params: a tree of DTensors; a plain tensor among them is held by every rank.
-        group: a process group of all ranks of the meshes; None: that of the mesh, of all its dims, or the default one.
+        group: a process group of all ranks of the meshes. None: the group of the mesh, or the default group.
 
     Raises:
-        TypeError: no leaf is a DTensor, or one has a placement that is neither Shard nor Replicate.
-        ShardingError: meshes that no one group covers.
+        TypeError: no leaf is a DTensor, or a placement is neither Shard nor Replicate.
+        ShardingError: no group covers the meshes.
 
     >>> from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -97,16 +97,8 @@ def _held_at_owners(binding: Binding, stage: Stage) -> dict[str, PyTree]:
     return {name: _described(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
 
 
-def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
-    found: dict[str, list[Share]] = {}
-    for share in plan.shares:
-        found.setdefault(share.name, []).append(share)
-    return {name: tuple(shares) for name, shares in found.items()}
-
-
 def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
     """Describe each leaf of a state by its parameter, if it has the parameter's shape or an owner."""
-    shares = None if plan is None else _by_name(plan)
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
     described: list[Any] = []
@@ -115,10 +107,10 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
             described.append(leaf)
             continue
         name, param = owner, None if owner is None else by_name[owner]
-        owned = shares is not None and name is not None
+        owned = plan is not None and name is not None
         if not owned and param is not None and leaf.shape != param.shape:
             name = None
-        of_all = shares.get(name, ()) if shares is not None and name is not None else ()
+        of_all = plan.shares_of.get(name, ()) if plan is not None and name is not None else ()
         share = next((share for share in of_all if share.owner in (None, binding.layout.rank)), None)
         described.append(LeafPlacement(name, owned, share, of_all, tuple(leaf.shape), leaf.dtype))
     return tree.unflatten(treedef, described)

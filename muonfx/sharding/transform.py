@@ -22,8 +22,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
 from muonfx.sharding.replicas import verify_params
 from muonfx.sharding.state import state_to_dtensors, without_dtensors
-from muonfx.sharding.steps import agreed_updates, next_serial
-from muonfx.sharding.verification import verify_ranks
+from muonfx.sharding.steps import agreed_updates, next_serial, verify_ranks
 from muonfx.tree import PyTree
 
 __all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
@@ -75,34 +74,33 @@ def sharded(
     exchange_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
 ):
-    """Make a transform over local tensors of one over whole ones: the same update under any layout.
+    """Build a transform over local tensors that gives the same update as ``tx`` over whole tensors, under any layout.
 
     ``layout.gather(sharded(tx, layout).update(layout.shard(grads), ...))`` equals ``tx.update(grads, ...)``: bitwise
-    where the same kernels work on the same matrices, else within rounding. What looks at single elements is done on the
-    pieces as they are; what needs whole matrices gets them, once each, at an owner; sums over the tree go over all
-    ranks.
+    if the same kernels run on the same matrices, else within rounding. Elementwise transforms run on the local shards.
+    Each matrix is gathered on one rank, computed there once, and scattered back. Sums over the tree run over all ranks.
 
     Args:
-        tx: any transform. Its numbers, its state's structure and its fingerprint are those of the result too.
-        layout: who holds what.
-        replicas: for matrices that several ranks hold whole: "split" lets one compute and send the result, "everyone"
-            lets all compute, "auto" takes what is quicker.
-        bucket_bytes: about how many bytes an exchange takes at a time, matrices and messages together; a single larger
-            matrix goes through alone.
-        exchange_dtype: in which dtype matrices travel. None: the one to which they are rounded first of all anyway, so
-            that no value changes.
-        machine: operations and bytes a second, for "auto"; None: a guess by the kind of device.
+        tx: any transform. The result has its hyperparameters, its state's structure and its fingerprint.
+        layout: the layout of the parameters.
+        replicas: for matrices that several ranks hold whole. "split": one rank computes and sends the result;
+            "everyone": all ranks compute; "auto": the faster way.
+        bucket_bytes: the approximate bytes of an exchange, matrices and messages together; a larger matrix is sent
+            alone.
+        exchange_dtype: the dtype in which matrices are sent. None: the dtype to which their transform rounds them
+            first, so that no value changes.
+        machine: operations and bytes per second, for "auto". None: an estimate for the kind of device.
 
     Returns:
-        A transform over trees of local tensors, or of DTensors: then its updates, and the leaves of its state that are
-        like parameters, are DTensors too.
+        A transform over trees of local tensors, or of DTensors. For DTensors its updates, and the leaves of its state
+        that are like parameters, are DTensors too.
 
     Raises:
-        TypeError: ``tx`` is no transform or ``layout`` no layout.
-        ValueError: a setting is none of those above.
+        TypeError: ``tx`` is not a transform or ``layout`` is not a layout.
+        ValueError: an unknown setting.
 
-    Follows no other project; the exchange is the one that Dion (arXiv 2504.05295) and distributed Muon (arXiv
-    2502.16982) make, without their padding and for every layout.
+    The exchange is the one of Dion (arXiv 2504.05295) and distributed Muon (arXiv 2502.16982), without their padding
+    and for every layout.
 
     Example:
         >>> import muonfx as mfx

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
@@ -96,6 +97,14 @@ class RunPlan:
     device: torch.device
     exchange_dtype: torch.dtype | None
     _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def shares_of(self) -> dict[str, tuple[Share, ...]]:
+        """The shares of each parameter."""
+        by_name: dict[str, tuple[Share, ...]] = {}
+        for share in self.shares:
+            by_name[share.name] = (*by_name.get(share.name, ()), share)
+        return by_name
 
     @property
     def flops(self) -> list[float]:

@@ -14,31 +14,27 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["assign", "assign_by_bytes"]
 
-_MOST_WORK = 200_000
-"""The most distinct costs times ranks for which packing is tried: a fraction of a second."""
-
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
     """Assign every item to one of its candidates so that the sums of costs are about equal."""
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
     board = _Board(ranks)
-    owners = [0] * len(costs)
-    free: list[int] = []
+    groups = {id(own): own for own in candidates if len(own) > 1}
+    by_ranks = {own: _Queue(board, own) for own in map(tuple, groups.values())}  # equal groups share a queue
+    queues = {key: by_ranks[tuple(own)] for key, own in groups.items()}
+    owners = [own[0] for own in candidates]
     # Items with one candidate are first; the others follow by falling cost, ties by bytes, then by rank.
     for i, own in enumerate(candidates):
         if len(own) == 1:
-            owners[i] = own[0]
             board.give(owners[i], costs[i], sizes[i])
-        else:
-            free.append(i)
+    free = [i for i, own in enumerate(candidates) if len(own) > 1]
     free.sort(key=lambda i: (-costs[i], -sizes[i], i))
-    queues = _queues([candidates[i] for i in free], board)
-    group = next(iter(queues.values())).ranks() if len(set(map(id, queues.values()))) == 1 else []
     before = board.loads.copy()
     for i in free:
         owners[i] = queues[id(candidates[i])].least()
         board.give(owners[i], costs[i], sizes[i])
-    if group:
+    if len(by_ranks) == 1:
+        (group,) = by_ranks
         packed = _packed([costs[i] for i in free], {rank: before[rank] for rank in group}, board.loads)
         for i, rank in zip(free, packed, strict=False):
             owners[i] = rank
@@ -103,19 +99,9 @@ class _Queue:
                 return seen[2]
             heapq.heapreplace(self._heap, now)
 
-    def ranks(self) -> list[int]:
-        return sorted(standing[2] for standing in self._heap)
-
     def leave(self) -> None:
         """Remove the first rank."""
         heapq.heappop(self._heap)
-
-
-def _queues(candidates: Sequence[Sequence[int]], board: _Board) -> dict[int, _Queue]:
-    """Return a queue for each group of candidates, by the id of the group's object; equal groups share a queue."""
-    groups = {id(own): own for own in candidates}
-    by_ranks = {ranks: _Queue(board, ranks) for ranks in map(tuple, groups.values())}
-    return {key: by_ranks[tuple(own)] for key, own in groups.items()}
 
 
 def _packed(falling: Sequence[float], before: dict[int, float], loads: Sequence[float]) -> list[int]:
@@ -127,7 +113,7 @@ def _packed(falling: Sequence[float], before: dict[int, float], loads: Sequence[
     if best <= 1.01 * least:
         return []
     runs = [(cost, len(list(same))) for cost, same in itertools.groupby(falling)]
-    if len(runs) * len(before) > _MOST_WORK:
+    if len(runs) * len(before) > 200_000:  # packing would take longer than a fraction of a second
         return []
     order = sorted(before, key=lambda rank: (-before[rank], rank))
     found: list[tuple[int, int, int]] = []
