@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -150,20 +150,20 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, tor
 
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
     """Return the tolerance for a transform, by the narrowest dtype of some trees and of its arguments."""
-    held = {leaf.dtype for held in trees for leaf in tree.tensors(held) if leaf.is_floating_point() and leaf.ndim}
+    held = {leaf.dtype for given in trees for leaf in tree.tensors(given) if leaf.is_floating_point() and leaf.ndim}
+    for value in values_within(tx):
+        if isinstance(value, Compact):
+            held |= {codec.book.dtype for codec in value.resolved[:2]}
+        elif isinstance(value, torch.dtype):
+            held.add(value)
     # Eight-bit codes: the last bit of an fp32 value can decide between two neighbouring codes.
-    return max((TOLERANCES.get(dtype, 0.25) for dtype in held | dtypes_in(tx)), default=TOLERANCES[torch.float64])
+    return max((TOLERANCES.get(dtype, 0.25) for dtype in held), default=TOLERANCES[torch.float64])
 
 
-def dtypes_in(value: Any) -> set[torch.dtype]:
-    """Return every dtype among the arguments of a recorded value, and of recorded values within it."""
-    if isinstance(value, Compact):
-        return {codec.book.dtype for codec in value.resolved[:2]}
-    if isinstance(value, torch.dtype):
-        return {value}
-    if isinstance(value, Recorded):
-        value = value.arguments
-    if isinstance(value, dict | tuple | list):
-        items = value.values() if isinstance(value, dict) else value
-        return {dtype for item in items for dtype in dtypes_in(item)}
-    return set()
+def values_within(value: Any) -> Iterator[Any]:
+    """Yield a value and everything in it: the arguments of recorded values, and the items of containers."""
+    yield value
+    inside = value.arguments if isinstance(value, Recorded) else value
+    if isinstance(inside, dict | tuple | list):
+        for item in inside.values() if isinstance(inside, dict) else inside:
+            yield from values_within(item)

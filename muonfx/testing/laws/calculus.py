@@ -55,10 +55,6 @@ def _state_is_narrow(tx: Transform) -> str | None:
     return f"its state is {held[0]} for float64 parameters: rounding has no derivative"
 
 
-def _state_is_narrow_or_no_numbers(tx: Transform) -> str | None:
-    return _has_no_numbers(tx) or _state_is_narrow(tx)
-
-
 def _joined(trees: PyTree) -> Tensor:
     """Concatenate all elements of a tree's floating tensors to one vector."""
     found = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
@@ -109,21 +105,17 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    function, at = _of_gradients(tx, params, steps)
-    if at.numel() and function(at).numel():
-        gradcheck(_connected(function), at.clone().requires_grad_(), fast_mode=True)
+    _check(gradcheck, *_of_gradients(tx, params, steps))
 
 
-@law(on=_smooth, unless=_state_is_narrow_or_no_numbers, share=0.2)
+@law(on=_smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.2)
 def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """The updates of two steps have the derivatives by all numeric arguments that finite differences give.
 
     >>> import muonfx as mfx
     >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    function, at = _of_numbers(tx, params, steps)
-    if function(at).numel():
-        gradcheck(_connected(function), at.clone().requires_grad_(), fast_mode=True)
+    _check(gradcheck, *_of_numbers(tx, params, steps))
 
 
 @law(on=_smooth, unless=_state_is_narrow, share=0.2)
@@ -150,9 +142,8 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
         noise = 1e-11 * (1.0 + float(out.norm() * cotangent.norm()))
         size = float(forward.norm() * cotangent.norm() + tangent.norm() * backward.norm())
         if not abs(float(along - back)) <= 1e-9 * size + noise:  # NaN fails too
-            raise Breach(
-                None, f"by {by}, forward mode gives {float(along):.9g} where reverse mode gives {float(back):.9g}"
-            )
+            found = f"by {by}, forward mode gives {float(along):.9g}, reverse mode {float(back):.9g}"
+            raise Breach(None, found)
 
 
 @law(on=lambda example: example.smooth(1), unless=_state_is_narrow, share=0.1)
@@ -162,11 +153,15 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
     """
-    function, at = _of_gradients(tx, params, steps)
-    if at.numel() and function(at).numel():
-        gradgradcheck(_connected(function), at.clone().requires_grad_(), fast_mode=True, atol=1e-4)
+    _check(gradgradcheck, *_of_gradients(tx, params, steps), atol=1e-4)
 
 
-def _connected(function: Function) -> Function:
-    """Add a zero term that depends on the input, also in the first derivative: gradcheck requires the dependence."""
-    return lambda x: function(x) + 0.0 * x.square().sum()
+def _check(check: Callable[..., bool], function: Function, at: Tensor, **options: float) -> None:
+    if not at.numel() or not function(at).numel():
+        return
+
+    def connected(x: Tensor) -> Tensor:
+        """Add a zero term that depends on the input, also in the first derivative, which gradcheck requires."""
+        return function(x) + 0.0 * x.square().sum()
+
+    check(connected, at.clone().requires_grad_(), fast_mode=True, **options)

@@ -48,42 +48,35 @@ def _require_no_value_read(graph: GraphModule) -> None:
                 raise Breach(None, f"the graph reads a value back, at {node.format_node()}: {node.stack_trace}")
 
 
-def _require_one_graph(what: str, graphs: int) -> None:
-    breaks = torch._dynamo.utils.counters["graph_break"]
-    if breaks or graphs > 1:
-        why = next((" ".join(str(reason).split()) for reason in breaks), "the call was cut")
-        raise Breach(None, f"{what} breaks into {graphs} graphs; expected one: {why}")
-
-
-def _check(tx: Transform, params: PyTree, steps: list[PyTree], backend: str, *, vary: bool) -> None:
+def _check(tx: Transform, params: PyTree, steps: list[PyTree], *, vary: bool = False) -> None:
     if not tree.leaves(params):
         return
     torch._dynamo.reset()
-    counter = Counter(backend)
+    torch._dynamo.utils.counters.clear()
+    counter = Counter()
 
+    # Not fullgraph, which accepts a value read; a plain compile breaks the graph there.
+    @torch.compile(backend=counter)
     def step(tx: Transform, grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 
-    # Not fullgraph, which accepts a value read; a plain compile breaks the graph there.
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(step, backend=counter)
-    graphs = 0
     given = as_tensors(tx) if vary else tx
     state = eager_state = given.init(params)
+    graphs = 1
     for number, grads in enumerate(steps):
         # A new transform at every step, as from `with_hyperparams`: dynamo guards on what a used one has cached.
         tx = tree.map(lambda value, factor=0.9**number: value * factor, given) if vary else tx
-        updates, state = compiled(tx, grads, state, params)
+        updates, state = step(tx, grads, state, params)
         expected, eager_state = tx.update(grads, eager_state, params)
         tolerance = tolerance_of(tx, expected, eager_state)
-        found = (updates, state)
-        require_close(
-            f"step {number}, compiled (updates, state)", found, (expected, eager_state), "in eager mode", tolerance
-        )
+        what = f"step {number}, compiled (updates, state)"
+        require_close(what, (updates, state), (expected, eager_state), "in eager mode", tolerance)
+        breaks = torch._dynamo.utils.counters["graph_break"]
         if number and counter.graphs > graphs:
             raise Breach(None, f"step {number} compiled again; expected one graph for all steps")
-        if not number:
-            _require_one_graph("compiled", counter.graphs if backend == "eager" else 1)  # inductor may call twice
+        if breaks or counter.graphs > 1:
+            why = next((" ".join(str(reason).split()) for reason in breaks), "the call was split")
+            raise Breach(None, f"compiled breaks into {counter.graphs} graphs; expected one: {why}")
         graphs = counter.graphs
 
 
@@ -92,37 +85,23 @@ def _steady(example: Example) -> Example:
 
 
 @law(on=_steady, unless=is_in_no_module, share=0.08)
-def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree], *, backend: str = "eager") -> None:
+def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """``torch.compile(tx.update)`` gives the eager values, in one graph, and compiles once for all steps.
-
-    Args:
-        tx: the transform.
-        params: the parameters.
-        steps: the gradients of each step.
-        backend: of ``torch.compile``; "eager" traces only, "inductor" generates code too.
 
     >>> import muonfx as mfx
     >>> compiled_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(tx, params, steps, backend, vary=False)
+    _check(tx, params, steps)
 
 
 @law(on=_steady, unless=lambda tx: _has_no_numbers(tx) or is_in_no_module(tx), share=0.04)
-def changing_a_number_does_not_recompile(
-    tx: Transform, params: PyTree, steps: list[PyTree], *, backend: str = "eager"
-) -> None:
-    """If the transform is an argument whose numbers are tensors, new numbers are used and compile nothing again.
-
-    Args:
-        tx: the transform.
-        params: the parameters.
-        steps: the gradients of each step.
-        backend: as in `compiled_update_equals_eager`.
+def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """If the transform is an argument whose numbers are tensors, new numbers are used without a new compilation.
 
     >>> import muonfx as mfx
     >>> changing_a_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(tx, params, steps, backend, vary=True)
+    _check(tx, params, steps, vary=True)
 
 
 def _grown(values: PyTree, times: int) -> PyTree:
@@ -137,23 +116,15 @@ def _grown(values: PyTree, times: int) -> PyTree:
 
 
 @law(on=lambda example: example.precise().prolonged(1), unless=is_in_no_module, share=0.04)
-def compiled_update_takes_other_shapes(
-    tx: Transform, params: PyTree, steps: list[PyTree], *, backend: str = "eager"
-) -> None:
-    """One compiled update, given parameters of other shapes, gives the eager values for these.
-
-    Args:
-        tx: the transform.
-        params: the parameters; the others are twice and three times as long in every dim.
-        steps: the gradients.
-        backend: as in `compiled_update_equals_eager`.
+def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """One compiled update gives the eager values for other shapes too, two and three times as long in every dim.
 
     >>> import muonfx as mfx
     >>> compiled_update_takes_other_shapes(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     torch._dynamo.reset()
 
-    @torch.compile(fullgraph=True, backend=Counter(backend))
+    @torch.compile(fullgraph=True, backend=Counter())
     def step(grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 

@@ -16,7 +16,7 @@ from muonfx.core.hyperparams import hyperparams
 from muonfx.core.recorded import Recorded
 from muonfx.testing.examples import history
 from muonfx.testing.law import law
-from muonfx.testing.violation import Breach, require_same
+from muonfx.testing.violation import Breach, require_same, values_within
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -28,19 +28,17 @@ __all__ = [
 ]
 
 
-def names_within(value: Any) -> dict[str, Any]:
-    """Return the factories, functions and classes in a recorded value, by the names that its repr shows."""
-    if isinstance(value, Recorded):
-        own = {value.factory.__name__: value.factory}
-        return own | {
-            key: item for argument in value.arguments.values() for key, item in names_within(argument).items()
-        }
-    if isinstance(value, dict | tuple | list):
-        items = value.values() if isinstance(value, dict) else value
-        return {key: found for item in items for key, found in names_within(item).items()}
-    if inspect.isfunction(value) or inspect.isclass(value):
-        return {value.__qualname__: value}
-    return {type(value).__name__: type(value)} if type(value).__module__ not in ("builtins", "torch") else {}
+def names_within(tx: Transform) -> dict[str, Any]:
+    """Return the factories, functions and classes in a transform, by the names that its repr shows."""
+    found: dict[str, Any] = {}
+    for value in values_within(tx):
+        if isinstance(value, Recorded):
+            found[value.factory.__name__] = value.factory
+        elif inspect.isfunction(value) or inspect.isclass(value):
+            found[value.__qualname__] = value
+        elif type(value).__module__ not in ("builtins", "torch"):
+            found[type(value).__name__] = type(value)
+    return found
 
 
 def _has_a_nameless_function(tx: Transform) -> str | None:
@@ -103,7 +101,7 @@ def replacing_nothing_changes_nothing(tx: Transform, params: PyTree, steps: list
 
 @law(share=0.05)
 def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The fingerprint is that of any transform which differs in numbers only.
+    """Transforms that differ in numbers only have the same fingerprint.
 
     >>> import muonfx as mfx
     >>> fingerprint_ignores_numbers(mfx.momentum(), {}, [])
@@ -111,9 +109,8 @@ def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTre
     leaves, treedef = tree.flatten(tx)
     other = tree.unflatten(treedef, [leaf * 0.5 + 0.1 for leaf in leaves])
     if other.fingerprint != tx.fingerprint:
-        raise Breach(
-            None, f"the fingerprint {tx.fingerprint} becomes {other.fingerprint} with other numbers, {other!r}"
-        )
+        found = f"the fingerprint {tx.fingerprint} becomes {other.fingerprint} with other numbers, {other!r}"
+        raise Breach(None, found)
 
 
 @law(share=0.05)
@@ -132,12 +129,11 @@ def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) 
     if tree.unflatten(treedef, leaves) != tx or torch_pytree.tree_unflatten(torch_leaves, torch_def) != tx:
         raise Breach(None, "taken apart and put together again it is not equal to itself")
     anything = [object() for _ in leaves]
-    for how, flatten, strange in (
-        ("optree", tree.flatten, tree.unflatten(treedef, anything)),
-        ("torch", torch_pytree.tree_flatten, torch_pytree.tree_unflatten(anything, torch_def)),
+    for how, back, back_def, expected in (
+        ("optree", *tree.flatten(tree.unflatten(treedef, anything)), treedef),
+        ("torch", *torch_pytree.tree_flatten(torch_pytree.tree_unflatten(anything, torch_def)), torch_def),
     ):
-        back, back_def = flatten(strange)
-        if any(a is not b for a, b in zip(back, anything, strict=True)) or len(back) != len(anything):
-            raise Breach(None, f"with arbitrary objects as leaves, {how} gets others back")
-        if back_def != (treedef if how == "optree" else torch_def):
-            raise Breach(None, f"with arbitrary objects as leaves, {how} sees another structure")
+        if len(back) != len(anything) or any(a is not b for a, b in zip(back, anything, strict=True)):
+            raise Breach(None, f"with arbitrary objects as leaves, {how} returns other leaves")
+        if back_def != expected:
+            raise Breach(None, f"with arbitrary objects as leaves, {how} returns another structure")
