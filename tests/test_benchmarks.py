@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import measure, parts, planner, plots, polar, report, sharding, step, versions, world
+from benchmarks import measure, parts, planner, plots, polar, report, sharding, step, world
 from benchmarks.quality import judge, matrix, up_to_scale
-from muonfx.polar import KNOWN, orthogonalize
+from muonfx.polar import orthogonalize
 
 TINY = ((8, 8), (8, 24), (3, 8, 16))
 TINY_SETS = {"tiny": [(8, 8), (8, 8), (24, 8), (8, 24)]}
@@ -27,16 +26,14 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
-def saved_tiny() -> None:
-    # What is compiled takes a minute, and runs in every real run of the benchmarks.
+def test_every_time_has_its_quality_and_results_make_tables_and_plot(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Compiled candidates take a minute, and run in every real run of the benchmarks.
     measure.save("polar_speed", polar.speed(3, TINY, compiled=False))
     measure.save("polar_quality", polar.quality(TINY, compiled=False))
     measure.save("step_speed", step.speed(3, TINY_SETS, compiled=False))
     measure.save("step_quality", step.quality(TINY_SETS, compiled=False))
-
-
-def test_every_time_has_its_quality(results: Path) -> None:
-    saved_tiny()
     for name, keys in (("polar", ("candidate", "shape")), ("step", ("candidate", "case"))):
         rows = {
             kind: json.loads((results / f"{name}_{kind}.json").read_text())["rows"] for kind in ("speed", "quality")
@@ -46,14 +43,7 @@ def test_every_time_has_its_quality(results: Path) -> None:
         for row in rows["quality"]:
             assert 0 <= row["error"] < 0.5
             assert 0 <= row["smallest"] <= row["largest"] < 1.5
-            assert any(character.isdigit() for character in row["package"])
-        for row in rows["speed"]:
-            assert row["milliseconds"]["p10"] <= row["milliseconds"]["median"] <= row["milliseconds"]["p90"]
 
-
-def test_tables_and_plot_are_made_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    saved_tiny()
     measure.save("polar_scratch", polar.scratch({"tiny": [(8, 8), (24, 8)]}, [torch.float32]))
     page = tmp_path / "page.md"
     marks = [f"{report.BEGIN.format(name)}\nold\n{report.END}\nprose\n" for name in report.SECTIONS]
@@ -63,25 +53,20 @@ def test_tables_and_plot_are_made_from_results(tmp_path: Path, monkeypatch: pyte
     assert "old" not in text
     assert text.count("prose") == len(report.SECTIONS)
     assert "<summary>8 x 24</summary>" in text
-    assert "<summary>tiny</summary>" in text
-    assert "1. **In one process, a step takes " in text
-    assert "| muonfx, float32 | keller |" in text
     report.rewrite(page)
     assert page.read_text() == text
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(plots, "SHOWN", ("8 x 8", "8 x 24"))
     picture = plots.draw(tmp_path / "picture.svg")
     assert picture is not None
     assert "8 x 24" in picture.read_text()
-    page.write_text("nothing")
-    with pytest.raises(ValueError, match="found no line"):
-        report.rewrite(page)
 
 
 def no_time() -> parts.Peaks:
     return parts.Peaks({"bfloat16": 1e9, "float32": 1e9}, 1e9)
 
 
-def test_a_step_by_part_adds_up_and_is_drawn(tmp_path: Path) -> None:
+def test_a_step_by_part_adds_up() -> None:
     rows = parts.speed(3, TINY_SETS, compiled=False, measure_peaks=no_time)
     assert {"torch.optim.Muon", "muonfx", "muonfx, keller"} <= {row["candidate"] for row in rows}
     for row in rows:
@@ -91,21 +76,10 @@ def test_a_step_by_part_adds_up_and_is_drawn(tmp_path: Path) -> None:
     # four matrices, five steps of X X^T, its square, and a product with X
     whole = sum(5 * 2 * (2 * min(shape) ** 2 * max(shape) + min(shape) ** 3) for shape in TINY_SETS["tiny"])
     assert sum(rows[0]["flops"].values()) == whole
-    measure.save("parts_speed", rows)
-    page = tmp_path / "page.md"
-    page.write_text(f"{report.BEGIN.format('parts')}\nold\n{report.END}\n")
-    report.rewrite(page, report.PARTS_SECTIONS)
-    assert "| muonfx, keller |" in page.read_text()
-    pytest.importorskip("matplotlib")
-    picture = plots.draw_parts(tmp_path / "picture.svg")
-    assert picture is not None
-    assert "muonfx, keller" in picture.read_text()
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", ["keller", "polar_express_5"])
 def test_the_plain_iteration_computes_the_polynomial(name: str) -> None:
-    if KNOWN[name].row_scaling:
-        pytest.skip("the plain iteration has no row scaling, and no candidate needs it")
     for spectrum in ("gaussian", "geometric"):
         x = matrix(spectrum, (12, 20))
         found = orthogonalize(x.double(), coefficients=name, method="standard", dtype=torch.float64)
@@ -122,11 +96,6 @@ def test_quality_sees_what_is_worse() -> None:
     found = judge(good, x, "keller")
     assert math.isclose(found.smallest, values.min().item(), rel_tol=1e-6)
     assert math.isclose(found.largest, values.max().item(), rel_tol=1e-6)
-    row = {"candidate": "other", "ratio": {"median": 0.5}}
-    quality = {name: {s: {"error": e} for s in report.SPECTRA} for name, e in (("other", 0.2), (report.BASELINE, 0.1))}
-    assert report.faster_and_worse(row, quality)
-    assert not report.faster_and_worse({**row, "ratio": {"median": 1.5}}, quality)
-    assert not report.faster_and_worse({**row, "candidate": report.BASELINE}, quality)
 
 
 # ------------------------------------------------------------------------------------------------- several processes
@@ -199,65 +168,23 @@ def test_our_loops_train_as_one_process_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_sharded_rows_say_what_was_sent_and_computed(results: Path, tmp_path: Path) -> None:
+def test_sharded_rows_say_what_was_sent_and_computed() -> None:
     rows = sharding.speed(3, processes=(2,), size=TINY_MODEL, cases=("FSDP2",))
     found = {row["candidate"]: row for row in rows}
     theirs, ours = found["full_tensor() on every rank"], found["muonfx"]
     assert (theirs["matrices"], ours["matrices"]) == (12, 6)
     assert ours["sent"] < theirs["sent"]
-    for row in rows:
-        assert row["apart"] < 0.05
-        assert row["rounds"] == 3
-    measure.save("sharding_speed", rows)
-    table = report.sharding()
-    assert "<summary>FSDP2, 2 processes: the optimizer step</summary>" in table
-    assert "12 for 6" in table
+    assert all(row["apart"] < 0.05 for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_planner_predicts_from_the_machine_that_was_measured(results: Path) -> None:
+def test_the_planner_predicts_from_the_machine_that_was_measured() -> None:
     cases = tuple(planner.Case(32, torch.float32, route) for route in planner.ROUTES)
     rows = planner.speed(3, cases=cases, sides=(16, 32))
-    measure.save("planner_speed", rows)
     for case, row in zip(cases, rows, strict=True):
         machine = planner.Cluster(**row["machine"])
         assert all(rate > 0 for _, rate in machine.flops)
         assert machine.latency > 0
         assert machine.intra > 0
         assert row["predicted"] == pytest.approx(1e3 * planner.predicted(case, machine, 2))
-        assert f"| 32 wide, float32, {case.route} | {row['predicted']:.1f} |" in report.planner()
-
-
-SMALL = versions.Sizes(layers=3, width=8, squares=2, wides=1, side=8, buckets=2)
-
-
-def another_checkout(folder: Path, code: str) -> Path:
-    """The package as it is, with some lines more."""
-    shutil.copytree(versions.HERE / "muonfx", folder / "muonfx", ignore=shutil.ignore_patterns("__pycache__"))
-    with (folder / "muonfx" / "__init__.py").open("a") as file:
-        file.write(f"\n{code}\n")
-    return folder
-
-
-FUNCTION = versions.Case("function", "small")
-OVER_RANKS = versions.Case("optimizer", "large", "FSDP2", state="cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [(FUNCTION,), pytest.param((FUNCTION, OVER_RANKS), marks=[pytest.mark.dist, pytest.mark.deep])]
-)
-def test_versions_take_the_same_steps_unless_one_of_them_computes_something_else(
-    tmp_path: Path, cases: tuple[versions.Case, ...]
-) -> None:
-    twice = "once = apply_updates\ndef apply_updates(p, u, **how): return once(once(p, u, **how), u, **how)"
-    before = another_checkout(tmp_path, twice)  # of which only the cases of functions make use
-    rows = versions.speed(before, 2, cases=cases, sizes=SMALL)
-    same = {(row["case"], row["candidate"]): row["same bits"] for row in rows}
-    assert list(same) == [(one.name, name) for one in cases for name in versions.VERSIONS]
-    for one in cases:
-        assert [same[one.name, name] for name in versions.VERSIONS] == [True, one is not FUNCTION, True]
-    for row in rows:
-        assert row["rounds"] == 2
-        assert 0 < row["least"] <= row["milliseconds"]["median"]

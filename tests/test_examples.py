@@ -23,6 +23,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+TRAIN_GPT = EXAMPLES / "train_gpt.py"
 CHECKPOINTS = "checkpoints"
 TINY = ["--optimizer", "muon", "--quick", "--steps", "5", "--batch", "4", "--context", "32"]
 OPTIMIZERS = ["muon", "adamw", "normuon", "torch-muon"]
@@ -45,18 +46,16 @@ def train_gpt(module, monkeypatch: pytest.MonkeyPatch):
     return program
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def start(*command: object, **more: str) -> subprocess.Popen[str]:
+    """Start Python with the examples and this checkout on its path."""
+    search = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search), **more}
+    words = [sys.executable, *map(str, command)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    process = start(*arguments)
+def run(*command: object) -> tuple[int, str, str]:
+    process = start(*command)
     out, err = process.communicate()
     return process.returncode, out, err
 
@@ -101,7 +100,7 @@ def interrupt_at(module: ModuleType, monkeypatch: pytest.MonkeyPatch, step: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str) -> None:
-    code, out, err = run("--quick", "--optimizer", optimizer, "--out", tmp_path)
+    code, out, err = run(TRAIN_GPT, "--quick", "--optimizer", optimizer, "--out", tmp_path)
     assert code == 0, err
     for name in ("loss.png", "metrics.json", "sample.txt"):
         assert (tmp_path / name).stat().st_size > 100
@@ -109,24 +108,14 @@ def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str)
     newest = mfx.checkpoint.latest(tmp_path / CHECKPOINTS, verify=True)
     assert f"{newest}\n" in out
     assert mfx.checkpoint.inspect(newest).step == 40
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(tmp_path.glob("*.part"))
     assert "blocks.0.mlp.up.weight" in out
-    assert "step/s" in err  # the progress bar
-    assert "tok/s" in err
+    assert "tok/s" in err  # the progress bar
     metrics = metrics_of(tmp_path)
     assert metrics["config"]["optimizer"] == optimizer
-    assert metrics["config"]["seed"] == 0
-    assert metrics["versions"].keys() == {"python", "torch", "muonfx"}
     assert len(metrics["train_losses"]) == metrics["steps_done"] == metrics["config"]["steps"]
     assert metrics["train_losses"][0] == pytest.approx(5.545, abs=0.01)  # the head starts at zero: log 256
-    assert metrics["final_validation_loss"] < 3.3
     assert [point["step"] for point in metrics["validation"]] == [10, 20, 30, 40]
-    assert metrics["final_validation_loss"] == metrics["validation"][-1]["loss"] < metrics["validation"][0]["loss"]
-    assert metrics["tokens_per_second"] > 0
-    assert 0 < metrics["optimizer_share_of_step"] < 1
-    assert metrics["seconds"]["wall"] >= metrics["seconds"]["validation"] > 0
-    assert metrics["sample"].startswith("def ")
+    assert metrics["final_validation_loss"] == metrics["validation"][-1]["loss"] < 3.3
 
 
 def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) -> None:
@@ -139,19 +128,6 @@ def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) 
     assert metrics_of(tmp_path)["final_validation_loss"] < 4
 
 
-def test_the_torch_baseline_and_muonfx_with_its_coefficients_go_the_same_way(
-    tmp_path: Path, train_gpt, monkeypatch
-) -> None:
-    original = train_gpt.mfx.orthogonalize
-    monkeypatch.setattr(train_gpt.mfx, "orthogonalize", lambda **more: original(coefficients="keller", **more))
-    losses = {}
-    for name in ("muon", "torch-muon"):
-        assert train_gpt.main([*TINY, "--steps", "8", "--optimizer", name, "--out", str(tmp_path / name)]) == 0
-        losses[name] = metrics_of(tmp_path / name)["train_losses"]
-    # torch.optim.Muon iterates in bf16.
-    assert losses["muon"] == pytest.approx(losses["torch-muon"], abs=5e-3)
-
-
 # ---------------------------------------------------------------------------------------------------- stop and resume
 
 
@@ -162,7 +138,6 @@ def test_the_torch_baseline_and_muonfx_with_its_coefficients_go_the_same_way(
         ["--optimizer", "normuon", "--dtype", "bf16"],
         ["--optimizer", "torch-muon"],
         ["--state-dtype", "int8"],
-        ["--state-dtype", "fp8"],
     ],
     ids=" ".join,
 )
@@ -182,21 +157,13 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     assert_same_run(whole, stopped)
 
 
-def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_differs(tmp_path: Path, train_gpt) -> None:
-    for folder, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert train_gpt.main([*TINY, "--steps", "3", "--seed", seed, "--out", str(tmp_path / folder)]) == 0
-    assert_same_run(tmp_path / "a", tmp_path / "b")
-    assert metrics_of(tmp_path / "a")["train_losses"] != metrics_of(tmp_path / "c")["train_losses"]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to another process")
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     kept = tmp_path / "elsewhere"
-    process = start(
-        "--quick", "--optimizer", "muon", "--steps", 150, "--save-every", 3, "--out", stopped, "--checkpoint", kept
-    )
+    quick = (TRAIN_GPT, "--quick", "--optimizer", "muon", "--steps", 150)
+    process = start(*quick, "--save-every", 3, "--out", stopped, "--checkpoint", kept)
     while not mfx.checkpoint.checkpoints(kept) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
@@ -210,7 +177,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
     assert len(mfx.checkpoint.checkpoints(kept)) <= 2
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(again, shell=True, check=True, capture_output=True, env=environment)
-    assert run("--quick", "--optimizer", "muon", "--steps", 150, "--out", whole)[0] == 0
+    assert run(*quick, "--out", whole)[0] == 0
     assert_same_run(stopped, whole, kept)
 
 
@@ -218,20 +185,8 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
 
 
 def torchrun(processes: int, *arguments: object) -> tuple[int, str, str]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / "train_gpt.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return run(*launcher, TRAIN_GPT, *arguments)
 
 
 def losses_beside(folder: Path) -> tuple[list[float], list[float]]:
@@ -268,25 +223,8 @@ def free_ports(count: int) -> list[str]:
 @pytest.mark.dist
 def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> None:
     ways = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "tp", "cp"]
-    search = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", EACH_WAY, " ".join(ways), " ".join(ports), str(tmp_path), *TINY],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(search),
-                "MASTER_ADDR": "localhost",
-                "WORLD_SIZE": "2",
-                "RANK": str(rank),
-            },
-        )
-        for ports in [free_ports(len(ways))]
-        for rank in range(2)
-    ]
+    command = ("-c", EACH_WAY, " ".join(ways), " ".join(free_ports(len(ways))), tmp_path, *TINY)
+    both = [start(*command, MASTER_ADDR="localhost", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
     said = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], said[0][1] + said[1][1]
     for way in ways:
@@ -331,7 +269,6 @@ def rewind(folder: Path, *, to: int) -> None:
 @pytest.mark.parametrize(
     ("way", "found", "message"),
     [
-        ("hsdp", 2, "--shard hsdp: found 2 processes, expected an even number"),
         ("hsdp", 5, "--shard hsdp: found 5 processes, expected an even number"),
         ("tp", 3, "--shard tp: found 3 processes for 2 heads, expected a divisor"),
         ("cp", 3, "--context: found 8, expected a multiple of the 3 processes"),
@@ -345,77 +282,16 @@ def test_a_number_of_processes_that_does_not_fit_is_a_clear_error(module, way: s
     check(way, 4 if way == "hsdp" else 2, heads=2, batch=4, context=8)
 
 
-WORDS = ["--out", "a folder/it's $HOME", "--text", "*"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="asks a POSIX shell")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_command_to_go_on_is_what_a_shell_gives_back_to_the_program(
-    tmp_path: Path, module, monkeypatch, processes: int
-) -> None:
-    """A Python and a program that print their arguments take the places of the real ones."""
-    folder = tmp_path / "bin of it"
-    folder.mkdir()
-    fake = folder / "python"
-    fake.write_text('#!/bin/sh\nfor word; do printf "%s\\n" "$word"; done\n')
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
-    monkeypatch.setattr(sys, "argv", ["examples/train_gpt.py"])
-    monkeypatch.delenv("TRAIN_GPT_MAKE", raising=False)
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"] if processes > 1 else []
-    for path, begins in ((os.environ["PATH"], "'"), (f"{folder}:{os.environ['PATH']}", "python ")):
-        monkeypatch.setenv("PATH", path)
-        line = module("options").command_line(WORDS, processes=processes)
-        assert line.startswith(begins)  # the bare name only where it leads to the same Python
-        done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines() == [*launcher, "examples/train_gpt.py", *WORDS]
-
-
-# ---------------------------------------------------------------------------------------------------- the text
-
-
-def test_the_split_depends_on_the_path_alone(tmp_path: Path, module) -> None:
-    text = module("text")
-    for name in [f"part{i}/file{j}.py" for i in range(6) for j in range(10)]:
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("x = 1\n" * 2000)
-    before = text.read_corpus(tmp_path)
-    for name in (*before.train_files[::2], *before.validation_files[1:]):
-        (tmp_path / name).write_text("y = 2\n" * 5000)
-    (tmp_path / "part0" / "new.py").write_text("z = 3\n")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "excluded.py").write_text("no\n")
-    after = text.read_corpus(tmp_path)
-    files = set(after.train_files + after.validation_files)
-    assert files == set(before.train_files + before.validation_files) | {"part0/new.py"}
-    assert set(after.validation_files) - {"part0/new.py"} == set(before.validation_files)
-    assert after.digest != before.digest
-
-
-def test_a_batch_is_a_function_of_seed_and_step(module) -> None:
-    corpus = module("text").read_corpus()
-    inputs, targets = corpus.batch(0, 5, 4, 32)
-    assert inputs.shape == targets.shape == (4, 32)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert torch.equal(inputs, corpus.batch(0, 5, 4, 32)[0])
-    for seed, step in ((0, 6), (1, 5), (2**32, 5)):  # a torch generator would take the last seed for the first
-        assert not torch.equal(inputs, corpus.batch(seed, step, 4, 32)[0])
-
-
 # ---------------------------------------------------------------------------------------------------- what is wrong
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optimizer", "sgd"], "invalid choice: 'sgd'"),
-        (["--steps", "0"], "argument --steps: expected a whole number above 0, found '0'"),
         (["--lr", "nan"], "argument --lr: expected a number above 0, found 'nan'"),
-        (["--seed", "-1"], "argument --seed: expected a whole number from 0 to 2**63 - 1, found '-1'"),
         (["--context", "1000000000"], "--context: found 1000000000, expected at most"),
         (["--width", "6400000"], "make --batch 16, --context 256, --width 6400000 or --depth 4 smaller"),
-        (["--width", "100"], "multiple of 32"),
+        (["--quick", "--text", "an empty folder"], "too little text"),
         (["--lr", "0.1"], "--lr: found 2 optimizers, expected one"),
         (["--offload", "cpu", "--optimizer", "muon", "adamw"], "--offload is for one optimizer"),
         (["--state-dtype", "int8", "--optimizer", "torch-muon"], "leave out --state-dtype"),
@@ -423,7 +299,11 @@ def test_a_batch_is_a_function_of_seed_and_step(module) -> None:
         (["--shard", "zero1"], "-m torch.distributed.run --nproc_per_node 2 "),
     ],
 )
-def test_a_bad_option_is_named_and_the_exit_code_is_2(tmp_path: Path, train_gpt, capsys, arguments, message) -> None:
+def test_a_bad_option_is_named_and_the_exit_code_is_2(
+    tmp_path: Path, train_gpt, capsys, monkeypatch, arguments, message
+) -> None:
+    (tmp_path / "an empty folder").mkdir()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         train_gpt.main([*arguments, "--out", str(tmp_path / "run")])
     assert caught.value.code == 2
@@ -431,15 +311,6 @@ def test_a_bad_option_is_named_and_the_exit_code_is_2(tmp_path: Path, train_gpt,
     assert message in said.err
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_without_text_is_a_clear_error(tmp_path: Path, train_gpt, capsys) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        train_gpt.main(["--quick", "--text", str(empty), "--out", str(tmp_path / "run")])
-    assert not (tmp_path / "run").exists()
-    assert "too little text" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------- small examples
@@ -452,7 +323,7 @@ def test_the_loop_to_copy_is_short_and_learns(module, capsys) -> None:
     assert f"validation {loss:.3f}" in capsys.readouterr().out
 
 
-def test_the_vision_example_learns_with_both_optimizers_and_draws_a_picture(module, tmp_path: Path, capsys) -> None:
+def test_the_vision_example_learns_with_both_optimizers_and_draws_a_picture(module, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     vision = module("vision")
     runs = vision.main(seeds=1, epochs=2, plot=tmp_path / "digits.svg")
@@ -462,12 +333,9 @@ def test_the_vision_example_learns_with_both_optimizers_and_draws_a_picture(modu
         assert last < first, name
         assert wrong < 0.5, name  # guessing is 0.9
     assert (tmp_path / "digits.svg").read_text().count("<path") > 4
-    said = capsys.readouterr().out
-    labels = {line.split()[0]: "muon" in line.split() for line in said.splitlines() if line.count(".weight")}
-    assert labels == {"stem.weight": False, "body1.weight": True, "body2.weight": True, "head.weight": False}
 
 
-def test_the_lora_example_trains_the_factors_alone_and_merges_them(module, tmp_path: Path) -> None:
+def test_the_lora_example_trains_the_factors_alone(module) -> None:
     lora = module("lora")
     code, prose, held_out = lora.texts()
     base = lora.pretrained(code, 4, 32)
@@ -477,14 +345,3 @@ def test_the_lora_example_trains_the_factors_alone_and_merges_them(module, tmp_p
         assert losses[-1] < losses[0] - 0.01, name
         weights = {key.replace("linear.", ""): value for key, value in model.state_dict().items() if "lora_" not in key}
         assert all(torch.equal(value, base[0][key]) for key, value in weights.items())  # frozen
-        trained = [key for key, param in model.named_parameters() if param.requires_grad]
-        assert len(trained) == 2 * 6 * len(model.blocks)
-        assert all(mfx.select.default_labels_by_name(dict(model.named_parameters()))[key] == "adamw" for key in trained)
-        tokens = held_out[:32].long()[None]
-        before = model(tokens)
-        for block in model.blocks:
-            for part in (block.attention, block.mlp):
-                for key, layer in list(part.named_children()):
-                    setattr(part, key, layer.merged())
-        torch.testing.assert_close(model(tokens), before, rtol=1e-4, atol=1e-5)
-        assert not [key for key in model.state_dict() if "lora_" in key]

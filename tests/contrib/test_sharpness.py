@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
@@ -76,22 +75,3 @@ def test_what_comes_beside_the_gradient_is_that_of_the_parameters_themselves():
     grads, value = mfx.contrib.sam_gradient(torch.func.grad_and_value(loss), given, has_aux=True)
     assert float(value) == float(loss(given))
     torch.testing.assert_close(grads, mfx.contrib.sam_gradient(torch.func.grad(loss), given))
-
-
-def test_a_module_and_an_optimizer_take_the_gradient():
-    model = nn.Linear(3, 2)
-    optimizer = mfx.TransformOptimizer(model, mfx.contrib.prodigy(estim_lr0=1e-2))
-    data = torch.randn(8, 3)
-
-    def loss(params: Any) -> torch.Tensor:
-        return (torch.func.functional_call(model, params, data) - 1.0).square().mean()
-
-    losses: list[float] = []
-    for _ in range(20):
-        params = {name: p.detach() for name, p in model.named_parameters()}
-        grads, value = mfx.contrib.sam_gradient(torch.func.grad_and_value(loss), params, has_aux=True)
-        for name, p in model.named_parameters():
-            p.grad = grads[name]
-        optimizer.step()
-        losses.append(float(value))
-    assert losses[-1] < losses[0]

@@ -155,30 +155,3 @@ def test_a_search_finds_a_guide_or_an_api_page_first(browser: Any, site: Path, q
     page = Path(unquote(urlsplit(first.evaluate("link => link.href")).path)).relative_to(site)
     tab.close()
     assert not [part for part in page.parts if part.startswith(RECORDS)], f"{query!r} finds {page} first"
-
-
-def test_the_survey_sees_what_is_wrong(browser: Any, tmp_path: Path):
-    """Its own test: a page with one fault of each kind."""
-    page = tmp_path / "page.html"
-    page.write_text(
-        "<article><h1>Title</h1><p style='color: #eee'>faint</p><img src='none.png'>"
-        "<pre style='width: 100px; overflow: hidden'>a line that is longer than its box</pre>"
-        "<pre style='width: 100px; overflow: auto'>a line that is longer than its box</pre>"
-        "<div style='overflow: hidden; width: 100px'><code style='white-space: nowrap'>longer than its box</code></div>"
-        "<p style='width: 2000px'>wide</p>"
-        "<div class='highlight-python'><pre style='width: 90px; overflow: auto'>longer than its page</pre></div>"
-        "<details><summary>folded</summary><p style='color: #ddd'>hidden</p></details></article>"
-    )
-    tab = browser.new_page(viewport=WINDOWS["wide"])
-    tab.goto(page.as_uri())
-    kinds = sorted(kind for kind, _ in tab.evaluate(SURVEY)["found"])
-    tab.close()
-    assert kinds == [
-        "broken picture",
-        "clipped",
-        "clipped",
-        "code wider than the page",
-        "faint",
-        "faint",
-        "the page scrolls sideways",
-    ]

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.simulator.__main__ import main
 from benchmarks.simulator.peers import PEERS
-from benchmarks.simulator.report import WIDTH
 from benchmarks.simulator.tally import OURS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "sharding-on-paper.md"
@@ -23,25 +22,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_our_rows_come_first_and_then_the_other_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed(capsys, *ARGUMENTS, "--json"))["schemes"]
     assert [row["scheme"] for row in found] == [scheme.name for scheme in (*OURS, *PEERS)]
-
-
-def test_a_scheme_that_cannot_be_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = (
-        line for line in printed(capsys, "--model", "gpt2-xl", "--mesh", "dp=8").splitlines() if "Not on" in line
-    )
-    assert "LLaMA-Factory v1" in line
-    assert "Dion's Muon" in line
-
-
-@pytest.mark.parametrize("mesh", ["dp=64,shard=8,tp=8", "dp=8", "shard=512", "dp=1"])
-@pytest.mark.parametrize("name", ["gpt2-xl", "gpt-1t"])
-def test_a_table_fits_a_page(name: str, mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "--model", name, "--mesh", mesh).splitlines()
-    assert max(map(len, lines)) <= WIDTH
-    (heading,) = (line for line in lines if line.startswith("scheme "))
-    rows = [line for line in lines if re.match(r"  .{19}(fsdp2|zero|ddp)", line)]
-    assert any("DeepSpeed" in row for row in rows)
-    assert all(len(line) == len(heading) for line in rows)
 
 
 def test_the_page_shows_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
