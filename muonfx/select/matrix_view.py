@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,20 @@ BlockAxis = int | Mapping[str, int | None]
 """The axis that is split into blocks: -2 or -1, for all leaves or by name."""
 
 S = TypeVar("S")
+
+
+_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "dims": (
+        lambda own: isinstance(own, tuple) and len(own) == 2 and all(isinstance(side, tuple) and side for side in own),
+        "None or (row dims, column dims) such as ((0,), (1, 2))",
+    ),
+    "blocks": (
+        lambda own: own != () and all(type(n) is int and n > 0 for n in (own if isinstance(own, tuple) else (own,))),
+        "None, a count, or a tuple of sizes, each at least 1",
+    ),
+    "block_axis": (lambda own: type(own) is int and own in (-2, -1), "-2 (rows) or -1 (columns)"),
+}
+"""The condition that each value of a setting meets, and its description for errors."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -66,30 +80,17 @@ class MatrixView:
 
     def __post_init__(self) -> None:
         """Check the settings, and copy mappings so that callers cannot modify them."""
-        for value in self.dims.values() if isinstance(self.dims, Mapping) else (self.dims,):
-            if value is not None and not (
-                isinstance(value, tuple) and len(value) == 2 and all(isinstance(side, tuple) and side for side in value)
-            ):
-                raise ValueError(
-                    f"dims must be None or (row dims, column dims) such as ((0,), (1, 2)), found {value!r}"
-                )
-        for value in self.blocks.values() if isinstance(self.blocks, Mapping) else (self.blocks,):
-            sizes = (value,) if isinstance(value, int) else value
-            if value is not None and not (
-                isinstance(sizes, tuple) and sizes and all(type(size) is int and size > 0 for size in sizes)
-            ):
-                raise ValueError(f"blocks must be None, a count, or a tuple of sizes, each at least 1, found {value!r}")
-        for value in self.block_axis.values() if isinstance(self.block_axis, Mapping) else (self.block_axis,):
-            if (type(value) is not int and value is not None) or value not in (-2, -1, None):
-                raise ValueError(f"block_axis must be -2 (rows) or -1 (columns), found {value!r}")
+        for name, (is_valid, expected) in _SETTINGS.items():
+            setting = getattr(self, name)
+            for value in setting.values() if isinstance(setting, Mapping) else (setting,):
+                if value is not None and not is_valid(value):
+                    raise ValueError(f"{name} must be {expected}, found {value!r}")
+            if isinstance(setting, Mapping):
+                object.__setattr__(self, name, dict(setting))
         if self.blocks is None and self.block_axis != -2:
             raise ValueError(
                 f"block_axis={self.block_axis!r} has no effect without blocks: give blocks, or leave block_axis out"
             )
-        for field in fields(self):
-            setting = getattr(self, field.name)
-            if isinstance(setting, Mapping):
-                object.__setattr__(self, field.name, dict(setting))
 
     def __repr__(self) -> str:
         return code_of(self)
@@ -103,7 +104,8 @@ class MatrixView:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return _ordered(self.dims), _ordered(self.blocks), _ordered(self.block_axis)
+        settings = (self.dims, self.blocks, self.block_axis)
+        return tuple(tuple(one.items()) if isinstance(one, Mapping) else one for one in settings)
 
     def of(self, names: Sequence[str]) -> list[MatrixView]:
         """The settings for each named leaf."""
@@ -127,8 +129,7 @@ class MatrixView:
     @property
     def needs_names(self) -> bool:
         """True if a setting depends on a leaf's name."""
-        dims, blocks, axis = self.dims, self.blocks, self.block_axis
-        return isinstance(dims, Mapping) or isinstance(blocks, Mapping) or isinstance(axis, Mapping)
+        return any(isinstance(one, Mapping) for one in (self.dims, self.blocks, self.block_axis))
 
     @property
     def axis(self) -> int:
@@ -236,10 +237,6 @@ class Matrices:
         return [own.join(parts, leaf) for own, parts, leaf in zip(self._views, matrices, like, strict=True)]
 
 
-def _ordered(setting: object) -> object:
-    return tuple(setting.items()) if isinstance(setting, Mapping) else setting
-
-
 def is_set_for(setting: object, name: str) -> bool:
     """Return True if a setting of a view, for all leaves or by globs, has an entry for a leaf."""
     return setting is not None and (
@@ -267,7 +264,4 @@ def _stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
 
 def _unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
     """Concatenate equal blocks (..., count, rows, columns) along rows (-2) or columns (-1)."""
-    *batch, count, rows, columns = stacked.shape
-    if axis == -2:
-        return stacked.reshape(*batch, count * rows, columns)
-    return stacked.movedim(-3, -2).reshape(*batch, rows, count * columns)
+    return stacked.flatten(-3, -2) if axis == -2 else stacked.movedim(-3, -2).flatten(-2)

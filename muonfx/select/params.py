@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -87,22 +88,19 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     if isinstance(params, nn.Module):
         return _read_model(params), ()
     named = list(_named_values(params))
-    absent = tuple(name for name, value in named if value is None)
-    pairs = [(name, _tensor(name, value)) for name, value in named if value is not None]
+    if repeated := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+        raise ValueError(
+            f"parameter {repeated[0]!r} is given more than once; expected distinct names: rename one, or pass the model"
+        )
     names_of: dict[int, list[str]] = {}
-    seen: set[str] = set()
-    for name, tensor in pairs:
-        if name in seen:
-            raise ValueError(
-                f"parameter {name!r} is given more than once; expected distinct names: rename one, or pass the model"
-            )
-        seen.add(name)
-        names_of.setdefault(id(tensor), []).append(name)
+    for name, value in named:
+        names_of.setdefault(id(value), []).append(name)
     infos = tuple(
-        _info(name, tensor, tied=tuple(other for other in names_of[id(tensor)] if other != name))
-        for name, tensor in pairs
+        _info(name, value, tied=tuple(other for other in names_of[id(value)] if other != name))
+        for name, value in named
+        if value is not None
     )
-    return infos, absent
+    return infos, tuple(name for name, value in named if value is None)
 
 
 def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
@@ -128,15 +126,6 @@ def written_type(module: nn.Module) -> type:
     if "FSDPModule" in names and len(names) == 2:
         return kind.__bases__[1 - names.index("FSDPModule")]
     return kind
-
-
-def _tensor(name: str, value: object) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"parameter {name!r} is a {type(value).__name__}; expected a torch.Tensor: "
-            "pass a model, a dict of name to tensor, (name, tensor) pairs, or a pytree of tensors"
-        )
-    return value
 
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:
@@ -165,11 +154,16 @@ def _is_pairs(params: object) -> bool:
 
 def _info(
     name: str,
-    tensor: torch.Tensor,
+    tensor: object,
     tied: tuple[str, ...],
     module: type | None = None,
     tied_modules: tuple[type, ...] = (),
 ) -> ParamInfo:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"parameter {name!r} is a {type(tensor).__name__}; expected a torch.Tensor: "
+            "pass a model, a dict of name to tensor, (name, tensor) pairs, or a pytree of tensors"
+        )
     if isinstance(tensor, nn.UninitializedParameter):
         raise ValueError(
             f"parameter {name!r} has no shape yet (lazy module): run one forward pass before choosing labels"

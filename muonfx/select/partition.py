@@ -44,7 +44,7 @@ class _Assignment:
                 "nothing. Decide with the model at hand: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
             )
         self.what, self.given, self.kinds = what, given, kinds
-        self._resolved: dict[Any, tuple[list[str], list[Any]]] = {} if memory is None else memory
+        self._resolved: dict[Any, list[Any]] = {} if memory is None else memory
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> tuple[list[str], list[Any]]:
         """Return the names and values of the leaves; ``quiet`` suppresses warnings of the labels function."""
@@ -54,14 +54,14 @@ class _Assignment:
         if callable(self.given):
             shown = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
             key = tuple(zip(names, shown, strict=True))
+        if torch.compiler.is_compiling():
+            return names, self._resolved[key] if key in self._resolved else self._resolve(params, names)
         if key not in self._resolved:
-            if torch.compiler.is_compiling():
-                return names, self._resolve(params, names)
             with warnings.catch_warnings():
                 if quiet:
                     warnings.simplefilter("ignore")
-                self._resolved[key] = names, self._resolve(params, names)
-        return self._resolved[key]
+                self._resolved[key] = self._resolve(params, names)
+        return names, self._resolved[key]
 
     def of_updates(self, updates: PyTree, params: PyTree) -> tuple[list[str], list[Any]]:
         """Return names and values at an update, from the gradients if no parameters are given."""
@@ -148,38 +148,31 @@ def _why(routes: Mapping[str, Route]) -> str:
     return f". The labels of the {len(routes)} parameters are {there}{some}"
 
 
-def _views_within(tx: Transform) -> Iterator[MatrixView]:
-    """Yield the views of a transform and of its inner transforms."""
-    views = (own.arguments.get("view") for own in within(tx))
-    return (view for view in views if isinstance(view, MatrixView))
+def _uncovered(
+    transforms: Mapping[str, Transform], routes: Mapping[str, Route], setting: str
+) -> Iterator[tuple[str, Route, MatrixView]]:
+    """Yield each parameter with each view of its transforms that has no such setting for it."""
+    for name, route in routes.items():
+        for own in within(transforms[route.label]) if route.label else ():
+            view = own.arguments.get("view")
+            if isinstance(view, MatrixView) and not is_set_for(getattr(view, setting), name):
+                yield name, route, view
 
 
-def _warn_of_unused_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
-    """Warn if the labels know the dims of a parameter and its transform does not set them."""
-    found = [
-        f"{name!r} ({route.reason})"
-        for name, route in routes.items()
-        if route.view.dims and route.label
-        for view in _views_within(transforms[route.label])
-        if not is_set_for(view.dims, name)
-    ]
+def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
+    """Warn if transforms treat parameters as one matrix that by their labels or names hold several."""
+    found = {
+        f"{name!r} ({route.reason})": None
+        for name, route, _ in _uncovered(transforms, routes, "dims")
+        if route.view.dims
+    }
     if found:
         warn_caller(
-            f"partition: of {format_list(list(dict.fromkeys(found)), str)} the labels know dims, and a transform for "
-            "them has none: each is flattened behind its first dim: give it view=labels.view() (labels = "
-            "default_labels(model)), or say with labels=Labels(labels) that this is meant"
+            f"partition: of {format_list(list(found), str)} the labels know dims, and a transform for them has none: "
+            "each is flattened behind its first dim: give it view=labels.view() (labels = default_labels(model)), or "
+            "say with labels=Labels(labels) that this is meant"
         )
-
-
-def _warn_of_fused(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
-    """Warn of parameters whose names suggest several matrices and that are orthogonalized as one."""
-    whole = {
-        name: view
-        for name, route in routes.items()
-        if route.suspected and route.label
-        for view in _views_within(transforms[route.label])
-        if not is_set_for(view.blocks, name)
-    }
+    whole = {name: view for name, route, view in _uncovered(transforms, routes, "blocks") if route.suspected}
     if not whole:
         return
     view, labels = next(iter(whole.values())), {routes[name].label for name in whole}
@@ -304,8 +297,7 @@ def partition(
         names, chosen = checked(found)
         routes = _by_route(*found)
         _check_dims(transforms, routes, params)
-        _warn_of_unused_views(transforms, routes)
-        _warn_of_fused(transforms, routes)
+        _warn_of_views(transforms, routes)
         for label in transforms:
             if label not in chosen:
                 warn_caller(

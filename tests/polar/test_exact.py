@@ -8,7 +8,7 @@ from hypothesis import given
 
 from muonfx.polar import polar_factor
 
-from .strategies import DTYPES, FULL_RANK, Problem, gap, problem, problems, relative
+from .strategies import DTYPES, FULL_RANK, Problem, gap, problem, problems
 
 
 @given(problems(FULL_RANK))
@@ -79,10 +79,3 @@ def test_at_low_rank_the_derivative_is_that_among_matrices_of_that_rank() -> Non
     step = 1e-6
     expected = (factor(a + step * da, b + step * db) - factor(a - step * da, b - step * db)) / (2 * step)
     assert gap(found, expected) < 1e-7
-
-
-def test_derivatives_of_a_batch_are_those_of_a_loop() -> None:
-    x = problem(0, 4, 5, batch=(3,)).x
-    gradient = torch.func.grad(lambda z: (polar_factor(z) ** 3).sum())
-    expected = torch.stack([gradient(z) for z in x])
-    assert relative(torch.func.vmap(gradient)(x), expected) < 1e-12

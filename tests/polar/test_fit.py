@@ -55,31 +55,22 @@ def test_composition_is_symmetric_about_one_and_better_than_the_published_sets(l
     assert cushioned.maximum >= high - 1e-9
 
 
-def test_fit_is_a_value_that_says_how_it_was_made() -> None:
-    fitted = fit_coefficients(3, 0.01)
-    assert eval(repr(fitted)) == fitted
-    assert "fit_coefficients(3, 0.01" in fitted.source
-
-
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "word", "error"),
     [
-        ({"steps": 0}, "steps"),
-        ({"steps": 3, "lower": 0.0}, "lower"),
-        ({"steps": 3, "lower": 1.0}, "lower"),
-        ({"steps": 3, "cushion": 1.0}, "cushion"),
-        ({"steps": 3, "safety": 0.9}, "safety"),
-        ({"steps": 3, "safety": math.nan}, "safety"),
+        ({"steps": 0}, "steps", ValueError),
+        ({"steps": 2.5}, "steps", TypeError),
+        ({"steps": True}, "steps", TypeError),
+        ({"steps": 3, "lower": 0.0}, "lower", ValueError),
+        ({"steps": 3, "lower": 1.0}, "lower", ValueError),
+        ({"steps": 3, "cushion": 1.0}, "cushion", ValueError),
+        ({"steps": 3, "safety": 0.9}, "safety", ValueError),
+        ({"steps": 3, "safety": math.nan}, "safety", ValueError),
     ],
 )
-def test_ranges_are_checked(arguments: dict, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
+def test_ranges_are_checked(arguments: dict, word: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"fit_coefficients: {word} is"):
         fit_coefficients(**arguments)
-
-
-def test_an_empty_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 < low < high"):
-        best_quintic(1.0, 1.0)
 
 
 @given(
@@ -98,9 +89,3 @@ def test_every_argument_in_range_has_a_fit(steps: int, lower: float, cushion: fl
     if steps == 20 and safety == 1 and cushion < 0.1:
         assert low == pytest.approx(1, abs=1e-9)
         assert high == pytest.approx(1, abs=1e-9)
-
-
-def test_steps_that_are_no_int_are_named() -> None:
-    for steps in (2.5, True, "3"):
-        with pytest.raises(TypeError, match="fit_coefficients: steps is"):
-            fit_coefficients(steps)

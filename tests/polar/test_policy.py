@@ -33,15 +33,12 @@ def forget() -> None:
     hardware.cpu_has_amx.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", SUPPORTED)
-def test_an_explicit_dtype_is_taken(dtype: torch.dtype) -> None:
-    for held in SUPPORTED:
+def test_an_explicit_dtype_is_taken_and_float64_stays() -> None:
+    for held, dtype in itertools.product(SUPPORTED, SUPPORTED):
         assert compute_dtype(held, CPU, dtype) is dtype
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "meta"])
-def test_float64_stays(device: str) -> None:
-    assert compute_dtype(torch.float64, torch.device(device)) is torch.float64
+    for device in ("cpu", "cuda", "mps", "meta"):
+        assert compute_dtype(torch.float64, torch.device(device)) is torch.float64
+    assert compute_dtype(torch.bfloat16, torch.device("meta")) is torch.float32
 
 
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float16])
@@ -69,10 +66,6 @@ def test_cuda_takes_bf16_from_capability_8(
     machine["capability"] = capability
     assert compute_dtype(torch.float32, torch.device("cuda", 0)) is expected
     assert compute_dtype(torch.float16, torch.device("cuda")) is expected
-
-
-def test_other_devices_use_fp32() -> None:
-    assert compute_dtype(torch.bfloat16, torch.device("meta")) is torch.float32
 
 
 def test_auto_is_what_orthogonalize_uses(machine: dict[str, Any]) -> None:
