@@ -3,7 +3,7 @@
 Ours need names: labels, masks and checkpoints go by them. Tensors without names are numbered here.
 """
 
-from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,22 +16,15 @@ __all__ = ["INFOS", "AdamW", "Lion", "Muon", "inputs_of", "named"]
 
 def named(params: Any) -> list[Any]:
     """Number the tensors that have no names, over all groups."""
+    numbers = count()
+
+    def numbered(items: Any) -> list[Any]:
+        items = [items] if isinstance(items, torch.Tensor) else list(items)
+        return [(str(next(numbers)), item) if isinstance(item, torch.Tensor) else item for item in items]
+
     items = [params] if isinstance(params, torch.Tensor) else list(params)
-    if items and isinstance(items[0], dict):
-        count = 0
-        groups: list[dict[str, Any]] = []
-        for group in items:
-            pairs = _numbered(
-                [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"], count
-            )
-            count += len(pairs)
-            groups.append({**group, "params": pairs})
-        return groups
-    return _numbered(items, 0)
-
-
-def _numbered(items: Iterable[Any], start: int) -> list[Any]:
-    return [(f"{at}", item) if isinstance(item, torch.Tensor) else item for at, item in enumerate(items, start)]
+    is_groups = items and isinstance(items[0], dict)
+    return [{**group, "params": numbered(group["params"])} for group in items] if is_groups else numbered(items)
 
 
 def _by_dims(params: Any) -> dict[str, str]:

@@ -29,11 +29,8 @@ class Task:
 
     def __init__(self, *, rows: int = 10, columns: int = 5, contiguous: bool = True) -> None:
         torch.manual_seed(0)
-        if contiguous:
-            self.weight, self.bias = nn.Parameter(torch.randn(rows, columns)), nn.Parameter(torch.randn(rows))
-        else:
-            self.weight = nn.Parameter(torch.randn(rows, columns, 2)[..., 0])
-            self.bias = nn.Parameter(torch.randn(rows, 2)[..., 0])
+        drawn = torch.randn(rows, columns, 2)[..., 0], torch.randn(rows, 2)[..., 0]
+        self.weight, self.bias = (nn.Parameter(x.contiguous() if contiguous else x) for x in drawn)
         self.input = torch.randn(columns)
 
     @property
@@ -100,16 +97,11 @@ def test_errors(info: OptimizerInfo, options: dict[str, Any]) -> None:
         raise AssertionError(f"{given.desc}: accepted")
 
 
-def _forloop(info: OptimizerInfo, options: dict[str, Any], *, contiguous: bool, with_schedulers: bool) -> None:
-    for makers in info.scheduler_inputs if with_schedulers else [()]:
-        task = Task(contiguous=contiguous)
-        task.falls(info.optim_cls(task.params, **copy.deepcopy(options)), makers)
-
-
 def test_forloop_goes_right_direction(info: OptimizerInfo, options: dict[str, Any]) -> None:
     for contiguous in (True, False):
-        for with_schedulers in (True, False):
-            _forloop(info, options, contiguous=contiguous, with_schedulers=with_schedulers)
+        for makers in [*info.scheduler_inputs, ()]:
+            task = Task(contiguous=contiguous)
+            task.falls(info.optim_cls(task.params, **copy.deepcopy(options)), makers)
 
 
 def test_param_group_with_lrscheduler_goes_right_direction(info: OptimizerInfo, options: dict[str, Any]) -> None:
@@ -179,18 +171,11 @@ def test_optimizer_can_be_printed(info: OptimizerInfo, options: dict[str, Any]) 
     assert "lr" in repr(info.optim_cls(Task().params, **options))
 
 
-def _copied(task: Task) -> Task:
-    other = Task(rows=2, columns=3)
-    other.weight, other.bias = nn.Parameter(task.weight.detach().clone()), nn.Parameter(task.bias.detach().clone())
-    other.input = task.input
-    return other
-
-
 def test_state_dict_deterministic(info: OptimizerInfo, options: dict[str, Any]) -> None:
     task = Task(rows=2, columns=3)
     optimizer = info.optim_cls(task.params, **copy.deepcopy(options))
     task.train(optimizer, 10)
-    twin = _copied(task)
+    twin = copy.deepcopy(task)
     other = info.optim_cls(twin.params, **copy.deepcopy(options))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(10):
