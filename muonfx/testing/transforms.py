@@ -191,7 +191,6 @@ _OWN: dict[Callable[..., Transform], dict[str, st.SearchStrategy[Any]]] = {
     tfs.qk_clip: {"alpha": _SHARES},
     tfs.scale: {"factor": _SCALES},
     tfs.scale_by_factored_rms: {"min_dim_size_to_factor": st.sampled_from((1, 2, 128))},
-    tfs.scale_by_rms: {"initial_scale": st.sampled_from((0.0, 1.0))},
     tfs.scale_by_trust_ratio: {"min_norm": st.sampled_from((0.0, 1e-3)), "trust_coefficient": _SHARES},
     tfs.subtract_decayed_weights: {"weight_decay": _RATES},
     contrib.add_noise: {"eta": _SHARES, "gamma": _SHARES, "seed": st.integers(0, 3)},

@@ -1,27 +1,20 @@
-"""The arithmetic of one leaf, recorded once and run on the lists of all leaves.
-
-A `Leaf` represents an operand or a result of a step and records the operations on it. A `Plan` contains the recorded
-operations that the outputs of the step need; `Values` runs each once, on lists, with `muonfx.tree.elementwise`. The
-plan counts the uses of every value, so `Values` knows which storage may be overwritten and keeps the donation promise.
-"""
+"""A leaf that records the operations on it, each as a function of the lists of all leaves."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_not
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.tree import Present
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = ["Leaf", "Operation", "Plan", "Values", "plan"]
+__all__ = ["Leaf", "Operation"]
 
 Operand: TypeAlias = "Leaf | Scalar"
 
@@ -96,7 +89,7 @@ class Leaf:
 
     def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
         """Append an operand of the step, or the result of an operation, to the record."""
-        self._record, self._place = record, len(record)
+        self._record, self.place = record, len(record)
         record.append(operation)
 
     @classmethod
@@ -207,10 +200,10 @@ def _listed(
 ) -> Leaf:
     """Record a function of lists, or ``each`` if operands may have another dtype or shape than their leaves."""
     record = operands[0]._record
-    sources = [record[operand._place] for operand in operands]
+    sources = [record[operand.place] for operand in operands]
     if any(source is not None and source.overwrites is None for source in sources) or not all(map(_is_number, scalars)):
         return _each(each, *operands, *scalars)
-    return Leaf(record, Operation(function, [operand._place for operand in operands], scalars, overwrites))
+    return Leaf(record, Operation(function, [operand.place for operand in operands], scalars, overwrites))
 
 
 def _is_number(value: object) -> bool:
@@ -241,117 +234,4 @@ def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf
             results.append(result)
         return results
 
-    return Leaf(operands[0]._record, Operation(call, [operand._place for operand in operands], others, None))
-
-
-class Plan(NamedTuple):
-    """The operations that the outputs of a step need, in recorded order."""
-
-    operations: list[tuple[int, Operation]]
-    """Pairs (index of the result, operation)."""
-    uses: list[int]
-    """The number of operations and outputs that use each value."""
-    update: int
-    """The index of the update."""
-    state: list[int | Tensor]
-    """For each field of the new state its index, or its value if it is a count."""
-    unsure: frozenset[int]
-    """The indices of results that may be complex or have another shape than their leaves."""
-    may_vary: bool
-    """True if a scalar is a tensor, which may differ at the next call."""
-
-
-def plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> Plan:
-    """Return the plan that computes a step's outputs: the update and the fields of its new state."""
-    uses = [0] * len(record)
-    for leaf in (update, *state):
-        if isinstance(leaf, Leaf):
-            uses[leaf._place] += 1
-    needed: list[tuple[int, Operation]] = []
-    for place in reversed(range(len(record))):
-        operation = record[place]
-        if operation is not None and uses[place]:
-            needed.append((place, operation))
-            for operand in operation.operands:
-                uses[operand] += 1
-    unsure = frozenset(place for place, operation in needed if operation.overwrites is None)
-    may_vary = any(isinstance(scalar, Tensor) for _, operation in needed for scalar in operation.scalars)
-    fields = [leaf._place if isinstance(leaf, Leaf) else leaf for leaf in state]
-    return Plan(needed[::-1], uses, update._place, fields, unsure, may_vary)
-
-
-def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[torch.dtype]]:
-    """Return the dtype, or the dtype of each tensor, to compute in: the widest among a leaf's operands, or fp32."""
-    kinds = {x.dtype for xs in lists for x in xs}
-    if all(len({x.dtype for x in xs}) <= 1 for xs in lists):
-        return [ew.wide_dtype(*kinds)] * len(lists)
-    return [[ew.wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]] * len(lists)
-
-
-class Values:
-    """The values of a plan as lists of tensors; operands are cast when they are first read."""
-
-    def __init__(self, plan: Plan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
-        self._operands, self._dtypes = operands, _compute_dtypes(operands)
-        self._lists: list[list[Tensor] | None] = [None] * len(plan.uses)
-        self._may_write = may_write + [False] * (len(plan.uses) - len(operands))
-        self._uses = list(plan.uses)
-        self._unsure = plan.unsure
-        self.was_cast = [False] * len(operands)
-        """For each operand, whether all values that were read are copies."""
-        for place, operation in plan.operations:
-            self._lists[place] = self._compute(operation)
-            self._may_write[place] = operation.overwrites is not None
-
-    def read(self, place: int) -> list[Tensor]:
-        """Return the value at an index."""
-        values = self._lists[place]
-        if values is None:
-            given = self._operands[place]
-            values = self._lists[place] = ew.cast(given, self._dtypes[place])
-            self.was_cast[place] = all(map(is_not, values, given))
-            self._may_write[place] = self._may_write[place] or self.was_cast[place]
-        return values
-
-    def _compute(self, operation: Operation) -> list[Tensor]:
-        """Run an operation, in the storage of an operand if this is its last use."""
-        function, operands, scalars, overwrites = operation
-        lists = [self.read(place) for place in operands]
-        if overwrites is None:
-            result = function(*lists, *scalars)
-            for place in operands:
-                self._may_write[place] = False  # the result may be a view of it
-        else:
-            target = operands[overwrites]
-            reuse = self._may_write[target] and self._uses[target] == 1
-            result = function(*lists, *scalars, reuse=reuse)
-            self._may_write[target] = self._may_write[target] and not reuse
-        for place in operands:
-            self._uses[place] -= 1
-            if not self._uses[place] and place >= len(self._operands):
-                self._lists[place] = None
-        return result
-
-    def check(self, place: int, like: Sequence[Tensor], at: Present, what: str) -> None:
-        """Require real values in the shapes of the tensors ``like``."""
-        for number, (made, own) in enumerate(zip(self.read(place), like, strict=True) if place in self._unsure else ()):
-            if made.is_complex():
-                raise TypeError(
-                    f"{what} of {made.dtype} for {at.names()[number]!r}, expected real numbers; take torch.abs or "
-                    "torch.real first"
-                )
-            if made.shape != own.shape:
-                raise ValueError(
-                    f"{what} of shape {tuple(made.shape)} for {at.names()[number]!r}, expected its shape "
-                    f"{tuple(own.shape)}; muonfx.transform is for work that changes shapes on its way"
-                )
-
-    def take(self, place: int, taken: Sequence[int], spare: int | None = None) -> list[Tensor]:
-        """Return an output, copied if its storage may be the caller's or was already returned."""
-        values = self.read(place)
-        if self._may_write[place] and place not in taken:
-            return values
-        # Reuse the storage of an operand that is no longer needed.
-        if spare is not None and self._may_write[spare] and not self._uses[spare]:
-            return ew.copy(values, into=self.read(spare))
-        return ew.clone(values)
+    return Leaf(operands[0]._record, Operation(call, [operand.place for operand in operands], others, None))

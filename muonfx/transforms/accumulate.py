@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,18 +23,14 @@ class AccumulateState(NamedTuple):
     """State of `accumulate`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Micro-batches since the last update, int64, in host memory: to ask whether it is time costs no device sync."""
+    """Micro-batches since the last update, int64, in CPU memory, so that reading it does not sync the device."""
     seen: Tensor
-    """For each leaf, the micro-batches since the last update that had a gradient for it, int64, in host memory. Leaves
-    are sorted by path whatever their containers, so that a state may move between these."""
+    """For each leaf, the micro-batches since the last update in which it had a gradient, int64, in CPU memory. Leaves
+    are sorted by path in any container."""
     sums: PyTree
     """The sums of gradients, like the parameters, in the pinned dtype."""
     inner: PyTree
     """The inner transform's state."""
-
-
-def _check_extras(tx: Transform, extras: Mapping[str, object]) -> None:
-    _check_boundary(extras.get("boundary"))
 
 
 def _check_boundary(boundary: object) -> None:
@@ -49,26 +45,23 @@ def _check_boundary(boundary: object) -> None:
 @transform(
     locality=Locality.TREE,
     combinator=Combinator(Locality.ELEMENT),
-    check_extras=_check_extras,
+    check_extras=lambda tx, extras: _check_boundary(extras.get("boundary")),
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
-    """Gather the gradients of several micro-batches and run the inner transform only on the last.
+    """Accumulate the gradients of several micro-batches and run the inner transform after the last.
 
-    In between, updates are zero. The caller may say where the last micro-batch is, with the extra ``boundary``:
-    ``update(grads, state, params, boundary=True)``; a plain bool makes the choice in Python. Without it a counter in
-    the state decides: in Python while it is a plain host tensor, by ``torch.cond`` under ``torch.compile``, and by
-    selecting between both outcomes under ``torch.func.vmap`` of the state and in ``make_fx``, where the inner transform
-    therefore runs at every call.
+    All other updates are zero. The extra ``boundary`` tells which micro-batch is the last: ``update(grads, state,
+    params, boundary=True)``; a plain bool is evaluated in Python. Without it a counter in the state decides: in Python
+    for a plain CPU tensor, by ``torch.cond`` under ``torch.compile``, and by selecting between both outcomes under
+    ``torch.func.vmap`` of the state and in ``make_fx``, so that the inner transform runs at every call.
 
-    A parameter whose gradient was None in some micro-batches counts those as zero; one whose gradient was None in all
-    gets None.
+    A gradient of None counts as zero, unless it was None in all micro-batches: then the update is None.
 
     Args:
-        inner: the transform to run on the gathered gradient.
-        every: how many micro-batches make one update.
-        mean: divide the sum by the number of micro-batches gathered.
-        dtype: pinned dtype of the sums; "auto" is float32, but float64 for a float64 parameter; None is each
-            parameter's own.
+        inner: the transform to run on the accumulated gradient.
+        every: the number of micro-batches of one update.
+        mean: divide the sum by the number of micro-batches.
+        dtype: pinned dtype of the sums, as for `MatrixSlot`.
 
     Raises:
         TypeError: at `update`, ``boundary`` is neither a bool nor None nor a bool tensor of one element.
@@ -118,7 +111,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         compiling = torch.compiler.is_compiling()
         batched = not compiling and isinstance(due, Tensor) and (is_wrapped(due) or is_traced())
         # Python must know which leaves get an update; a traced call uses the leaves that have a gradient now.
-        places = tree.leaves(updates) if compiling or batched else _ever_seen(updates, gathered)
+        places = updates if compiling or batched else _ever_seen(updates, gathered)
         act = _Act(inner, updates, places, mean, params, extras)
         if isinstance(due, Tensor) and compiling:
             return act.cond(due, gathered)
@@ -140,23 +133,20 @@ def _by_path(updates: PyTree) -> list[int]:
     """Return the indices of the leaves sorted by path: the order of `AccumulateState.seen`."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
-
-    def key(path: tuple[object, ...]) -> list[tuple[str, int | str]]:
-        return [(type(entry).__name__, entry if isinstance(entry, int | str) else str(entry)) for entry in path]
-
-    keys = [key(path) for path in tree.paths(updates)]
+    # An index is never compared with a name.
+    keys = [[(type(entry).__name__, entry) for entry in path] for path in tree.paths(updates)]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Tensor | None]:
-    """Return a tensor for each leaf that had a gradient since the last update, and None for all others."""
-    leaves = tree.leaves(updates)
+def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
+    """Return the updates with a tensor for each leaf that had a gradient since the last update."""
+    leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
-        return leaves
+        return updates
     counts = gathered.seen.tolist()  # on the CPU, so tolist() does not sync
     seen = [count for _, count in sorted(zip(_by_path(updates), counts, strict=True))]
     sums = tree.leaves(gathered.sums)
-    return [s if leaf is None and n and s is not None else leaf for leaf, n, s in zip(leaves, seen, sums, strict=True)]
+    return tree.unflatten(treedef, [s if u is None and n else u for u, n, s in zip(leaves, seen, sums, strict=True)])
 
 
 def _beside(number: Tensor, total: Tensor) -> Tensor:
@@ -169,38 +159,28 @@ class _Act(NamedTuple):
 
     inner: Transform
     updates: PyTree
-    places: list[Tensor | None]
+    places: PyTree
+    """A tensor for each leaf that gets an update, else None."""
     mean: bool
     params: PyTree
     extras: dict[str, object]
 
-    def _dtypes(self) -> list[torch.dtype | None]:
-        params = tree.leaves(self.updates if self.params is None else self.params)
-        return [
-            None if place is None else (own.dtype if own is not None else (place if param is None else param).dtype)
-            for place, own, param in zip(self.places, tree.leaves(self.updates), params, strict=True)
-        ]
-
     def step(self, gathered: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
         """Run the inner transform on the accumulated gradients and reset the sums."""
-        treedef = tree.flatten(self.updates)[1]
-        number = gathered.count.to(torch.float64)
-        combined = [
-            None if dtype is None else ((total / _beside(number, total)) if self.mean else total.clone()).to(dtype)
-            for dtype, total in zip(self._dtypes(), tree.leaves(gathered.sums), strict=True)
-        ]
+        at = Present(self.places)
+        totals, number = at.pick(gathered.sums), gathered.count.to(torch.float64)
+        combined = [total / _beside(number, total) if self.mean else total.clone() for total in totals]
+        params = self.updates if self.params is None else self.params
+        likes = zip(at.pick(self.updates), at.pick(params), totals, strict=True)
+        dtypes = [next(like.dtype for like in one if like is not None) for one in likes]
         out, inner_state = self.inner.run(
-            tree.unflatten(treedef, combined),
+            at.fill(ew.cast(combined, dtypes)),
             gathered.inner,
             self.params,
             donate=Donation(self.mean and donate.state, donate.state),
             **self.extras,
         )
-        places = iter(self.places)
-        cleared = tree.unflatten(
-            tree.flatten(gathered.sums)[1],
-            [total if next(places) is None else torch.zeros_like(total) for total in tree.leaves(gathered.sums)],
-        )
+        cleared = at.fill([torch.zeros_like(total) for total in totals], gathered.sums)
         return out, AccumulateState(
             torch.zeros_like(gathered.count), torch.zeros_like(gathered.seen), cleared, inner_state
         )

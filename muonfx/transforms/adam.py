@@ -54,21 +54,18 @@ def scale_by_adam(
             can be exactly zero, where the root has no derivative.
         nesterov: look one step ahead, as NAdam does:
             $\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)$.
-        mu_dtype: pinned dtype of the first moment; "auto" is float32, but float64 for a float64 parameter; None is
-            each parameter's own; `int8` or `fp8` store eight bits.
+        mu_dtype: pinned dtype of the first moment, as for `Slot`.
         nu_dtype: pinned dtype of the second moment, likewise.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".
         TypeError: a dtype is neither floating point nor compact.
 
-    The square of a gradient beyond 1.8e19 does not fit into fp32 (beyond 1.3e154 not into fp64): its second moment is
-    infinite from then on and the element moves no more, as in torch. `clip_by_global_norm` in front keeps every square
-    finite; `skip_nonfinite` does not see it, as the gradient itself is finite.
+    The square of a gradient beyond 1.8e19 overflows fp32 (beyond 1.3e154, fp64). The second moment of the element is
+    then infinite, and the element stays fixed, as in torch. `clip_by_global_norm` in front keeps squares finite.
 
-    Follows Kingma and Ba (arXiv 1412.6980); equal to ``torch.optim.AdamW`` without its weight decay wherever every
-    parameter has a gradient at every step. The count t is one for all parameters, as in Optax: one that gets its first
-    gradient late is corrected for steps that it did not see, which torch, with a count for each, does not do.
+    Follows Kingma and Ba (arXiv 1412.6980), and equals ``torch.optim.AdamW`` without weight decay if every parameter
+    has a gradient at every step. All parameters share the count t, as in Optax; torch counts for each parameter.
 
     Example:
         >>> import muonfx as mfx

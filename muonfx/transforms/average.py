@@ -10,7 +10,7 @@ from muonfx.core import Combinator, Donation, Locality, Transform, apply_updates
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies
-from muonfx.transforms.leafwise import Leaf, Slot, leafwise
+from muonfx.transforms.leafwise import Leaf, Slot, leafwise, params_for
 from muonfx.tree import Present, PyTree, map
 from muonfx.tree import elementwise as ew
 
@@ -32,8 +32,7 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
 
     Args:
         decay: weight of the old average, in [0, 1).
-        dtype: pinned dtype of the average; "auto" is float32, but float64 for a float64 parameter; None is each
-            parameter's own; `int8` or `fp8` store eight bits.
+        dtype: pinned dtype of the average, as for `Slot`.
 
     Raises:
         ValueError: ``decay`` is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
@@ -71,17 +70,16 @@ class MasterParamsState(NamedTuple):
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.
 
-    The inner chain sees gradients and parameters in the master dtype. The updates are the difference between the
-    rounding of the new master and the parameters, in the master dtype, so that ``apply_updates`` lands on that
-    rounding: also where each single update is below half a unit in the last place of a bf16 parameter.
+    The inner chain receives gradients and parameters in the master dtype. The updates are the difference between the
+    rounded new master and the parameters, so ``apply_updates`` gives exactly the rounded master, even if each update is
+    smaller than half a unit in the last place of a bf16 parameter.
 
     Args:
         inner: the whole chain, the learning rate included.
-        dtype: the master's dtype, pinned at `init`; "auto" is float32, but float64 for a float64 parameter; None is
-            each parameter's own.
+        dtype: the master's dtype, as for `MatrixSlot`.
 
-    The master counts: parameters that are written to from outside after `init`, say by loading weights, are brought
-    back to it by the next update. Load first, or `init` again.
+    The next update overwrites parameters that were changed outside after `init`, for example by loading weights, with
+    the master. Load first, or `init` again.
 
     Returns:
         A transform of the inner one's locality whose updates have the master's dtype, not the gradients'.
@@ -116,8 +114,7 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         donate: Donation = NOTHING,
         **extras: object,
     ):
-        if params is None:
-            raise ValueError("master_params needs the parameters: call update(updates, state, params)")
+        params = params_for("master_params", params)
         at = Present(updates)
         grads = at.pick(updates)
         wide = ew.cast_like(grads, at.pick(state.master))

@@ -11,7 +11,8 @@ from muonfx.core import Donation, EmptyState, Locality, checks, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.tree import Present, PyTree, map, norm
+from muonfx.transforms.scale import of_leaves, of_lists, of_pairs
+from muonfx.tree import Present, PyTree, norm
 from muonfx.tree import elementwise as ew
 
 __all__ = ["adaptive_grad_clip", "clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
@@ -34,12 +35,7 @@ def clip_by_value(limit: ScalarOrSchedule):
     {'w': tensor([-1.0000,  0.5000])}
     """
     limit = checks.positive("limit", limit)
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        return at.fill(ew.clamp(at.pick(updates), -limit, limit)), state
-
-    return no_state, update
+    return of_lists(lambda leaves, _: ew.clamp(leaves, -limit, limit))
 
 
 @transform(locality=Locality.LEAF, reads_params=False)
@@ -68,29 +64,24 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
         ratio = rms / ew.scalar_like(threshold, rms)
         return (wide / ratio.clamp(min=1.0)).to(leaf.dtype)
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return map(clip, updates), state
-
-    return no_state, update
+    return of_leaves(clip)
 
 
 @transform(locality=Locality.LEAF)
-def adaptive_grad_clip(
-    clipping: ScalarOrSchedule, eps: ScalarOrSchedule = 1e-3, axis: int | tuple[int, ...] | None = None
-):
-    """Scale down each unit of a leaf whose norm exceeds a share of the norm of the parameter's unit.
+def adaptive_grad_clip(clipping: ScalarOrSchedule, eps: ScalarOrSchedule = 1e-3):
+    """Scale down each unit of a leaf whose norm exceeds a fraction of the norm of the parameter's unit.
+
+    A unit is an output feature in PyTorch's layouts, (out, in) and (out, in, height, width): its norm is taken over all
+    dims but the first. A leaf in which at most one side exceeds 1 is one unit.
 
     Args:
         clipping: the largest ratio of the two norms, positive.
-        eps: a parameter's unit counts as at least this long, so that what starts at zero can move; positive.
-        axis: the dims that a norm is taken over. None: all but the first, so that a unit is an output feature in
-            PyTorch's layouts, (out, in) and (out, in, height, width); the whole leaf where at most one side exceeds 1.
+        eps: the least norm of a parameter's unit, positive, so that a parameter that starts at zero can move.
 
     Raises:
-        ValueError: ``clipping`` or ``eps`` is not positive and finite; at `update`, ``params`` is missing or a leaf has
-            not the dims that ``axis`` names.
+        ValueError: ``clipping`` or ``eps`` is not positive and finite; at `update`, ``params`` is missing.
 
-    Follows Brock et al. (arXiv 2102.06171) and Optax's transform of this name, whose units are those of JAX's layouts,
+    Follows Brock et al. (arXiv 2102.06171) and Optax's transform of this name, whose units follow JAX's layouts,
     (in, out) and (height, width, in, out).
 
     >>> import muonfx as mfx
@@ -104,15 +95,8 @@ def adaptive_grad_clip(
     def clip(leaf: Tensor, param: Tensor) -> Tensor:
         if leaf.numel() == 0:
             return leaf
-        if leaf.ndim == 0:
-            dims: tuple[int, ...] = ()
-        elif axis is not None:
-            dims = (axis,) if isinstance(axis, int) else axis
-            if any(not -leaf.ndim <= dim < leaf.ndim for dim in dims):
-                raise ValueError(f"adaptive_grad_clip: axis is {axis}, but a leaf has the shape {tuple(leaf.shape)}")
-        else:
-            is_vector = sum(size > 1 for size in leaf.shape) <= 1
-            dims = tuple(range(0 if is_vector else 1, leaf.ndim))
+        is_vector = sum(size > 1 for size in leaf.shape) <= 1
+        dims = tuple(range(0 if is_vector else 1, leaf.ndim))
         allowed = clipping * _norm(param, dims).clamp(min=eps)
         length = _norm(leaf, dims)
         exceeds = length > allowed
@@ -121,14 +105,7 @@ def adaptive_grad_clip(
         wide = ew.wide_dtype(leaf.dtype)
         return (leaf.to(wide) * factor.to(wide)).to(leaf.dtype)
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        if params is None:
-            raise ValueError("adaptive_grad_clip needs the parameters: call update(updates, state, params)")
-        at = Present(updates)
-        pairs = zip(at.pick(updates), at.pick(params), strict=True)
-        return at.fill([clip(leaf, param) for leaf, param in pairs]), state
-
-    return no_state, update
+    return of_pairs("adaptive_grad_clip", lambda leaves, params: list(map(clip, leaves, params)))
 
 
 def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -142,11 +119,9 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     """Scale all updates down together when the norm of the whole tree exceeds a bound.
 
     Args:
-        max_norm: positive; the 2-norm over all elements of all leaves. It is taken in fp64 and cannot overflow unless
-            the norm itself does, where ``torch.nn.utils.clip_grad_norm_`` makes fp32 gradients beyond about 1e19 zero.
-            A norm of more than 1e38 times ``max_norm`` costs fp32 updates their last digits. A NaN anywhere makes all
-            updates NaN, an infinity makes its own element NaN and all others zero: put `skip_nonfinite` around the
-            chain.
+        max_norm: positive; a bound of the 2-norm over all elements of all leaves. The norm is computed in fp64, so
+            squares of fp32 numbers do not overflow. A NaN makes all updates NaN. An infinity, or a float64 norm beyond
+            1e154, makes all finite updates zero: put `skip_nonfinite` around the chain.
 
     Raises:
         ValueError: ``max_norm`` is not positive and finite.
@@ -168,10 +143,10 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         at = Present(updates)
         leaves = at.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
-        ratio = _ratio(sum_over_leaves(_squared_norms(updates, max_norm)))
-        # Exactly 1 if nothing is clipped.
-        factor = torch.where(ratio > 1, 1 / torch.where(ratio > 1, ratio, 1.0), torch.ones_like(ratio))
-        factor = torch.where(ratio.isnan(), ratio, factor)
+        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates)))
+        exceeds = norm > max_norm
+        factor = torch.where(exceeds, ew.scalar_like(max_norm, norm) / torch.where(exceeds, norm, 1.0), 1.0)
+        factor = torch.where(norm.isnan(), norm, factor)
         return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 
     return no_state, update
@@ -179,37 +154,11 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
 
 def squared_norms(updates: PyTree) -> PyTree:
     """Return the squared 2-norm of each leaf as a 0-d tensor, in fp64 if the device supports it."""
-    return _squared_norms(updates, None)
-
-
-def _squared_norms(updates: PyTree, unit: float | Tensor | None) -> PyTree:
-    """Return the squared 2-norm of each leaf; if a unit is given, of its norm in this unit times `_small`."""
     at = Present(updates)
     found = ew.norms(at.pick(updates))
-
-    def squared(norm: Tensor) -> Tensor:
-        return (norm if unit is None else norm / unit * _small(norm)).square()
-
     if len({(norm.device, norm.dtype) for norm in found}) == 1 and not torch.compiler.is_compiling():
-        return at.fill(list(squared(torch.stack(found)).unbind()))  # three kernel launches in all, not per leaf
-    return at.fill([squared(norm) for norm in found])
-
-
-def _small(like: Tensor) -> float:
-    """Return a power of two that keeps the square of any norm finite, and whose own square is a normal number."""
-    # A fixed power of two needs no reduction over ranks for the largest norm.
-    return 2.0**-60 if like.device.type == "mps" else 2.0**-510
-
-
-def _ratio(total: Tensor) -> Tensor:
-    """Return the norm in a unit from the sum of `_squared_norms` in this unit."""
-    small = _small(total)
-    total = total if total.device.type == "mps" else total.double()  # the sum of no leaves is fp32
-    plain = total / small / small  # exact if finite, with derivatives of normal size
-    fits = plain.isfinite()
-    root = ew.safe_sqrt(torch.where(total.isfinite(), total, torch.ones_like(total))) / small
-    large = torch.where(total.isfinite(), root, total)
-    return torch.where(fits, ew.safe_sqrt(torch.where(fits, plain, torch.ones_like(plain))), large)
+        return at.fill(list(torch.stack(found).square().unbind()))  # three kernel launches in all, not per leaf
+    return at.fill([norm.square() for norm in found])
 
 
 def global_norm(updates: PyTree) -> Tensor:

@@ -16,6 +16,7 @@ from muonfx.core.recorded import Memory
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.select.partition import mask_patterns, resolve_mask
 from muonfx.select.predicates import Predicate
+from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
@@ -45,8 +46,7 @@ def _functions(
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        if params is None:
-            raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
@@ -82,15 +82,14 @@ def add_decayed_weights(
     r"""Add the parameters, times a factor, to the updates.
 
     Before `scale_by_learning_rate` this is the decoupled decay of AdamW: parameters shrink by ``learning_rate *
-    weight_decay``. In front of everything else, where updates are gradients, it is the L2 penalty of
-    ``torch.optim.SGD``. With a schedule of the learning rate's shape, parameters shrink by the square of the learning
-    rate over its peak. For a decay that the learning rate has no part in there is `subtract_decayed_weights`.
+    weight_decay``. At the start of a chain, where updates are gradients, it is the L2 penalty of ``torch.optim.SGD``.
+    `subtract_decayed_weights` is independent of the learning rate.
 
     Args:
         weight_decay: a number of 0 or more, or a schedule.
         mask: which parameters decay, as in `masked`; None: all.
-        cautious: decay only the elements whose sign is not opposed to that of the update, so that decay never works
-            against it. The updates must be those to be taken: put it right in front of the learning rate.
+        cautious: do not decay elements whose sign is opposite to the sign of their update. Put it directly before the
+            learning rate.
 
     Raises:
         ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.
@@ -124,13 +123,13 @@ def add_decayed_weights(
 def subtract_decayed_weights(
     _memory: Memory, weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
 ):
-    """Subtract the parameters, times a factor, from updates that are about to be added to them.
+    """Subtract the parameters, times a factor, from the updates.
 
-    Behind `scale_by_learning_rate` this is the independent decay: parameters shrink by ``weight_decay``, whatever the
+    After `scale_by_learning_rate` this is independent decay: parameters shrink by ``weight_decay``, whatever the
     learning rate.
 
     Args:
-        weight_decay: a number of 0 or more, or a schedule. Customary values are those of `add_decayed_weights` times
+        weight_decay: a number of 0 or more, or a schedule. Usual values are smaller than for `add_decayed_weights` by
             the learning rate: 1e-4 rather than 0.1.
         mask: which parameters decay, as in `masked`; None: all.
         cautious: as in `add_decayed_weights`.
@@ -156,19 +155,18 @@ def subtract_decayed_weights(
     position="before_learning_rate",
 )
 def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
-    """Keep only those elements of a transform's updates that point the way of the gradient, and scale these up.
+    """Keep only the elements of a transform's updates that have the sign of the gradient, and scale them up.
 
-    The elements whose sign differs from the incoming gradient's are set to zero and the rest of the leaf is divided
-    by the share that is kept. The inner transform must return updates in ascent direction, and what comes in must be
-    the gradient's: leave the learning rate outside, and behind. A `chain` with a learning rate in front is an error.
+    All other elements are set to zero, and the leaf is divided by the fraction of elements that are kept. The inner
+    transform must return updates in ascent direction, so the learning rate comes after this transform.
 
     Args:
         inner: the transform whose updates are filtered.
-        min_share: the share is taken to be at least this, so that few survivors do not blow up.
+        min_share: the least divisor, so that a few remaining elements do not become large.
 
     Raises:
-        ValueError: ``min_share`` is not finite or not positive, or the inner transform turns updates downhill by a
-            learning rate or a negative scale; one that a tensor or a function gives is taken to be positive.
+        ValueError: ``min_share`` is not finite or not positive, or the inner transform has a learning rate or a
+            negative scale. A scale that is a tensor or a function is assumed to be positive.
 
     Follows Cautious Optimizers (arXiv 2411.16085).
 
@@ -183,8 +181,8 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         raise TypeError(f"cautious: inner must be a Transform, found {inner!r}")
     if -1 in signs(inner):
         raise ValueError(
-            "cautious: inner turns downhill (a learning rate, or a negative scale), so all that agrees with the "
-            "gradient would be dropped; put it behind: chain(cautious(...), scale_by_learning_rate(...))"
+            "cautious: inner turns downhill (a learning rate, or a negative scale), so every element with the sign of "
+            "the gradient would be dropped; put the rate after it: chain(cautious(...), scale_by_learning_rate(...))"
         )
 
     def init(params: PyTree) -> PyTree:

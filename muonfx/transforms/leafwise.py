@@ -1,15 +1,18 @@
 """Transforms that work leaf by leaf, written as the arithmetic of one leaf.
 
 The author's ``step`` is called with a `Leaf` for each operand, which records the operations on it. It is called once,
-or at every update if it reads tensors.
+or at every update if it reads tensors. A `Plan` contains the recorded operations that the outputs of the step need;
+`Values` runs each once, on the lists of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every
+value, so `Values` knows which storage may be overwritten and keeps the donation promise.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, cast, overload
+from operator import is_not
+from typing import Any, Literal, NamedTuple, ParamSpec, cast, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from muonfx.compact import Compact
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Position
-from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
+from muonfx.transforms._leaf import Leaf, Operation
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -44,7 +47,7 @@ class Slot:
         dtype: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, None for each
             parameter's own, or a compact one such as `int8`.
         argument: the argument that pins it, for errors.
-        start: "zeros", a number for every element, or "params" for a copy of the parameters.
+        start: "zeros", or "params" for a copy of the parameters.
         signed: whether elements may be negative; only a compact dtype cares.
 
     Raises:
@@ -58,21 +61,14 @@ class Slot:
 
     dtype: StateDtype = "auto"
     argument: str = "dtype"
-    start: Literal["zeros", "params"] | float | Tensor = "zeros"
+    start: Literal["zeros", "params"] = "zeros"
     signed: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, Compact):
             checks.state_dtype(self.argument, self.dtype)
-        if not isinstance(self.start, str):
-            checks.finite("Slot: start", self.start)
-        elif self.start not in ("zeros", "params"):
-            raise ValueError(f'Slot: start must be "zeros", "params" or a number, found {self.start!r}')
-
-    @property
-    def starts_at_params(self) -> bool:
-        """True if its first values are the parameters'."""
-        return isinstance(self.start, str) and self.start == "params"
+        if self.start not in ("zeros", "params"):
+            raise ValueError(f'Slot: start must be "zeros" or "params", found {self.start!r}')
 
 
 @dataclass(frozen=True)
@@ -95,15 +91,11 @@ class SlotTrees:
 
     def init(self, params: PyTree) -> PyTree:
         """Return the first tree."""
-        start, holder = self._slot.start, self._holder
-        dtype = "auto" if holder is not None else cast("WideStateDtype", self._slot.dtype)
-        if isinstance(start, str):
-            if holder is not None:
-                return holder.zeros(params) if start == "zeros" else holder.of(params)
-            return zeros(params, dtype) if start == "zeros" else copies(params, dtype)
-        value = start.to(device_of(params)) if isinstance(start, Tensor) else start
-        filled = tree.map(lambda leaf: (leaf + value).to(leaf.dtype), zeros(params, dtype))
-        return filled if holder is None else holder.of(filled)
+        is_zero = self._slot.start == "zeros"
+        if self._holder is not None:
+            return self._holder.zeros(params) if is_zero else self._holder.of(params)
+        dtype = cast("WideStateDtype", self._slot.dtype)
+        return zeros(params, dtype) if is_zero else copies(params, dtype)
 
     def read(self, at: Present, held: PyTree) -> list[Tensor]:
         """Return the values of the selected leaves."""
@@ -123,7 +115,6 @@ def leafwise(constructor: Callable[P, StateAndStep], /) -> Callable[P, Transform
 @overload
 def leafwise(
     *,
-    name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
     position: Position | Callable[..., Position | None] | None = None,
@@ -134,7 +125,6 @@ def leafwise(
 def leafwise(
     constructor: Constructor | None = None,
     *,
-    name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
     position: Position | Callable[..., Position | None] | None = None,
@@ -152,7 +142,6 @@ def leafwise(
 
     Args:
         constructor: the function. It validates its arguments, and its name becomes the transform's name.
-        name: as for `muonfx.transform`.
         locality: what a step must see; ELEMENT unless said otherwise, and at least LEAF with a compact dtype.
         reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
             with this update. A slot that starts at the parameters needs it too.
@@ -200,7 +189,6 @@ def leafwise(
             return max(locality, Locality.LEAF) if is_compact else locality  # the elements of a block share a scale
 
         decorator = transform(
-            name=name,
             locality=find_locality,
             reads_params=bool(reads_params),
             position=position,
@@ -220,7 +208,7 @@ def state_and_step(kind: str, found: object, other: type, reads_params: ReadsPar
             raise TypeError(
                 f"{kind} constructor returns a state of Slot and {other.__name__}, found {field!r} at {where!r}"
             )
-        if isinstance(field, Slot) and field.starts_at_params and not reads_params:
+        if isinstance(field, Slot) and field.start == "params" and not reads_params:
             raise TypeError(
                 f"{kind} constructor whose slot {where!r} starts at the parameters declares reads_params=True"
             )
@@ -260,7 +248,8 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
                 operands.append(field.read(at, own))
                 may_write.append(donate.state or field.reads_copies)
         if reads_params:
-            operands.append(at.pick(params_for(name, params, updates, reads_params)))
+            params = params_for(name, params)
+            operands.append(at.pick(apply_updates(params, updates) if reads_params == "updated" else params))
             may_write.append(False)
 
         planned = plan_for(held)
@@ -284,11 +273,11 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
     return init, update
 
 
-def params_for(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParams) -> PyTree:
-    """Return the parameters that a step reads; raise if they are missing."""
+def params_for(name: str, params: PyTree) -> PyTree:
+    """Return the parameters; raise if they are missing."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-    return apply_updates(params, updates) if reads_params == "updated" else params
+    return params
 
 
 def _record(name: str, declared: PyTree, step: Step, held: list[PyTree], reads_params: bool) -> Plan:
@@ -315,3 +304,116 @@ def _record(name: str, declared: PyTree, step: Step, held: list[PyTree], reads_p
                 f"declared as {slot!r}"
             )
     return plan(record, out, found)
+
+
+class Plan(NamedTuple):
+    """The operations that the outputs of a step need, in recorded order."""
+
+    operations: list[tuple[int, Operation]]
+    """Pairs (index of the result, operation)."""
+    uses: list[int]
+    """The number of operations and outputs that use each value."""
+    update: int
+    """The index of the update."""
+    state: list[int | Tensor]
+    """For each field of the new state its index, or its value if it is a count."""
+    unsure: frozenset[int]
+    """The indices of results that may be complex or have another shape than their leaves."""
+    may_vary: bool
+    """True if a scalar is a tensor, which may differ at the next call."""
+
+
+def plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> Plan:
+    """Return the plan that computes a step's outputs: the update and the fields of its new state."""
+    uses = [0] * len(record)
+    for leaf in (update, *state):
+        if isinstance(leaf, Leaf):
+            uses[leaf.place] += 1
+    needed: list[tuple[int, Operation]] = []
+    for place in reversed(range(len(record))):
+        operation = record[place]
+        if operation is not None and uses[place]:
+            needed.append((place, operation))
+            for operand in operation.operands:
+                uses[operand] += 1
+    unsure = frozenset(place for place, operation in needed if operation.overwrites is None)
+    may_vary = any(isinstance(scalar, Tensor) for _, operation in needed for scalar in operation.scalars)
+    fields = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in state]
+    return Plan(needed[::-1], uses, update.place, fields, unsure, may_vary)
+
+
+def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[torch.dtype]]:
+    """Return the dtype, or the dtype of each tensor, to compute in: the widest among a leaf's operands, or fp32."""
+    kinds = {x.dtype for xs in lists for x in xs}
+    if all(len({x.dtype for x in xs}) <= 1 for xs in lists):
+        return [ew.wide_dtype(*kinds)] * len(lists)
+    return [[ew.wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]] * len(lists)
+
+
+class Values:
+    """The values of a plan as lists of tensors; operands are cast when they are first read."""
+
+    def __init__(self, plan: Plan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
+        self._operands, self._dtypes = operands, _compute_dtypes(operands)
+        self._lists: list[list[Tensor] | None] = [None] * len(plan.uses)
+        self._may_write = may_write + [False] * (len(plan.uses) - len(operands))
+        self._uses = list(plan.uses)
+        self._unsure = plan.unsure
+        self.was_cast = [False] * len(operands)
+        """For each operand, whether all values that were read are copies."""
+        for place, operation in plan.operations:
+            self._lists[place] = self._compute(operation)
+            self._may_write[place] = operation.overwrites is not None
+
+    def read(self, place: int) -> list[Tensor]:
+        """Return the value at an index."""
+        values = self._lists[place]
+        if values is None:
+            given = self._operands[place]
+            values = self._lists[place] = ew.cast(given, self._dtypes[place])
+            self.was_cast[place] = all(map(is_not, values, given))
+            self._may_write[place] = self._may_write[place] or self.was_cast[place]
+        return values
+
+    def _compute(self, operation: Operation) -> list[Tensor]:
+        """Run an operation, in the storage of an operand if this is its last use."""
+        function, operands, scalars, overwrites = operation
+        lists = [self.read(place) for place in operands]
+        if overwrites is None:
+            result = function(*lists, *scalars)
+            for place in operands:
+                self._may_write[place] = False  # the result may be a view of it
+        else:
+            target = operands[overwrites]
+            reuse = self._may_write[target] and self._uses[target] == 1
+            result = function(*lists, *scalars, reuse=reuse)
+            self._may_write[target] = self._may_write[target] and not reuse
+        for place in operands:
+            self._uses[place] -= 1
+            if not self._uses[place] and place >= len(self._operands):
+                self._lists[place] = None
+        return result
+
+    def check(self, place: int, like: Sequence[Tensor], at: Present, what: str) -> None:
+        """Require real values in the shapes of the tensors ``like``."""
+        for number, (made, own) in enumerate(zip(self.read(place), like, strict=True) if place in self._unsure else ()):
+            if made.is_complex():
+                raise TypeError(
+                    f"{what} of {made.dtype} for {at.names()[number]!r}, expected real numbers; take torch.abs or "
+                    "torch.real first"
+                )
+            if made.shape != own.shape:
+                raise ValueError(
+                    f"{what} of shape {tuple(made.shape)} for {at.names()[number]!r}, expected its shape "
+                    f"{tuple(own.shape)}; muonfx.transform is for work that changes shapes on its way"
+                )
+
+    def take(self, place: int, taken: Sequence[int], spare: int | None = None) -> list[Tensor]:
+        """Return an output, copied if its storage may be the caller's or was already returned."""
+        values = self.read(place)
+        if self._may_write[place] and place not in taken:
+            return values
+        # Reuse the storage of an operand that is no longer needed.
+        if spare is not None and self._may_write[spare] and not self._uses[spare]:
+            return ew.copy(values, into=self.read(spare))
+        return ew.clone(values)

@@ -30,8 +30,7 @@ def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu
     Args:
         b1: weight of the average in the update, in [0, 1).
         b2: decay of the average, in [0, 1).
-        mu_dtype: pinned dtype of the average; "auto" is float32, but float64 for a float64 parameter; None is each
-            parameter's own; `int8` or `fp8` store eight bits.
+        mu_dtype: pinned dtype of the average, as for `Slot`.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".

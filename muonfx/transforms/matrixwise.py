@@ -18,10 +18,9 @@ from muonfx.core.contract import NOTHING, Position
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import WideStateDtype, state_dtype
-from muonfx.transforms.leafwise import Slot, SlotTrees, params_for
+from muonfx.transforms.leafwise import Slot, SlotTrees, params_for, state_and_step
 from muonfx.tree import Present, PyTree, Structure
 from muonfx.tree import elementwise as ew
-from muonfx.tree.arguments import check_plain, plain_kinds
 
 __all__ = ["MatrixSlot", "MatrixStates", "StateAndMatrixStep", "matrixwise"]
 
@@ -33,9 +32,6 @@ P = ParamSpec("P")
 
 def _one_zero(matrices: Tensor) -> Tensor:
     return matrices.new_zeros((*matrices.shape[:-2], 1, 1))
-
-
-_STR, _BOOL = plain_kinds("str"), plain_kinds("bool")
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,6 @@ class MatrixSlot:
     saturates: bool = False
 
     def __post_init__(self) -> None:
-        check_plain("MatrixSlot", "argument", self.argument, _STR)
-        check_plain("MatrixSlot", "saturates", self.saturates, _BOOL)
         checks.state_dtype(self.argument, self.dtype)
 
     def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -99,7 +93,6 @@ def matrixwise(constructor: Callable[P, StateAndMatrixStep], /) -> Callable[P, T
 @overload
 def matrixwise(
     *,
-    name: str | None = None,
     reads_params: bool = False,
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
@@ -109,7 +102,6 @@ def matrixwise(
 def matrixwise(
     constructor: Callable[..., StateAndMatrixStep] | None = None,
     *,
-    name: str | None = None,
     reads_params: bool = False,
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
@@ -130,7 +122,6 @@ def matrixwise(
 
     Args:
         constructor: the function. It validates its arguments, and its name becomes the transform's name.
-        name: as for `muonfx.transform`.
         reads_params: whether the step takes the parameters. State that starts at the parameters' values needs it too.
         position: as for `muonfx.transform`.
         short_names: as for `muonfx.transform`.
@@ -170,12 +161,9 @@ def matrixwise(
 
         @functools.wraps(constructor)
         def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> InitAndUpdate:
-            found: object = constructor(*args, view=view, **kwargs)
-            if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
-                raise TypeError(
-                    f"{constructor.__name__}: a matrixwise constructor returns a state and a step, found {found!r}"
-                )
-            return _functions(constructor.__name__, view, *found, reads_params=reads_params)
+            returned = constructor(*args, view=view, **kwargs)
+            declared = state_and_step(f"{constructor.__name__}: a matrixwise", returned, MatrixSlot, reads_params)
+            return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
             """Return ``on_stacks`` of a transform: the state of a stack of stacks has more dims than of a stack."""
@@ -184,7 +172,6 @@ def matrixwise(
             return on_stacks(tx, shapes, with_blocks=is_simple)
 
         decorator = transform(
-            name=name,
             locality=matrix_locality,
             reads_params=reads_params,
             on_stacks=independent,
@@ -243,57 +230,49 @@ def _functions(
     name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], *, reads_params: bool
 ) -> InitAndUpdate:
     """Build ``init`` and ``update`` from a declared state and a step."""
-    fields: list[_Like | MatrixStates] = []
-    for slot, role in zip(tree.leaves(declared), tree.names(declared) if tree.leaves(declared) else (), strict=True):
-        if isinstance(slot, Slot) and slot.starts_at_params and not reads_params:
-            raise TypeError(f"{name}: the slot {role!r} starts at the parameters; declare reads_params=True")
-        if not isinstance(slot, Slot | MatrixSlot):
-            raise TypeError(f"{name}: expected a state of Slot and MatrixSlot, found {slot!r} at {role!r}")
-        fields.append(_Like(slot, role) if isinstance(slot, Slot) else MatrixStates(slot))
-
-    treedef = tree.flatten(declared)[1]
-
-    def containers() -> Structure:
-        return tree.flatten(declared)[1] if torch.compiler.is_compiling() else treedef  # tracing has its own treedefs
-
-    def advance(u: Tensor, old: list[Tensor], p: list[Tensor]) -> list[Tensor]:
-        """Return the update of one stack of matrices and its new state, in the dtype to compute in."""
-        if u.numel() == 0:
-            return [u.clone(), *(state.clone() for state in old)]
-        wide = ew.wide_dtype(*(x.dtype for x in (u, *old, *p)))
-        given = [x.to(wide) for x in (u, *old)]
-        out, state = step(given[0], tree.unflatten(containers(), given[1:]), *(x.to(wide) for x in p))
-        made = [out, *tree.subtrees(containers(), state)]
-        for new, own in zip(made, given, strict=True):
-            if new.shape != own.shape:
-                raise ValueError(f"{name}: the step returns shape {tuple(new.shape)}, expected {tuple(own.shape)}")
-        # What is returned may not share storage with what was given.
-        return [new.clone() if any(new is own for own in given) else new for new in made]
+    named = zip(tree.leaves(declared), tree.names(declared), strict=True)
+    fields = [_Like(slot, role) if isinstance(slot, Slot) else MatrixStates(slot) for slot, role in named]
 
     def init(params: PyTree) -> PyTree:
         at = Present(params)
         matrices = Matrices(view, at, at.pick(params), names=at.names())
-        return tree.unflatten(containers(), [field.init(params, matrices) for field in fields])
+        return tree.unflatten(tree.flatten(declared)[1], [field.init(params, matrices) for field in fields])
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        at = Present(updates)
+        at, containers = Present(updates), tree.flatten(declared)[1]
         leaves = at.pick(updates)
         matrices = Matrices(view, at, leaves)
-        operands = [matrices.of_updates]
-        held = tree.subtrees(containers(), state)
-        operands += [field.read(own, matrices) for field, own in zip(fields, held, strict=True)]
+        held = tree.subtrees(containers, state)
+        operands = [matrices.of_updates, *[field.read(own, matrices) for field, own in zip(fields, held, strict=True)]]
         if reads_params:
-            operands.append(matrices.split(at.pick(params_for(name, params, updates, reads_params))))
-        last = 1 + len(fields)
+            operands.append(matrices.split(at.pick(params_for(name, params))))
         made = [
-            [advance(one[0], list(one[1:last]), list(one[last:])) for one in zip(*stacks, strict=True)]
+            [_advance(name, step, containers, len(fields), stack) for stack in zip(*stacks, strict=True)]
             for stacks in zip(*operands, strict=True)
         ]
-        out, *states = ([[found[place] for found in leaf] for leaf in made] for place in range(last))
+        out, *states = ([[found[place] for found in leaf] for leaf in made] for place in range(1 + len(fields)))
         out = [[matrix.to(leaf.dtype) for matrix in own] for own, leaf in zip(out, leaves, strict=True)]
         new = [field.write(own, old, matrices) for field, own, old in zip(fields, states, held, strict=True)]
-        return at.fill(matrices.join(out, leaves)), tree.unflatten(containers(), new)
+        return at.fill(matrices.join(out, leaves)), tree.unflatten(containers, new)
 
     return init, update
+
+
+def _advance(
+    name: str, step: Callable[..., Any], containers: Structure, number: int, operands: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the update of one stack of matrices and the new state of so many fields, in the dtype to compute in."""
+    returned = operands[: 1 + number]
+    if operands[0].numel() == 0:
+        return [x.clone() for x in returned]
+    wide = ew.wide_dtype(*(x.dtype for x in operands))
+    u, *given = (x.to(wide) for x in operands)
+    out, state = step(u, tree.unflatten(containers, given[:number]), *given[number:])
+    made = [out, *tree.subtrees(containers, state)]
+    for new, own in zip(made, returned, strict=True):
+        if new.shape != own.shape:
+            raise ValueError(f"{name}: the step returns shape {tuple(new.shape)}, expected {tuple(own.shape)}")
+    # The result must not share storage with an operand.
+    return [new.clone() if any(new is own for own in (u, *given)) else new for new in made]

@@ -50,13 +50,11 @@ def momentum(
     Args:
         decay: $\beta$, in [0, 1).
         nesterov: look one step ahead.
-        debias: divide by the weight that the average has gathered, as Adam does; with Nesterov both terms, as NAdam
-            does: $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$.
-            The count t is one for all parameters.
+        debias: divide by the total weight of the average, as Adam does; with Nesterov both terms, as NAdam does:
+            $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$. All parameters share the count t.
         heavy_ball: sum instead of averaging; it has no bias to correct.
-        dtype: the dtype of the state, pinned at `init`; "auto" is float32, but float64 for a float64 parameter, so at
-            least fp32 and never narrower than the parameter; None is each parameter's own; `int8` or `fp8` store it in
-            eight bits. The arithmetic is done in the wider of gradient and state, at least fp32.
+        dtype: pinned dtype of the state, as for `Slot`. The arithmetic is done in the wider of gradient and state, and
+            in at least fp32.
 
     Returns:
         A transform with a `MomentumState`, or a `DebiasedMomentumState`; of locality ELEMENT, or LEAF with a compact

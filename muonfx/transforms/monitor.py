@@ -39,18 +39,14 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
     return _norm(updates, total) / elements.clamp(min=1.0).sqrt()
 
 
-def _matrices(updates: PyTree) -> list[Tensor]:
-    """Return the leaves of two or more dims as matrices with rows <= columns, in at least fp32."""
+def _of_matrices(updates: PyTree, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a number for each leaf of two or more dims, as a matrix with rows <= columns in at least fp32."""
+    device = device_of(updates)
     wide = [
         u.reshape(u.shape[0], -1).to(ew.wide_dtype(u.dtype)) for u in tree.tensors(updates) if u.ndim >= 2 and u.numel()
     ]
-    return [m.mT if m.shape[0] > m.shape[1] else m for m in wide]
-
-
-def _mean(values: list[Tensor], like: PyTree) -> Tensor:
-    if not values:
-        return torch.zeros((), device=device_of(like))
-    return torch.stack([value.to(values[0].device) for value in values]).mean()
+    found = [function(m.mT if m.shape[0] > m.shape[1] else m).to(device) for m in wide]
+    return torch.stack(found) if found else torch.zeros(1, device=device)
 
 
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
@@ -58,7 +54,7 @@ def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
         gram = m @ m.mT
         return torch.linalg.vector_norm(gram - torch.eye(len(gram), dtype=m.dtype, device=m.device)) / len(gram) ** 0.5
 
-    return _mean([error(m) for m in _matrices(updates)], updates)
+    return _of_matrices(updates, error).mean()
 
 
 def _spectral_norm(updates: PyTree, total: Sum) -> Tensor:
@@ -70,10 +66,7 @@ def _spectral_norm(updates: PyTree, total: Sum) -> Tensor:
             v = m @ (m.mT @ (v / torch.linalg.vector_norm(v).clamp(min=torch.finfo(m.dtype).tiny)))
         return torch.linalg.vector_norm(v).sqrt()
 
-    found = [estimate(m) for m in _matrices(updates)]
-    if not found:
-        return torch.zeros((), device=device_of(updates))
-    return torch.stack([value.to(found[0].device) for value in found]).amax()
+    return _of_matrices(updates, estimate).amax()
 
 
 Metric = Literal["norm", "rms", "orthogonality_error", "spectral_norm"]
@@ -92,21 +85,21 @@ _SUMS = {"norm", "rms"}
 
 @transform(locality=Locality.TREE, position="observer")
 def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms"), *, by_leaf: bool = False):
-    r"""Measure the updates that pass by, and pass them on unchanged.
+    r"""Measure the updates and return them unchanged.
 
-    Put it where the thing to measure is: first in a chain for the gradient norm, behind `orthogonalize` for the
+    Its place in the chain decides which updates it measures: first for the gradient norm, after `orthogonalize` for the
     orthogonality error, last for the size of the steps. `metrics` collects the values from a state.
 
     Args:
-        name: prefix of the values' names; give each monitor of a chain its own.
+        name: prefix of the names of the values; it must differ between the monitors of a chain.
         metrics: any of "norm" (2-norm of the whole tree), "rms" (root mean square of all elements),
             "orthogonality_error" (mean over matrices of $\|UU^T - I\|_F / \sqrt{r}$, on the smaller side r),
             "spectral_norm" (largest singular value over all matrices, estimated from below by 12 power iterations).
-        by_leaf: measure each leaf by itself, as "name/leaf/metric"; `muonfx.plot.plot_update_rms` draws them. Over
-            ranks this gathers all updates at every step.
+        by_leaf: measure each leaf, as "name/leaf/metric"; `muonfx.plot.plot_update_rms` plots the values. Under a
+            sharded layout this gathers all updates at every step.
 
     Raises:
-        ValueError: an unknown metric; the message lists those known.
+        ValueError: unknown metrics; the message lists the known ones.
 
     Example:
         >>> import muonfx as mfx
@@ -123,25 +116,22 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     if unknown or not metrics:
         raise ValueError(f"monitor: unknown metrics {unknown}; there are {', '.join(map(repr, METRICS))}")
 
-    def measured(updates: PyTree, total: Sum) -> MonitorState:
-        return MonitorState({f"{name}/{m}": METRICS[m](updates, total).to(torch.float32) for m in metrics})
-
-    def measured_by_leaf(updates: PyTree) -> MonitorState:
-        device = device_of(updates)
+    def values(updates: PyTree, value: Callable[[str, PyTree], Tensor]) -> MonitorState:
+        """Apply a function of a metric and a tree to all updates, or to each leaf."""
+        parts = {name: updates}
+        if by_leaf:
+            parts = {f"{name}/{n}": leaf for n, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True)}
         return MonitorState(
-            {
-                f"{name}/{leaf}/{m}": METRICS[m](update, sum_over_leaves).to(device, torch.float32)
-                for leaf, update in zip(tree.names(updates), tree.leaves(updates), strict=True)
-                for m in metrics
-            }
+            {f"{key}/{metric}": value(metric, part) for key, part in parts.items() for metric in metrics}
         )
+
+    def measured(updates: PyTree, total: Sum) -> MonitorState:
+        device = device_of(updates)
+        return values(updates, lambda metric, part: METRICS[metric](part, total).to(device, torch.float32))
 
     def init(params: PyTree) -> MonitorState:
         device = device_of(params)
-        before = [f"{name}/{leaf}" for leaf in tree.names(params)] if by_leaf else [name]
-        return MonitorState(
-            {f"{one}/{m}": torch.zeros((), dtype=torch.float32, device=device) for one in before for m in metrics}
-        )
+        return values(params, lambda metric, part: torch.zeros((), dtype=torch.float32, device=device))
 
     def update_by_sums(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
@@ -149,7 +139,7 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
         return updates, measured(updates, sum_over_leaves)
 
     def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return updates, measured_by_leaf(updates) if by_leaf else measured(updates, sum_over_leaves)
+        return updates, measured(updates, sum_over_leaves)
 
     return init, update_by_sums if set(metrics) <= _SUMS and not by_leaf else update
 

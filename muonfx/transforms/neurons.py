@@ -47,14 +47,11 @@ def normalize_neurons(
         decay: $\beta$, in [0, 1).
         eps: added to the root, not negative.
         keep_norm: give each matrix the norm that it had before.
-        axis: which lines are neurons: "rows", or "longer" for the columns of a matrix (or block) with more columns than
-            rows and the rows of any other. The paper and Dion's "neuron" take rows, the weights of one output, and so
-            does the default. modded-nanogpt, Emerging-Optimizers and Dion's "short_axis" take the longer side: those
-            are the lines that an orthogonal matrix leaves unequal, where all of the shorter side have length one.
-        dtype: pinned dtype of the second moment; "auto" is float32, but float64 for a float64 parameter; None is
-            each parameter's own.
-        view: which matrices a leaf consists of; the same as for `orthogonalize`. Each block keeps its own norm, as a
-            parameter of its own would.
+        axis: "rows" as in the paper and Dion's "neuron", or "longer" for the columns of a matrix (or block) with more
+            columns than rows, and the rows of any other, as in modded-nanogpt, Emerging-Optimizers and Dion's
+            "short_axis". In an orthogonal matrix only these lines differ in length.
+        dtype: pinned dtype of the second moment, as for `MatrixSlot`.
+        view: which matrices a leaf consists of, as for `orthogonalize`. Each block keeps its own norm.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
@@ -73,8 +70,6 @@ def normalize_neurons(
     """
     decay = checks.in_unit_interval("decay", decay)
     eps = checks.at_least("eps", eps, 0.0)
-    if axis not in ("rows", "longer"):
-        raise ValueError(f'normalize_neurons: axis must be "rows" or "longer", found {axis!r}')
 
     def is_by_columns(matrix: Tensor) -> bool:
         return axis == "longer" and matrix.shape[-1] > matrix.shape[-2]

@@ -31,11 +31,11 @@ class SkipNonfiniteState(NamedTuple):
 
 @transform(locality=Locality.TREE, combinator=Combinator(Locality.TREE))
 def skip_nonfinite(inner: Transform):
-    """Leave the state of a transform bitwise as it was, and update nothing, when any gradient is NaN or infinite.
+    """Skip a step in which any gradient is NaN or infinite: return zero updates and keep the state bitwise.
 
-    Nothing is read back from the device: old or new is selected there. So the inner transform runs at every step, on
-    zeros where the step is skipped, and its old state cannot be donated to it. Around `accumulate`, whose counters
-    are in host memory, the selection waits for the device: ``accumulate(skip_nonfinite(...), k)`` does not.
+    The old or the new state is selected on the device, without a sync. So the inner transform runs at every step, on
+    zeros in a skipped step, and its old state cannot be donated to it. Around `accumulate`, whose counters are in CPU
+    memory, the selection syncs; ``accumulate(skip_nonfinite(...), k)`` does not.
 
     Args:
         inner: usually the whole chain, so that one bad leaf skips the whole step.

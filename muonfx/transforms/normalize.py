@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonfx import tree
-from muonfx.core import Donation, EmptyState, Locality, transform
-from muonfx.core.combine import no_state
-from muonfx.core.contract import NOTHING
+from muonfx.core import EmptyState, Locality, transform
 from muonfx.polar.scaling import power_of_two
 from muonfx.select import MatrixView
 from muonfx.transforms.matrixwise import StateAndMatrixStep, matrixwise
-from muonfx.tree import PyTree
+from muonfx.transforms.scale import of_leaves
 from muonfx.tree import elementwise as ew
 
 __all__ = ["normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_rows"]
@@ -107,11 +104,7 @@ def normalize_leaves():
         >>> mfx.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState())[0]
         {'b': tensor([ 1., -1.])}
     """
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return tree.map(lambda leaf: to_unit_rms(leaf, tuple(range(leaf.ndim))), updates), state
-
-    return no_state, update
+    return of_leaves(lambda leaf: to_unit_rms(leaf, tuple(range(leaf.ndim))))
 
 
 def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:

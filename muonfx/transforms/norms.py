@@ -7,13 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, checks, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.clip import squared_norms
-from muonfx.transforms.scale import position_of_factor
+from muonfx.transforms.scale import of_leaves, of_pairs, position_of_factor
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
@@ -56,15 +55,10 @@ def scale_by_trust_ratio(
         ratio = torch.where(usable, ratio, torch.where((norm + of_param).isnan(), norm + of_param, 1.0))
         return (leaf.to(ew.wide_dtype(leaf.dtype)) * ratio).to(leaf.dtype)
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        if params is None:
-            raise ValueError("scale_by_trust_ratio needs the parameters: call update(updates, state, params)")
-        at = Present(updates)
-        leaves = at.pick(updates)
-        each = zip(leaves, ew.norms(leaves), ew.norms(at.pick(params)), strict=True)
-        return at.fill([rescale(*one) for one in each]), state
+    def rescaled(leaves: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+        return [rescale(*one) for one in zip(leaves, ew.norms(leaves), ew.norms(params), strict=True)]
 
-    return no_state, update
+    return of_pairs("scale_by_trust_ratio", rescaled)
 
 
 @transform(locality=Locality.TREE, position=lambda scale_factor, eps: position_of_factor(scale_factor) or "sets_size")
@@ -125,7 +119,4 @@ def centralize():
         wide = leaf.to(ew.wide_dtype(leaf.dtype))
         return (wide - wide.mean(dim=tuple(range(1, leaf.ndim)), keepdim=True)).to(leaf.dtype)
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return tree.map(center, updates), state
-
-    return no_state, update
+    return of_leaves(center)

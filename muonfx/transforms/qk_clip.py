@@ -14,6 +14,7 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, checks, trans
 from muonfx.core.checks import NamePatterns
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import code_of, did_you_mean
@@ -279,8 +280,7 @@ def qk_clip(
         shard: Callable[[PyTree], PyTree] = _unchanged,
         max_over_ranks: Callable[[Tensor], Tensor] = _unchanged,
     ):
-        if params is None:
-            raise ValueError("qk_clip needs the parameters: call update(updates, state, params)")
+        params = params_for("qk_clip", params)
         weights = dict(zip(tree.names(params), tree.leaves(params), strict=True))
         members = [own for own in _members(given, params) if weights[own.name] is not None]
         if not members:

@@ -38,7 +38,6 @@ class DebiasedRmsState(NamedTuple):
 def scale_by_rms(
     decay: ScalarOrSchedule = 0.9,
     eps: ScalarOrSchedule = 1e-8,
-    initial_scale: ScalarOrSchedule = 0.0,
     *,
     eps_in_sqrt: bool = True,
     debias: bool = False,
@@ -52,12 +51,10 @@ def scale_by_rms(
     Args:
         decay: $\beta$, in [0, 1).
         eps: $\epsilon$, not negative.
-        initial_scale: every element of $v_0$, not negative.
         eps_in_sqrt: add $\epsilon$ inside the root.
         debias: divide the average by the weight that it has gathered, $1 - \beta^t$, as Adam does; with
             ``eps_in_sqrt=False`` the result is `scale_by_adam` with b1 of 0. The count t is one for all parameters.
-        nu_dtype: pinned dtype of the average; "auto" is float32, but float64 for a float64 parameter; None is each
-            parameter's own; `int8` or `fp8` store eight bits.
+        nu_dtype: pinned dtype of the average, as for `Slot`.
 
     Returns:
         A transform with an `RmsState`, or a `DebiasedRmsState`; of locality ELEMENT, or LEAF with a compact dtype.
@@ -77,9 +74,7 @@ def scale_by_rms(
     """
     decay = checks.in_unit_interval("decay", decay)
     eps = checks.at_least("eps", eps, 0.0)
-    initial_scale = checks.at_least("initial_scale", initial_scale, 0.0)
-    starts_at_zero = isinstance(initial_scale, float) and initial_scale == 0.0
-    slot = Slot(nu_dtype, "nu_dtype", start="zeros" if starts_at_zero else initial_scale, signed=False)
+    slot = Slot(nu_dtype, "nu_dtype", signed=False)
 
     def divide(u: Leaf, nu: Leaf) -> Leaf:
         return u / (nu + eps).sqrt() if eps_in_sqrt else u / (nu.sqrt() + eps)
@@ -134,8 +129,7 @@ def scale_by_factored_rms(
         step_offset: the steps to count from, such as those of an earlier training.
         min_dim_size_to_factor: leaves are factored along their two largest dims where both are at least this long.
         eps: added to each square, not negative.
-        dtype: pinned dtype of the state; "auto" is float32, but float64 for a float64 parameter; None is each
-            parameter's own.
+        dtype: pinned dtype of the state, as for `MatrixSlot`.
 
     Raises:
         ValueError: an argument is out of range, or the dtype is a string other than "auto".

@@ -9,11 +9,13 @@ from typing import Literal
 from torch import Tensor
 
 from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
+from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING, Position
 from muonfx.core.recorded import parts_of
 from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
+from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
@@ -28,20 +30,35 @@ __all__ = [
 ]
 
 
-def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
-    """Build the functions of a transform that multiplies all updates by one number and a sign."""
-
-    def init(params: PyTree) -> EmptyState:
-        return EmptyState()
+def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndUpdate:
+    """Build a transform without state from a function of the leaves, and of whether it may overwrite them."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        # Not `leafwise`: one product is rounded once in any dtype, and casts would take two more passes.
         at = Present(updates)
-        leaves = at.pick(updates)
-        # A scheduler may write into a tensor that is the factor, so the sign is applied at every step.
-        return at.fill(ew.cast_like(ew.mul(leaves, sign * factor, reuse=donate.updates), leaves)), state
+        return at.fill(function(at.pick(updates), donate.updates)), state
 
-    return init, update
+    return no_state, update
+
+
+def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
+    """Build a transform without state from a function of one leaf."""
+    return of_lists(lambda leaves, _: [function(leaf) for leaf in leaves])
+
+
+def of_pairs(name: str, function: Callable[[list[Tensor], list[Tensor]], list[Tensor]]) -> InitAndUpdate:
+    """Build a transform without state from a function of the leaves and of the parameters."""
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        return at.fill(function(at.pick(updates), at.pick(params_for(name, params)))), state
+
+    return no_state, update
+
+
+def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
+    # Not `leafwise`: one product is rounded once in any dtype, and casts would take two more passes.
+    # A scheduler may write into a tensor that is the factor, so the sign is applied at every step.
+    return of_lists(lambda leaves, reuse: ew.cast_like(ew.mul(leaves, sign * factor, reuse=reuse), leaves))
 
 
 def position_of_factor(factor: object) -> Position | None:
@@ -80,15 +97,7 @@ def scale_by_sign():
     >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.core.EmptyState())[0]
     {'w': tensor([ 1.,  0., -1.])}
     """
-
-    def init(params: PyTree) -> EmptyState:
-        return EmptyState()
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        return at.fill(ew.apply("sign", at.pick(updates), reuse=donate.updates)), state
-
-    return init, update
+    return of_lists(lambda leaves, reuse: ew.apply("sign", leaves, reuse=reuse))
 
 
 @transform(
@@ -130,15 +139,12 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
 def scale_each(factors: Mapping[str, float]):
     """Multiply each leaf by its own number: `scale_by_shape` for known shapes."""
 
-    def init(params: PyTree) -> EmptyState:
-        return EmptyState()
-
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
         leaves = at.pick(updates)
         return at.fill(ew.mul_each(leaves, [factors[name] for name in at.names()], reuse=donate.updates)), state
 
-    return init, update
+    return no_state, update
 
 
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
@@ -189,11 +195,6 @@ def scale_by_shape(
         >>> mfx.scale_by_shape("spectral").update({"w": torch.ones(4, 1)}, mfx.core.EmptyState())[0]["w"].T
         tensor([[2., 2., 2., 2.]])
     """
-    if rule not in SHAPE_RULES:
-        raise ValueError(f"scale_by_shape: unknown rule {rule!r}; there are {', '.join(map(repr, SHAPE_RULES))}")
-
-    def init(params: PyTree) -> EmptyState:
-        return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -205,4 +206,4 @@ def scale_by_shape(
         out = [[matrix * shape_factor(rule, matrix) for matrix in own] for own in matrices.of_updates]
         return at.fill(matrices.join(out, leaves)), state
 
-    return init, update
+    return no_state, update

@@ -70,8 +70,7 @@ def keep_weight_norms(
     updates are what is added to the parameters. A matrix that was zero at `init` is left free.
 
     Args:
-        dtype: pinned dtype of the norms; "auto" is float32, but float64 for a float64 parameter; None is each
-            parameter's own.
+        dtype: pinned dtype of the norms, as for `MatrixSlot`.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:

@@ -65,8 +65,8 @@ def compare(ours: mfx.Transform, theirs: Any, bound: float) -> None:
 TRANSFORMS: dict[str, Callable[[], tuple[mfx.Transform, Any]]] = {
     "rms": lambda: (mfx.scale_by_rms(), optax.scale_by_rms()),
     "rms, debiased": lambda: (
-        mfx.scale_by_rms(0.8, 1e-3, 0.5, eps_in_sqrt=False, debias=True),
-        optax.scale_by_rms(0.8, 1e-3, 0.5, eps_in_sqrt=False, bias_correction=True),
+        mfx.scale_by_rms(0.8, 1e-3, eps_in_sqrt=False, debias=True),
+        optax.scale_by_rms(0.8, 1e-3, eps_in_sqrt=False, bias_correction=True),
     ),
     "sign": lambda: (mfx.scale_by_sign(), optax.scale_by_sign()),
     "trust ratio": lambda: (mfx.scale_by_trust_ratio(), optax.scale_by_trust_ratio()),
@@ -96,21 +96,16 @@ def test_a_transform_is_optaxs(name: str):
     compare(*TRANSFORMS[name](), FP32_DECAY if "factored" in name else BOUND)
 
 
-@pytest.mark.parametrize("axis", [None, 0, (0, 1)])
-def test_adaptive_clipping_is_optaxs_in_the_other_layout(axis: Any):
+def test_adaptive_clipping_is_optaxs_in_the_other_layout():
     """Units are rows here and columns there, so one is given the transposed of the other."""
     params, grads = drawn(0), drawn(1)
-    if axis is not None:
-        del params["s"], grads["s"]
-    if axis == (0, 1):
-        del params["b"], grads["b"]
     del params["k"], grads["k"]
-    tx = mfx.adaptive_grad_clip(0.5, 0.1, axis)
+    tx = mfx.adaptive_grad_clip(0.5, 0.1)
     updates, _ = tx.update(grads, tx.init(params), params)
-    theirs = optax.adaptive_grad_clip(0.5, 0.1, axis)
+    theirs = optax.adaptive_grad_clip(0.5, 0.1)
 
     def turned(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: leaf.mT if leaf.ndim == 2 and axis is None else leaf for name, leaf in values.items()}
+        return {name: leaf.mT if leaf.ndim == 2 else leaf for name, leaf in values.items()}
 
     wanted, _ = theirs.update(to_jax(turned(grads)), theirs.init(to_jax(params)), to_jax(turned(params)))
     for name, leaf in turned(updates).items():
