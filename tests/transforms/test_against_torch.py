@@ -48,32 +48,6 @@ def assert_close(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]],
             torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, where=where: where + m)
 
 
-@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_torch_optim_muon(rule, nesterov):
-    params, steps = draw()
-    theirs = run_torch(
-        lambda ps: torch.optim.Muon(ps, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=rule),
-        params,
-        steps,
-    )
-    tx = mfx.muon(
-        0.02,
-        decay=0.9,
-        nesterov=nesterov,
-        weight_decay=0.1,
-        orthogonalize=mfx.orthogonalize(coefficients="keller", dtype=torch.bfloat16),
-        rule=rule,
-    )
-    ours = run_ours(tx, params, steps)
-    for name, (rows, columns) in SHAPES.items():
-        # bf16 products round differently when batched or summed in another order: singular values near the steep
-        # start of the polynomial (slope 485) carry that on. Per step an update moves an element by at most lr *
-        # scale.
-        moved = torch.linalg.matrix_norm(theirs[-1][name] - params[name])
-        assert torch.linalg.matrix_norm(ours[-1][name] - theirs[-1][name]) < 0.05 * moved, (name, rows, columns)
-
-
 PRECISIONS = pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["fp32", "fp64"]
 )
@@ -81,15 +55,12 @@ PRECISIONS = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_muon_is_torch_optim_muon_in_double_precision(rule, nesterov, weight_decay, monkeypatch):
+def test_muon_is_torch_optim_muon(rule, nesterov, monkeypatch):
     params, steps = draw(torch.float64)
     # torch iterates in bf16 whatever the parameters are, and nothing is comparable to 1e-12 after that: let it not.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.to(torch.float64, copy=True))
     theirs = run_torch(
-        lambda ps: torch.optim.Muon(
-            ps, lr=0.02, weight_decay=weight_decay, momentum=0.9, nesterov=nesterov, adjust_lr_fn=rule
-        ),
+        lambda ps: torch.optim.Muon(ps, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=rule),
         params,
         steps,
     )
@@ -98,7 +69,7 @@ def test_muon_is_torch_optim_muon_in_double_precision(rule, nesterov, weight_dec
         0.02,
         decay=0.9,
         nesterov=nesterov,
-        weight_decay=weight_decay,
+        weight_decay=0.1,
         orthogonalize=mfx.orthogonalize(coefficients="keller", dtype=torch.float64),
         rule=rule,
     )
@@ -106,13 +77,10 @@ def test_muon_is_torch_optim_muon_in_double_precision(rule, nesterov, weight_dec
 
 
 @PRECISIONS
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_is_torch_optim_adamw(weight_decay, dtype, bound):
+def test_adamw_is_torch_optim_adamw(dtype, bound):
     params, steps = draw(dtype)
-    theirs = run_torch(
-        lambda ps: torch.optim.AdamW(ps, lr=1e-2, betas=(0.8, 0.95), weight_decay=weight_decay), params, steps
-    )
-    ours = run_ours(mfx.adamw(1e-2, b1=0.8, b2=0.95, weight_decay=weight_decay), params, steps)
+    theirs = run_torch(lambda ps: torch.optim.AdamW(ps, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1), params, steps)
+    ours = run_ours(mfx.adamw(1e-2, b1=0.8, b2=0.95, weight_decay=0.1), params, steps)
     assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
@@ -123,19 +91,6 @@ def test_heavy_ball_is_torch_optim_sgd(nesterov, dtype, bound):
     theirs = run_torch(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=nesterov), params, steps)
     tx = mfx.chain(mfx.momentum(0.9, nesterov=nesterov, heavy_ball=True), mfx.scale_by_learning_rate(0.1))
     assert_close(run_ours(tx, params, steps), theirs, rtol=bound, atol=bound)
-
-
-def test_global_norm_clipping_is_torch_clip_grad_norm():
-    params, steps = draw()
-    tx = mfx.clip_by_global_norm(1.0)
-    for grads in steps:
-        live = {name: torch.nn.Parameter(value) for name, value in params.items()}
-        for name, param in live.items():
-            param.grad = grads[name].clone()
-        torch.nn.utils.clip_grad_norm_(live.values(), 1.0)
-        ours, _ = tx.update(grads, tx.init(params))
-        for name in ours:
-            torch.testing.assert_close(ours[name], live[name].grad, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -158,7 +113,6 @@ def test_debiased_momentum_follows_optax_definition(nesterov):
 
 def test_lion_follows_its_definition():
     params, steps = draw(torch.float64)
-    tx = mfx.lion(1e-3, b1=0.9, b2=0.99, weight_decay=0.1)
     tx = mfx.chain(
         mfx.scale_by_lion(0.9, 0.99, mu_dtype=None), mfx.add_decayed_weights(0.1), mfx.scale_by_learning_rate(1e-3)
     )

@@ -66,23 +66,6 @@ def test_decay_with_the_square_of_the_learning_rate_is_a_schedule_of_its_shape()
     assert_follows(tx, step)
 
 
-def test_decay_in_front_of_the_momentum_is_the_l2_penalty_of_torch():
-    params, steps = draw()
-    tx = mfx.chain(
-        mfx.add_decayed_weights(DECAY),
-        mfx.momentum(0.9, heavy_ball=True, nesterov=False),
-        mfx.scale_by_learning_rate(RATE),
-    )
-    theirs = {name: torch.nn.Parameter(x.clone()) for name, x in params.items()}
-    optimizer = torch.optim.SGD(theirs.values(), lr=RATE, momentum=0.9, weight_decay=DECAY)
-    for grads in steps:
-        for name, param in theirs.items():
-            param.grad = grads[name].clone()
-        optimizer.step()
-    for name, found in run(tx, params, steps).items():
-        torch.testing.assert_close(found, theirs[name].detach(), rtol=1e-13, atol=1e-14)
-
-
 @pytest.mark.parametrize("make", [mfx.add_decayed_weights, mfx.subtract_decayed_weights])
 def test_caution_is_not_lost_to_underflow_or_zero(make: Any):
     params = {"w": torch.tensor([1e-30, -1e-30, 1e-30, 0.0, 2.0])}

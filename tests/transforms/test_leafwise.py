@@ -42,20 +42,17 @@ def swaps_its_trees(factor: float = 0.5):
 
 
 @mfx.leafwise
-def gives_out_one_value_twice(factor: float = 0.5):
-    def step(u: mfx.Leaf, s: Any):
-        both = s["a"] * factor + u
-        return both, {"a": both, "b": both}
-
-    return {"a": mfx.Slot(), "b": mfx.Slot(torch.bfloat16)}, step
-
-
-@mfx.leafwise
 def keeps_the_gradient(factor: float = 0.5):
     def step(u: mfx.Leaf, s: Any):
-        return u, {"last": u, "last_but_one": s["last"]}
+        both = s["a"] * factor + u
+        return u, {"a": both, "b": both, "last": u, "last_but_one": s["last"]}
 
-    return {"last": mfx.Slot(None), "last_but_one": mfx.Slot(None)}, step
+    return {
+        "a": mfx.Slot(),
+        "b": mfx.Slot(torch.bfloat16),
+        "last": mfx.Slot(None),
+        "last_but_one": mfx.Slot(None),
+    }, step
 
 
 @mfx.leafwise(reads_params=True)
@@ -103,9 +100,7 @@ def normalized(decay: float = 0.9, dtype: Any = "auto"):
 TINY = {"block": 4, "min_size": 0}
 CASES = [
     rms_scaled(dtype=torch.bfloat16),
-    rms_scaled(dtype=mfx.int8(**TINY)),
     swaps_its_trees(),
-    gives_out_one_value_twice(),
     keeps_the_gradient(),
     gives_out_its_state(),
     views_and_writes(),
@@ -121,37 +116,9 @@ def test_any_step_obeys_every_law(tx: mfx.Transform):
     assert len(report.held) >= 20
 
 
-@pytest.mark.parametrize("tx", [rms_scaled(), functions_of_torch(), views_and_writes()], ids=repr)
+@pytest.mark.parametrize("tx", [rms_scaled(), functions_of_torch()], ids=repr)
 def test_a_step_compiles_into_one_graph(tx: mfx.Transform):
     kit.check_transform(tx, laws=["compiled_update_equals_eager"], max_examples=5)
-
-
-def plain_rms(u: Tensor, first: Tensor, second: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`rms_scaled` in plain torch, for one leaf."""
-    wide = torch.promote_types(torch.promote_types(u.dtype, first.dtype), second.dtype)
-    x, a, b = u.to(wide), first.to(wide), second.to(wide)
-    b = b * 0.9 + (x * (1 - 0.9)) * x
-    a = (a + x) * 0.5
-    out = a / (torch.sqrt(b / (1 - 0.9 ** torch.tensor(steps).double()) + 1e-3) + 1e-3)
-    return out.to(u.dtype), a.to(first.dtype), b.to(second.dtype)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_step_computes_what_plain_torch_does_for_each_leaf(donate: bool):
-    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
-    params = {f"p{i}": torch.randn(3, i, dtype=dtype) for i, dtype in enumerate(dtypes)}
-    tx = rms_scaled(dtype=torch.bfloat16)
-    state = tx.init(params)
-    plain = {name: (state.first[name].clone(), state.second[name].clone()) for name in params}
-    for step in (1, 2, 3):
-        grads = {name: torch.randn_like(p) for name, p in params.items()}
-        expected = {name: plain_rms(grads[name], *plain[name], step) for name in params}
-        updates, state = tx.update(grads, state, params, donate=donate)
-        for name, (out, first, second) in expected.items():
-            for found, wanted in ((updates, out), (state.first, first), (state.second, second)):
-                assert found[name].dtype == wanted.dtype
-                assert torch.equal(found[name], wanted)
-            plain[name] = first, second
 
 
 @mfx.leafwise

@@ -1,6 +1,5 @@
 """How a leaf is seen as matrices: blocks are as separate parameters, in every transform that takes them."""
 
-import pickle
 from typing import Any
 
 import pytest
@@ -40,23 +39,6 @@ TAKE_BLOCKS = {
 }
 
 
-def all_to_muon(params: Any) -> dict[str, str]:
-    return dict.fromkeys(params, "muon")
-
-
-def exact(**kw: Any) -> mfx.Transform:
-    return mfx.orthogonalize(**EXACT, **kw)
-
-
-RECIPES = {
-    "muon": lambda **kw: mfx.muon(0.1, weight_decay=0.1, orthogonalize=exact(**kw)),
-    "normuon": lambda **kw: mfx.normuon(0.1, weight_decay=0.1, orthogonalize=exact(**kw)),
-    "muon_with_adamw": lambda **kw: mfx.muon_with_adamw(
-        0.1, labels=all_to_muon, adamw_learning_rate=0.1, orthogonalize=exact(**kw)
-    ),
-}
-
-
 def steps_of(seed: int, shapes: dict[str, tuple[int, int]]) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -77,11 +59,10 @@ def fuse(values: dict[str, Tensor], axis: int) -> dict[str, Tensor]:
     return {"attn.qkv": torch.cat([values[name] for name in "qkv"], dim=axis), "out": values["out"]}
 
 
-@pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
-@pytest.mark.parametrize("name", [*TAKE_BLOCKS, *RECIPES])
+@pytest.mark.parametrize("name", TAKE_BLOCKS)
 @given(st.integers(0, 99), st.sampled_from([(4, 4, 4), (6, 3, 2)]), st.booleans(), st.sampled_from((-2, -1)))
 def test_blocks_are_as_separate_parameters(name: str, seed: int, sizes: Any, counted: bool, axis: int):
-    make = (TAKE_BLOCKS | RECIPES)[name]
+    make = TAKE_BLOCKS[name]
     equal = len(set(sizes)) == 1
     shapes = {n: (size, 5) if axis == -2 else (5, size) for n, size in zip("qkv", sizes, strict=True)} | {"out": (5, 5)}
     params, *steps = steps_of(seed, shapes)
@@ -103,34 +84,6 @@ def test_every_transform_with_a_view_is_held_to_it():
     assert takes <= set(TAKE_BLOCKS)
 
 
-@given(st.integers(0, 99), st.sampled_from(["rows", "longer"]), st.booleans())
-def test_attention_by_head_is_one_transform(seed: int, neurons: Any, named: bool):
-    """Heads of queries, of fewer keys and of outputs, which are columns: as parameters of their own."""
-    heads = {"q": [(3, 5)] * 4, "k": [(3, 5)] * 2, "o": [(5, 3)] * 4, "qkv": [(6, 5), (2, 5)], "up": [(7, 5)]}
-    shapes = {f"{name}.{i}": shape for name, parts in heads.items() for i, shape in enumerate(parts)}
-    params, *steps = steps_of(seed, shapes)
-
-    def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: torch.cat([values[f"{name}.{i}"] for i in range(len(parts))], dim=1 if name == "o" else 0)
-            for name, parts in heads.items()
-        }
-
-    def make(view: mfx.MatrixView) -> mfx.Transform:
-        return mfx.chain(
-            mfx.orthogonalize(dtype=torch.float64, view=view),
-            mfx.normalize_neurons(axis=neurons, view=view),
-            mfx.scale_by_shape("spectral", view=view),
-        )
-
-    blocks: Any = {"q": 4, "k": 2, "o": 4, "qkv": (6, 2)}
-    view = mfx.MatrixView(blocks=blocks, block_axis={"o": -1} if named else {"o": -1, "*": None})
-    apart = run(make(mfx.MatrixView()), params, steps)
-    together = run(make(view), whole(params), [whole(grads) for grads in steps])
-    for mine, expected in zip(together, map(whole, apart), strict=True):
-        assert all(is_close(mine[name], expected[name], 1e-12) for name in heads)
-
-
 @given(st.integers(0, 99))
 def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
     params, *steps = steps_of(seed, {"wide": (3, 5), "tall": (5, 3), "square": (4, 4)})
@@ -139,46 +92,6 @@ def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
     for mine, rows in zip(longer, run(mfx.normalize_neurons(), turned, turned_steps), strict=True):
         assert is_close(mine["wide"], rows["wide"].mT, 1e-12)
         assert all(torch.equal(mine[name], rows[name]) for name in ("tall", "square"))
-
-
-DIMS = st.sampled_from((None, ((-2,), (-1,)), {"a.*": ((0,), (1, 2)), "*": None}))
-BLOCKS = st.sampled_from((None, 2, (1, 3), {"*.qkv": 3}, {"*.qkv": (1, 2), "*": 2}))
-
-
-@given(DIMS, BLOCKS, st.sampled_from((-2, -1, {"*.o": -1})))
-def test_a_view_prints_as_the_code_that_builds_it_and_pickles(dims: Any, blocks: Any, axis: Any):
-    view = mfx.MatrixView(dims, blocks, -2 if blocks is None else axis)  # block_axis without blocks is refused
-    again = pickle.loads(pickle.dumps(view))
-    assert view == again == eval(repr(view), {"MatrixView": mfx.MatrixView})
-    assert hash(view) == hash(again)
-    assert "None" not in repr(mfx.MatrixView(blocks=blocks)) or blocks is None
-    for make in (mfx.orthogonalize, mfx.normalize_neurons, mfx.scale_by_shape):
-        made = make(view=view)
-        assert made == make().replace(view=again)
-        assert made.fingerprint == make(view=again).fingerprint
-        assert (made.fingerprint == make().fingerprint) == (view == mfx.MatrixView())
-        assert made.treedef == make(view=again).treedef
-
-
-@pytest.mark.parametrize("make", [mfx.orthogonalize, mfx.normalize_neurons, mfx.scale_by_shape, mfx.contrib.dion])
-@pytest.mark.parametrize("view", [3, None, {"blocks": 3}])
-def test_a_view_of_another_type_is_refused(make: Any, view: Any):
-    with pytest.raises(TypeError, match=r"view must be a MatrixView, found "):
-        make(view=view)
-
-
-def test_a_fingerprint_sees_the_names_in_a_view_without_the_prefixes_of_wrappers():
-    plain, wrapped = ({name: 3} for name in ("h.qkv", "h._fsdp_wrapped_module.qkv"))
-    plain, wrapped = (mfx.orthogonalize(view=mfx.MatrixView(blocks=blocks)) for blocks in (plain, wrapped))
-    assert plain.fingerprint == wrapped.fingerprint
-
-
-def test_views_differ_where_the_first_match_does():
-    patterns: dict[str, Any] = {"*.qkv": 3, "*": 2}
-    view = mfx.MatrixView(blocks=patterns)
-    assert view != mfx.MatrixView(blocks=dict(reversed(patterns.items())))
-    patterns.clear()
-    assert view.blocks == {"*.qkv": 3, "*": 2}
 
 
 def test_a_step_that_builds_its_transforms_again_compiles_with_a_view():
@@ -192,34 +105,20 @@ def test_a_step_that_builds_its_transforms_again_compiles_with_a_view():
         torch.testing.assert_close(compiled(mfx.as_tensors(tx), grads, tx.init(grads))[name], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("exponent", [-100, 60, 100, 120, 1000])
-def test_neurons_keep_their_norm_at_any_size(dtype: torch.dtype, exponent: int):
-    if exponent == 1000 and dtype == torch.float32:
-        return
+@pytest.mark.parametrize("exponent", [-100, 60, 120])
+def test_neurons_keep_their_norm_at_any_size(exponent: int):
     factor = 2.0**exponent
     generator = torch.Generator().manual_seed(0)
-    tx = mfx.normalize_neurons(dtype=dtype)
-    state = tx.init({"w": torch.zeros(3, 4, dtype=dtype)})
+    tx = mfx.normalize_neurons()
+    state = tx.init({"w": torch.zeros(3, 4)})
     for _ in range(3):
-        plain = torch.randn(3, 4, generator=generator, dtype=dtype)
+        plain = torch.randn(3, 4, generator=generator)
         updates, state = tx.update({"w": plain * factor}, state)
         assert state.nu["w"].isfinite().all()
         assert is_close((updates["w"] / factor).norm(), plain.norm(), 1e-5)
 
 
-OF_MATRICES = [
-    mfx.normalize_rows(),
-    mfx.contrib.clip_singular_values(),
-    mfx.match_weight_norms(),
-    mfx.keep_weight_norms(),
-    mfx.contrib.scale_by_namo(mfx.identity()),
-    mfx.contrib.scale_by_dion(),
-    mfx.contrib.sampled_momentum(),
-]
-
-
-@pytest.mark.parametrize("tx", OF_MATRICES, ids=lambda tx: tx.name)
-def test_a_vector_is_named_at_init(tx: mfx.Transform):
+@pytest.mark.parametrize("name", TAKE_BLOCKS.keys() - {"scale_by_shape"})
+def test_a_vector_is_named_at_init(name: str):
     with pytest.raises(ValueError, match=r"'bias' has shape \(3,\); a matrix is needed"):
-        tx.init({"bias": torch.zeros(3), "w": torch.zeros(3, 3)})
+        TAKE_BLOCKS[name]().init({"bias": torch.zeros(3), "w": torch.zeros(3, 3)})

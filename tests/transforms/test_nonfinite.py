@@ -67,32 +67,20 @@ def test_a_bad_step_leaves_the_state_bitwise_unchanged_and_updates_nothing(
         assert (int(state.skipped), int(state.in_a_row)) == (skipped, 0)
 
 
-@given(inner_transforms, kit.params_and_grads(steps=(2, 3)), st.integers(0, 99), st.sampled_from(BAD))
-def test_a_run_with_bad_steps_is_the_run_without_them(
+@given(inner_transforms, kit.params_and_grads(steps=(2, 3), layouts=False), st.integers(0, 99), st.sampled_from(BAD))
+def test_a_run_with_bad_steps_is_the_run_of_the_inner_transform_without_them(
     inner: mfx.Transform, example: kit.Example, place: int, bad: float
 ):
     params, steps = example
     tx = mfx.skip_nonfinite(inner)
-    clean = spoilt = tx.init(params)
+    state, inner_state = tx.init(params), inner.init(params)
     for grads in steps:
         bad_grads = poisoned(grads, place, place, bad)
         if bad_grads is not None:
-            _, spoilt = tx.update(bad_grads, spoilt, params)
-        expected, clean = tx.update(grads, clean, params)
-        found, spoilt = tx.update(grads, spoilt, params)
-        assert_same((found, spoilt.inner), (expected, clean.inner))
-
-
-@given(inner_transforms, kit.params_and_grads(layouts=False))  # another layout is another order of sums
-def test_without_bad_steps_it_is_the_inner_transform(inner: mfx.Transform, example: kit.Example):
-    params, steps = example
-    tx = mfx.skip_nonfinite(inner)
-    state, inner_state = tx.init(params), inner.init(params)
-    for grads in steps:
+            _, state = tx.update(bad_grads, state, params)
         found, state = tx.update(grads, state, params)
         expected, inner_state = inner.update(grads, inner_state, params)
         assert_same((found, state.inner), (expected, inner_state))
-    assert int(state.skipped) == 0
 
 
 def test_large_finite_gradients_are_no_fault():
@@ -101,16 +89,6 @@ def test_large_finite_gradients_are_no_fault():
     updates, state = tx.update({"w": torch.full((9,), largest, dtype=torch.float16)}, tx.init({"w": torch.zeros(9)}))
     assert int(state.skipped) == 0
     assert float(updates["w"][0]) == largest
-
-
-def test_counters_count_in_all_and_in_a_row():
-    tx = mfx.skip_nonfinite(mfx.identity())
-    state = tx.init({"w": torch.zeros(1)})
-    seen = []
-    for value in (1.0, float("nan"), float("inf"), 1.0, float("nan")):
-        _, state = tx.update({"w": torch.tensor([value])}, state)
-        seen.append((int(state.skipped), int(state.in_a_row)))
-    assert seen == [(0, 0), (1, 1), (2, 2), (2, 0), (3, 1)]
 
 
 def test_derivatives_stay_finite_where_a_step_is_skipped():
