@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -261,15 +260,12 @@ class _Message:
 
 def _held(share: Share, layout: Layout, tensor: Tensor) -> Tensor:
     """Return a share that is whole in a local tensor, in the shape to compute in, as a view if possible."""
-    piece = layout.piece(share.name)
-    if piece.numel == share.numel:
-        return tensor.reshape(share.shape)
-    if piece.start is not None:
-        return tensor[share.start - piece.start : share.stop - piece.start].view(share.shape)
-    if piece.numel == prod(share.whole):
-        return tensor.reshape(-1)[share.start : share.stop].view(share.shape)
-    room = tensor.new_empty(share.shape)
     moves = share.moves(layout.rank)
+    if layout.piece(share.name).numel == share.numel:
+        return tensor.reshape(share.shape)
+    if len(moves.held) == 1:
+        return moves.held[0].of(tensor).reshape(share.shape)
+    room = tensor.new_empty(share.shape)
     for window, place in zip(moves.held, moves.within, strict=True):
         place.of(share.local(room)).copy_(window.of(tensor))
     return room

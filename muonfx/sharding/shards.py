@@ -62,35 +62,27 @@ class Piece(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    """Of the local tensor."""
+    """The shape of the local tensor."""
     boxes: tuple[Box, ...]
-    """Of the whole, in the order of the local tensor; none of them is empty."""
+    """The nonempty boxes of the whole, in the order of the local tensor."""
     start: int | None = None
-    """The place at which the interval begins in the flattened whole; None for a piece that is no interval."""
+    """The start of an interval in the flattened whole; None for a piece that is no interval."""
     spans: tuple[tuple[Span, ...], ...] = ()
     """For a piece that is no interval: along each dim, the indices of the whole that it has."""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """All of a tensor, in its own shape.
-
-        >>> Piece.whole((2, 3)).numel
-        6
-        """
+        """Return the piece that is all of a tensor, in its own shape."""
         return cls.grid([((0, size),) for size in shape])
 
     @classmethod
     def interval(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
-        """An interval of the flattened tensor, as a local tensor of one dim; it may be empty.
-
-        >>> Piece.interval((4, 5), 3, 3)
-        Piece(shape=(0,), boxes=(), start=3, spans=())
-        """
+        """Return an interval of the flattened tensor, as a local tensor of one dim; it may be empty."""
         return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
 
     @classmethod
     def grid(cls, spans: Sequence[Sequence[Span]]) -> Piece:
-        """Some indices along each dim, one after another, and all their combinations.
+        """Return all combinations of some ascending indices along each dim.
 
         >>> Piece.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape
         (2, 4)
@@ -104,60 +96,38 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     def fits(self, local: Tensor) -> bool:
-        """True if a tensor has the shape of the local tensor; of a piece without elements, whether it has none.
-
-        >>> Piece.whole((0, 3)).fits(torch.zeros(0, 0)), Piece.whole((1, 3)).fits(torch.zeros(3))
-        (True, False)
-        """
+        """Return True if a tensor has the shape of the local tensor, or both have no elements."""
         return tuple(local.shape) == self.shape or (self.numel == 0 and local.numel() == 0)
 
     def blank(self, like: Tensor) -> Tensor:
-        """A local tensor with room for the piece, of another tensor's dtype and device.
-
-        >>> Piece.interval((4, 5), 3, 8).blank(torch.zeros(1)).shape
-        torch.Size([5])
-        """
+        """Return an uninitialized local tensor with another tensor's dtype and device."""
         return torch.empty(self.shape, dtype=like.dtype, device=like.device)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Copy the piece out of a whole tensor.
-
-        >>> Piece.grid([[(0, 1), (2, 3)]]).cut(torch.arange(4.0))
-        tensor([0., 2.])
-        """
+        """Copy the piece out of a whole tensor."""
         local = self.blank(whole)
         for box in self.boxes:
             self.window(box).of(local).copy_(part(whole, box))
         return local
 
     def paste(self, local: Tensor, whole: Tensor) -> None:
-        """Copy a local tensor to its place in a whole one.
-
-        >>> whole = torch.zeros(4)
-        >>> Piece.interval((4,), 1, 3).paste(torch.ones(2), whole)
-        >>> whole
-        tensor([0., 1., 1., 0.])
-        """
+        """Copy a local tensor to its position in a whole tensor."""
         for box in self.boxes:
             part(whole, box).copy_(self.window(box).of(local))
 
     def shared(self, boxes: Sequence[Box]) -> list[Box]:
-        """The boxes that the piece shares with other boxes of the whole, each within one box of the piece.
-
-        >>> Piece.interval((4, 5), 3, 17).shared([Box((0, 0), (4, 4))])
-        [Box(offsets=(0, 3), sizes=(1, 1)), Box(offsets=(1, 0), sizes=(2, 4)), Box(offsets=(3, 0), sizes=(1, 2))]
-        """
+        """Return the intersections of the piece with boxes of the whole, each within one box of the piece."""
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
     def window(self, box: Box) -> Window:
-        """The place in a local tensor of a box of the whole, which lies within one box of the piece.
+        """Return the position in a local tensor of a box that is within one box of the piece.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the box is not within one box of the piece.
 
         >>> Piece.interval((4, 5), 3, 17).window(Box((3, 0), (1, 2)))
         Window(interval=(12, 2), sizes=(1, 2), narrowed=())
@@ -167,11 +137,14 @@ class Piece(NamedTuple):
             if all(
                 o <= b and b + n <= e for o, b, n, e in zip(own.offsets, box.offsets, box.sizes, own.ends, strict=True)
             ):
-                inner = [b - o for b, o in zip(box.offsets, own.offsets, strict=True)]
                 if self.start is not None:
+                    inner = [b - o for b, o in zip(box.offsets, own.offsets, strict=True)]
                     return Window((before, own.numel), own.sizes, _narrowed(inner, box.sizes, own.sizes))
-                starts = [_place(along, start) for along, start in zip(self.spans, own.offsets, strict=True)]
-                firsts = [start + offset for start, offset in zip(starts, inner, strict=True)]
+                # The local index along a dim: the indices of the spans before, and the offset within its own span.
+                firsts = [
+                    sum(stop - start for start, stop in along if stop <= o) + b - o
+                    for along, o, b in zip(self.spans, own.offsets, box.offsets, strict=True)
+                ]
                 return Window(None, self.shape, _narrowed(firsts, box.sizes, self.shape))
             before += own.numel
         raise ValueError(f"box {box} does not lie within one box of {self}")
@@ -181,16 +154,6 @@ def _narrowed(firsts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int
     """Return dim, first index and length of each dim that is narrowed."""
     dims = enumerate(zip(firsts, lengths, sizes, strict=True))
     return tuple((dim, first, length) for dim, (first, length, size) in dims if length != size)
-
-
-def _place(along: tuple[Span, ...], start: int) -> int:
-    """Return the local index of the span that begins at index `start` of the whole."""
-    before = 0
-    for span in along:
-        if span[0] == start:
-            return before
-        before += span[1] - span[0]
-    raise ValueError(f"index {start} begins none of {along}")
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
@@ -203,21 +166,19 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FlatPiece:
-    """An interval of a tensor that was flattened row by row, with the shape of the whole.
+    """An interval of a flattened tensor, with the shape of the whole.
 
-    ZeRO lays all parameters into one flat buffer and cuts it among the ranks, across matrices and rows. A checkpoint
-    does not store that buffer: it stores the matrix, of which an interval is at most three boxes. So what one number of
-    ranks has saved, any other loads, as pieces, as `torch.distributed.tensor.DTensor` or whole.
-
-    Follows the protocol of ``torch.distributed._checkpointable``.
+    ZeRO concatenates all parameters in one flat buffer and splits it among the ranks, across matrices and rows. A
+    checkpoint stores the matrix instead of that buffer, so any number of ranks can load it, as pieces, as
+    `torch.distributed.tensor.DTensor` or whole. Follows the protocol of ``torch.distributed._checkpointable``.
 
     Attributes:
-        shape: of the whole tensor.
-        start: place in the flattened tensor at which the piece begins.
-        data: the values, one dim; may be empty. It may be a view of a rank's buffer.
+        shape: the shape of the whole tensor.
+        start: the start of the interval in the flattened tensor.
+        data: the values, one dim; may be empty, and a view of a rank's buffer.
 
     Raises:
-        ValueError: the piece does not lie within the tensor, or ``data`` has not one dim.
+        ValueError: the interval is not within the tensor, or ``data`` does not have one dim.
 
     >>> whole = torch.arange(20.0).reshape(4, 5)
     >>> piece = FlatPiece.cut(whole, 3, 17)
@@ -246,11 +207,7 @@ class FlatPiece:
 
     @classmethod
     def cut(cls, whole: Tensor, start: int, stop: int) -> FlatPiece:
-        """Cut a piece out of a whole tensor; a copy only where the tensor is not dense.
-
-        >>> FlatPiece.cut(torch.eye(2), 1, 4).data
-        tensor([0., 0., 1.])
-        """
+        """Cut a piece out of a whole tensor, as a view if the tensor is contiguous."""
         return cls(tuple(whole.shape), start, whole.detach().reshape(-1)[start:stop])
 
     def __repr__(self) -> str:
@@ -258,12 +215,12 @@ class FlatPiece:
 
     @property
     def stop(self) -> int:
-        """The first place behind the piece."""
+        """The exclusive end of the interval."""
         return self.start + self.data.numel()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return self.data.dtype
 
     @property
@@ -273,35 +230,31 @@ class FlatPiece:
 
     @property
     def boxes(self) -> list[Box]:
-        """The piece as boxes of the whole, in order; a tensor without elements is one, empty, box."""
+        """The boxes of the whole, in order; one empty box for a tensor without elements."""
         if not prod(self.shape):
             return [Box((0,) * len(self.shape), self.shape)]
         return list(self.piece.boxes)
 
     @property
     def piece(self) -> Piece:
-        """Its place in the whole."""
+        """The interval as a `Piece`."""
         return Piece.interval(self.shape, self.start, self.stop)
 
     @property
     def whole(self) -> Tensor | None:
-        """The tensor, as a view of the values, if the piece is all of it; else None.
-
-        >>> FlatPiece((1, 2), 0, torch.ones(2)).whole
-        tensor([[1., 1.]])
-        """
+        """The tensor, as a view of the values, if the piece is all of it; else None."""
         return self.data.view(self.shape) if self.data.numel() == prod(self.shape) else None
 
     def part(self, box: Box) -> Tensor:
-        """The values of one of its boxes, as a view."""
+        """Return the values of one of its boxes, as a view."""
         return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)
 
     def empty_like(self, device: torch.device | str | None = None) -> FlatPiece:
-        """The same piece with room for other values."""
+        """Return the same interval with uninitialized values."""
         return FlatPiece(self.shape, self.start, torch.empty_like(self.data, device=device))
 
     def copy_(self, other: FlatPiece) -> FlatPiece:
-        """Overwrite the values by those of the same piece elsewhere."""
+        """Overwrite the values by the values of another piece of the same interval."""
         self.data.copy_(other.data)
         return self
 

@@ -24,29 +24,29 @@ __all__ = ["binding_of", "check_local", "is_global", "layout_of", "from_global",
 def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     """Convert this rank's state to one whose leaves record their position in the whole tensors.
 
-    `muonfx.checkpoint.save` calls this if it is given ``tx``, and stores whole tensors under the names that one process
-    would give them; they load under any layout, on any number of ranks, or in one process. A state that is global
-    already is returned unchanged.
+    `muonfx.checkpoint.save` calls this if it is given ``tx``, and stores whole tensors under the names of one process;
+    they load under any layout, on any number of ranks. A state that is global already is returned unchanged.
 
     Args:
-        tx: what `sharded` made.
+        tx: a transform that `sharded` built.
         state: this rank's state.
         params: the local parameters; required if ``tx`` has not been used yet.
 
     Returns:
-        A tree like the state's, of `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatPiece`, and tensors that
+        A tree like the state, of `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatPiece`, and tensors that
         are the same on all ranks.
 
     Raises:
         TypeError: ``tx`` is not sharded.
-        ShardingError: the state is not one of ``tx`` under its layout; the message names a leaf.
+        ShardingError: the state does not fit ``tx`` and its layout; the message names a leaf.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.ones(2, 2)}
     >>> layout = mfx.sharding.zero(params, 1, partition="flat")
     >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
-    >>> to_global(tx, tx.init(layout.shard(params))).trace["w"]
-    FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
+    >>> state = to_global(tx, tx.init(layout.shard(params)))
+    >>> state.trace["w"], from_global(tx, state).trace["w"]
+    (FlatPiece(elements 0 to 4 of (2, 2), torch.float32), tensor([0., 0., 0., 0.]))
     """
     binding, inner, like = binding_of(tx, params)
     if is_global(state):
@@ -63,19 +63,12 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     or none: the next update compares replicas of the state.
 
     Args:
-        tx: what `sharded` made.
-        state: what `to_global` returned, or what was loaded like it.
+        tx: a transform that `sharded` built.
+        state: a result of `to_global`, or a state that was loaded like one.
         params: the local parameters; required if ``tx`` has not been used yet.
 
     Raises:
         TypeError: ``tx`` is not sharded.
-
-    >>> import muonfx as mfx
-    >>> params = {"w": torch.ones(2, 2)}
-    >>> layout = mfx.sharding.zero(params, 1, partition="flat")
-    >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
-    >>> from_global(tx, to_global(tx, tx.init(layout.shard(params)))).trace["w"]
-    tensor([0., 0., 0., 0.])
     """
     binding, inner, like = binding_of(tx, params)
     binding.has_loaded = True

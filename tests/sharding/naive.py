@@ -79,13 +79,6 @@ def in_padded_chunks(grads: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
     return out
 
 
-def padded_at_the_tail(pieces: Sequence[Tensor], numel: int) -> Tensor:
-    """Gather pieces of different sizes by padding each to the longest, and take the pads for the end of the buffer."""
-    longest = max(piece.numel() for piece in pieces)
-    padded = [torch.cat([piece, piece.new_zeros(longest - piece.numel())]) for piece in pieces]
-    return torch.cat(padded)[:numel]
-
-
 def aligned_as_a_whole(grads: dict[str, Tensor], ranks: int, alignment: int) -> tuple[list[int], list[int]]:
     """Padding at the tail only: where parameters begin, and where the buffer is cut."""
     starts = [0, *running(grad.numel() for grad in grads.values())]

@@ -540,15 +540,3 @@ def donating_on_one_rank(here: Here) -> list[Any]:
 def test_donation_and_the_identity_of_a_chain_may_differ_between_ranks(world: World):
     found = world.check(2, donating_on_one_rank)
     assert found[0] == found[1]
-
-
-def loaded_on_all(here: Here) -> None:
-    layout, mine = flat(here, {"a": some(4, 5), "b": some(3)})
-    over = sharding.sharded(mfx.momentum(), layout)
-    _, state = over.update(mine, over.init(mine), mine)
-    _, state = over.update(mine, sharding.from_global(over, sharding.to_global(over, state)), mine)
-    over.update(mine, state, mine)
-
-
-def test_a_state_that_all_ranks_have_loaded_is_accepted(world: World):
-    world.check(3, loaded_on_all)

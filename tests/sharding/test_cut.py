@@ -1,7 +1,7 @@
 """Laws of cuts: the lazy pieces of all ranks are those that a plain loop over ranks makes, and few of them are made."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -178,13 +178,3 @@ def test_what_is_made_to_bind_grows_with_ranks_plus_parameters(made: dict[str, i
     for found, r, p in ((few, ranks, params), (deeper, ranks, 4 * params), (wider, 4 * ranks, params)):
         assert sum(found.values()) <= 12 * (r + p) + 50, (kind, found)
     assert sum(both.values()) <= 12 * 4 * (ranks + params) + 50, (kind, both)  # a product would be 16 times
-
-
-def test_a_flat_buffer_is_cut_without_a_look_at_ranks_far_away(made: dict[str, int]):
-    made.update(pieces=0)
-    shapes = [(3, 5)] * 40
-    starts = [0, *accumulate(map(prod, shapes))]
-    many = tuple(range(0, 601 * 1000, 1000))  # of 600 ranks the first holds all
-    for shape, start in zip(shapes, starts, strict=False):
-        assert list(cut.Intervals(shape, start, many).holders.values()) == [(0,)]
-    assert made["pieces"] == 40

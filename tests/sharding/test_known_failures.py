@@ -113,22 +113,6 @@ def test_fewer_matrices_than_ranks_and_a_last_chunk_that_is_not_full(world: Worl
     holds(world, 4, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
 
 
-def test_partitions_of_four_five_and_one(world: World):
-    """Sizes that differ, gathered as if they did not."""
-    drawn = model(steps=2, a=(2, 2), b=(1, 5), c=Leaf((1,)))
-    buffer = torch.cat([grad.reshape(-1) for grad in drawn.grads(0).values()])
-    pieces = buffer.split([4, 5, 1])
-    assert not torch.equal(naive.padded_at_the_tail(pieces, 10), buffer)
-    layout = Flat(("a", "b", "c"), (0, 4, 9, 10))
-    crossing = model(steps=2, one=(2, 5))
-    holds(
-        world,
-        3,
-        Case(drawn, two_groups(drawn.labels), layout, exact=True),
-        Case(crossing, muon(), Flat(("one",), (0, 4, 9, 10)), exact=True),
-    )
-
-
 def test_odd_sizes_in_bf16_with_alignment(world: World):
     """Padding at the tail of all keeps neither parameters whole nor their beginnings aligned."""
     shapes = {"a": (7, 3), "b": (5, 5), "c": (3, 11), "d": (9, 2)}
@@ -150,20 +134,14 @@ def test_odd_sizes_in_bf16_with_alignment(world: World):
 @pytest.mark.parametrize("first", ["adamw", "muon"])
 def test_groups_in_any_order(world: World, first: str):
     """AdamW's parameters in front of Muon's, in the tree and in the buffer; matrices among AdamW's."""
-    leaves = {
-        "a": Leaf((4, 6), "adamw"),
-        "b": Leaf((5,), "adamw"),
-        "y": Leaf((3, 5), "muon"),
-        "z": Leaf((6, 2), "muon"),
-    }
+    leaves = {"a": Leaf((4, 6)), "b": Leaf((5,)), "y": Leaf((3, 5), "muon"), "z": Leaf((6, 2), "muon")}
     names = sorted(leaves, key=lambda name: (leaves[name].label != first, name))
     drawn = Model({name: leaves[name] for name in names}, 0)
     grads = drawn.grads(0)
     groups = [{n: grads[n] for n in names if leaves[n].label == label} for label in ("adamw", "muon")]
-    right = naive.by_position(groups[::-1], 1)
-    assert apart(naive.by_position(groups, 1), right) > FAR
+    assert apart(naive.by_position(groups, 1), naive.by_position(groups[::-1], 1)) > FAR
     cuts = (0, 20, 40, drawn.numel)
-    layouts = (Flat(tuple(names), cuts), Flat(tuple(reversed(names)), cuts), Zero(2, "flat"), Zero(1, "whole"))
+    layouts = (Flat(tuple(names), cuts), Flat(tuple(reversed(names)), cuts), Zero(1, "whole"))
     holds(world, 3, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
 
 
@@ -193,12 +171,7 @@ def test_labels_chosen_for_a_number_accept_its_flat_shard(world: World):
 @pytest.mark.parametrize("left", ["muon", "adamw"])
 @pytest.mark.parametrize("how", ["no gradient", "zero update"])
 def test_all_but_one_group_frozen(world: World, left: str, how: str):
-    leaves = {
-        "a": Leaf((4, 5), "muon"),
-        "b": Leaf((5,), "adamw"),
-        "c": Leaf((6, 3), "muon"),
-        "d": Leaf((3, 3), "adamw"),
-    }
+    leaves = {"a": Leaf((4, 5), "muon"), "b": Leaf((5,)), "c": Leaf((6, 3), "muon"), "d": Leaf((3, 3))}
     frozen = frozenset(name for name, leaf in leaves.items() if leaf.label != left)
     if how == "zero update":
         leaves = {n: Leaf(leaf.shape, "frozen") if n in frozen else leaf for n, leaf in leaves.items()}
@@ -219,5 +192,3 @@ def test_the_wrong_schemes_are_right_where_nothing_is_uneven():
     assert apart(naive.on_partly_reduced_gradients(same, [0, 29, 58]), naive.whole(naive.mean(same))) < NEAR
     grads = drawn.grads(0)
     assert apart(naive.in_padded_chunks(grads, 2), naive.whole(grads)) < NEAR  # a full chunk
-    buffer = torch.arange(9.0)
-    assert torch.equal(naive.padded_at_the_tail(buffer.split(3), 9), buffer)  # equal sizes

@@ -200,41 +200,41 @@ def test_stacks_of_experts_on_the_batch_dim(world: World, dims: object):
     check(world, 4, [Case(experts, tx, rows, exact=False), Case(experts, tx, Zero(3, "flat"), exact=False)])
 
 
-def test_a_fused_qkv_is_cut_into_its_blocks(world: World):
-    fused = model(qkv=(18, 6), out=(6, 7))
-    blocks = {"qkv": 3}
-    tx = mfx.chain(
-        mfx.momentum(),
-        mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(blocks=blocks)),
-        mfx.scale_by_shape(view=mfx.MatrixView(blocks=blocks)),
-    )
-    check(
-        world, 3, [Case(fused, tx, layout, exact=True) for layout in (Zero(1, "flat"), Zero(1, "whole"), Replicated())]
-    )
+HALF = model(a=(9, 5), b=(4, 16), c=(33, 2), d=Leaf((7,)))
+BF16 = two_groups(HALF.labels, mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16)))
+BLOCKS = mfx.MatrixView(blocks={"qkv": 3})
+FUSED = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32, view=BLOCKS), mfx.scale_by_shape(view=BLOCKS))
+NAMED_CASES = {
+    "a fused qkv is cut into its blocks": [
+        Case(model(qkv=(18, 6), out=(6, 7)), FUSED, layout, exact=True)
+        for layout in (Zero(1, "flat"), Zero(1, "whole"), Replicated())
+    ],
+    # Rounded once, at the entrance: as many bits are the same as in one process.
+    "computing in bf16 may send bf16": [
+        Case(HALF, BF16, layout, exact=True)
+        for layout in (Zero(1, "flat"), Zero(1, "whole"), Replicated(), Placed(dict.fromkeys(HALF.leaves, ("0",))))
+    ],
+    # Two of one shape: the owner of the sharded one must not batch it with the one that every rank computes.
+    "replicated beside sharded is identical on every rank": [
+        Case(model(a=(13, 7), b=(13, 7)), muon(), Placed({"a": ("r",), "b": ("1",)}), exact=False)
+    ],
+    "bf16 weights that decay": [
+        Case(
+            model(a=Leaf((75, 4), "adamw", torch.bfloat16)),
+            mfx.add_decayed_weights(0.1),
+            Placed({"a": ("0",)}),
+            exact=True,
+        )
+    ],
+    "fewer columns than ranks under tensor parallelism": [
+        Case(model(b=(5, 1)), muon(), FullyShardedTensorParallel({"b": "1"}), exact=True)
+    ],
+}
 
 
-def test_computing_in_bf16_may_travel_in_bf16(world: World):
-    """Rounded once, at the door: as many bits are the same as in one process."""
-    half = model(a=(9, 5), b=(4, 16), c=(33, 2), d=Leaf((7,)))
-    tx = two_groups(half.labels, mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16)))
-    some = [Zero(1, "flat"), Zero(1, "whole"), Replicated(), Placed(dict.fromkeys(half.leaves, ("0",)))]
-    check(world, 4, [Case(half, tx, layout, exact=True) for layout in some])
-
-
-def test_replicated_beside_sharded_is_identical_on_every_rank(world: World):
-    """Two of one shape: the owner of the sharded one must not batch it with the one that every rank computes."""
-    beside = model(a=(13, 7), b=(13, 7))
-    check(world, 4, [Case(beside, muon(), Placed({"a": ("r",), "b": ("1",)}), exact=False)])
-
-
-def test_bf16_weights_that_decay_are_bitwise_the_same(world: World):
-    half = model(a=Leaf((75, 4), "adamw", torch.bfloat16))
-    check(world, 4, [Case(half, mfx.add_decayed_weights(0.1), Placed({"a": ("0",)}), exact=True)])
-
-
-def test_fewer_columns_than_ranks_under_tensor_parallel(world: World):
-    thin = model(b=(5, 1))
-    check(world, 4, [Case(thin, muon(), FullyShardedTensorParallel({"b": "1"}), exact=True)])
+@pytest.mark.parametrize("name", NAMED_CASES)
+def test_a_named_case(world: World, name: str):
+    check(world, 4, NAMED_CASES[name])
 
 
 @pytest.mark.parametrize("rest", [[], [mfx.scale_by_adam()]], ids=["alone", "before adam"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import boxes
-from tests.sharding.cases import Leaf, Model, Zero, bits, model
+from tests.sharding.cases import Model, Zero, bits, model
 from tests.sharding.strategies import models, pretended, zeros
 
 SIZES = st.integers(1, 5)
@@ -85,17 +85,6 @@ def test_alignment_holds_for_each_rank_of_its_own(case: tuple[Model, Any], align
             found.sort()
             assert all(a[1] <= b[0] for a, b in pairwise(found))
             assert not found or found[-1][1] <= layout.buffer.lengths[rank]
-
-
-@given(models(), SIZES, st.sampled_from((1, 4)))
-def test_a_flat_partition_is_the_equal_cut(drawn: Model, size: int, alignment: int):
-    """For parameters of one dtype: all parts equal, up to the end and the alignment."""
-    drawn = Model({name: Leaf(leaf.shape) for name, leaf in drawn.leaves.items()})
-    layout = Zero(2, "flat", alignment).of(drawn.params(), size)
-    held = [sum(layout.piece(name, rank).numel for name in drawn.leaves) for rank in range(size)]
-    part = -(-drawn.numel // size)
-    part = -(-part // alignment) * alignment
-    assert held == [max(0, min(drawn.numel - rank * part, part)) for rank in range(size)]
 
 
 @pytest.mark.parametrize(

@@ -48,19 +48,16 @@ def kept(here: Here, case: LayoutCase) -> list[int]:
     params = MANY.params()
     layout = laid_out(case, params, here)
     tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=12 * EACH)
-    state = tx.init(layout.shard(params))
-    found: list[int] = []
+    state, found = tx.init(layout.shard(params)), []
     for _ in range(3):
-        grads = layout.reduce_scatter(MANY.grads(0))
-        updates, state = tx.update(grads, state)
+        updates, state = tx.update(layout.reduce_scatter(MANY.grads(0)), state)
         layout.gather(updates)
         found.append(layout.buffers.nbytes)
     return found
 
 
-@pytest.mark.parametrize("case", [ROWS, Zero(1, "flat")], ids=["rows", "flat"])
-def test_the_memory_of_messages_is_that_of_the_first_step(world: World, case: LayoutCase):
-    for first, *later in world.check(3, kept, case=case):
+def test_the_memory_of_messages_is_that_of_the_first_step(world: World):
+    for first, *later in world.check(3, kept, case=ROWS):
         assert 0 < first <= 4 * 12 * EACH
         assert later == [first, first]
 
@@ -73,7 +70,7 @@ def state_bytes(here: Here, drawn: Model, case: LayoutCase, kind: str) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in mfx.tree.tensors(state))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["muon", "normuon"])
 @pytest.mark.parametrize("case", [Zero(1, "whole"), Zero(1, "flat"), "rows"], ids=["whole", "flat", "rows"])
 def test_state_is_the_total_over_the_ranks_within_one_matrix(

@@ -34,23 +34,22 @@ __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan
 
 
 class Machine(NamedTuple):
-    """The rates and delays of a rank that routes are chosen by."""
+    """The speed of a rank, by which routes are chosen."""
 
     flops: float
-    """Floating-point operations a second in matrix products."""
+    """Floating-point operations per second in matrix products."""
     bandwidth: float
-    """Bytes a second that a rank sends, packing and unpacking included."""
+    """Bytes per second that a rank sends, packing and unpacking included."""
     latency: float = 0.0
-    """Seconds that an exchange takes however little is sent."""
+    """Seconds of an exchange without bytes."""
     overhead: float = 0.0
-    """Seconds that a matrix takes however small it is."""
+    """Seconds of the smallest matrix."""
 
     @classmethod
     def of(cls, device: str, compute: torch.dtype = torch.float32) -> Machine:
-        """A guess for a kind of device: only the order of magnitude counts.
+        """Return an estimate for a kind of device, right to an order of magnitude.
 
-        On a CPU the ranks are processes of one host that exchange by gloo, where packing, sockets and unpacking come to
-        about 0.7 GB/s and a third of a millisecond; bf16 is chosen there only by CPUs that multiply it faster.
+        On a CPU the ranks are processes of one host that exchange by gloo.
 
         >>> Machine.of("cpu").flops < Machine.of("cpu", torch.bfloat16).flops < Machine.of("cuda").flops
         True
@@ -60,11 +59,11 @@ class Machine(NamedTuple):
         return cls(6e11 if compute == torch.bfloat16 else 1e11, 7e8, latency=3.5e-4, overhead=5e-5)
 
     def computing(self, cost: float, matrices: int = 1) -> float:
-        """Seconds for matrices that take so many operations together."""
+        """Return the seconds for matrices of a total cost in operations."""
         return cost / self.flops + matrices * self.overhead
 
     def sending(self, nbytes: float, exchanges: int = 1) -> float:
-        """Seconds for so many bytes from one rank."""
+        """Return the seconds for bytes that one rank sends."""
         return nbytes / self.bandwidth + exchanges * self.latency
 
 
@@ -272,7 +271,7 @@ class Plan:
 
     Attributes:
         runs: one plan for each run of neighbouring transforms that need whole matrices.
-        size: how many ranks there are.
+        size: the number of ranks.
 
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64)}, 2, partition="flat")
@@ -286,22 +285,22 @@ class Plan:
 
     @property
     def flops(self) -> list[float]:
-        """Floating-point operations of each rank in a step; of the matrices alone."""
+        """The floating-point operations of each rank in a step, for matrices only."""
         return [sum(loads) for loads in zip(*(run.flops for run in self.runs), strict=True)] or [0.0] * self.size
 
     @property
     def sent(self) -> list[int]:
-        """Bytes that each rank sends in a step for matrices, there and back."""
+        """The bytes that each rank sends in a step for matrices, to the owners and back."""
         return [sum(sent) for sent in zip(*(run.sent for run in self.runs), strict=True)] or [0] * self.size
 
     @property
     def balance(self) -> float:
-        """The most that a rank computes over the mean; 1 is perfect."""
+        """The busiest rank's operations divided by the mean; 1 is perfect."""
         flops = self.flops
         return max(flops) * self.size / sum(flops) if sum(flops) else 1.0
 
     def owners(self) -> dict[str, list[int | None]]:
-        """The owners of each parameter's matrices; None stands for all ranks."""
+        """Return the owners of each parameter's matrices; None stands for all ranks."""
         found: dict[str, list[int | None]] = {}
         for run in self.runs:
             for share in run.shares:
@@ -309,11 +308,7 @@ class Plan:
         return found
 
     def explain(self) -> Report:
-        """Explain the plan: one row for each share of each parameter, then what each rank computes and sends.
-
-        Returns:
-            A value that prints as tables in a terminal, and shows them in a notebook.
-        """
+        """Return tables of each share, and of the work and the bytes of each rank, for a terminal or a notebook."""
         titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
         parts: list[str | Table] = []
         for run in self.runs:
@@ -345,23 +340,17 @@ class Plan:
         return self.explain().to_html()
 
 
-def plan_for(
-    tx: Transform,
-    layout: Layout,
-    *,
-    device: torch.device | str = "cpu",
-    **settings: Any,
-) -> Plan:
-    """Plan a chain under a layout, on shapes alone and without a word to other ranks.
+def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:
+    """Plan a chain under a layout, from shapes alone and without communication.
 
     Args:
         tx: the transform, sharded or not.
-        layout: who holds what; a pretended one, for any number of ranks, will do.
-        device: where it will run; it need not be here. A plan takes the dtype "auto" for bf16 on CUDA, else for fp32.
-        **settings: as `sharded` takes them.
+        layout: the layout; a layout without processes will do.
+        device: the kind of device of the run. A plan takes the dtype "auto" for bf16 on CUDA, else for fp32.
+        **settings: the settings of `sharded`.
 
     Raises:
-        TypeError: ``tx`` is no transform, or ``layout`` no layout.
+        TypeError: ``tx`` is not a transform, or ``layout`` is not a layout.
 
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64), "v": torch.zeros(64, 32)}, 2)
