@@ -343,34 +343,6 @@ def test_offloaded_and_computed_on_the_host():
             assert torch.equal(found[key].cpu(), value), key
 
 
-def test_the_adapter_steps_with_an_offloaded_state(home):
-    def run(wrap):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48)).cuda()
-        tx = wrap(
-            mfx.muon_with_adamw(
-                0.02,
-                1e-3,
-                orthogonalize=mfx.orthogonalize(dtype=torch.float32),
-                mask=mfx.select.ndim(min=2),
-                labels=mfx.select.default_labels_by_name,
-            )
-        )
-        optimizer = mfx.TransformOptimizer(model, tx)
-        data = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).cuda()
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-        saved = optimizer.state_dict()
-        optimizer.load_state_dict(saved)
-        return [param.detach() for param in model.parameters()]
-
-    wanted = run(lambda tx: tx)
-    for found, value in zip(run(lambda tx: mfx.sharding.offload(tx, home)), wanted, strict=True):
-        assert torch.equal(found, value)
-
-
 def test_the_state_of_the_torch_optimizer_follows_a_model_that_is_moved():
     params, steps = draw()
     model = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(value) for name, value in params.items()})

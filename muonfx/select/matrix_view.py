@@ -46,19 +46,20 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class MatrixView:
     """The matrices that a leaf consists of, for the transforms that work on matrices.
 
-    They take it as ``view=``. Each setting is one value for all leaves, or a mapping from globs over dotted names to
-    values: the first glob that matches a leaf's name counts, and a leaf without a match has None.
+    Transforms take it as ``view=``. Each setting is one value for all leaves, or a mapping from globs over dotted names
+    to values. The first glob that matches a leaf's name counts; a leaf without a match has None.
 
     Args:
-        dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats
-            a stack of expert matrices one by one. None: a leaf of more than two dims is flattened behind the first,
-            as a convolution wants it.
-        blocks: cut each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
-            treat each alone: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for per-head updates.
-        block_axis: -2 cuts rows (output features), -1 columns (input features); no match is -2.
+        dims: the dims of a leaf that are rows and the dims that are columns; all others are batch dims. ``((-2,),
+            (-1,))`` treats each matrix of a stack of experts separately. None flattens all dims after the first into
+            columns, as for a convolution.
+        blocks: split each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
+            treat each block separately: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for updates by
+            head.
+        block_axis: -2 splits rows (output features), -1 splits columns (input features); a leaf without a match has -2.
 
     Raises:
-        ValueError: a setting is malformed; the message says what is expected.
+        ValueError: a setting is malformed; the message contains the expected form.
 
     Example:
         >>> import muonfx as mfx
@@ -108,7 +109,7 @@ class MatrixView:
         return tuple(tuple(one.items()) if isinstance(one, Mapping) else one for one in settings)
 
     def of(self, names: Sequence[str]) -> list[MatrixView]:
-        """The settings for each named leaf."""
+        """Return the view of each named leaf."""
         if not self.needs_names:
             return [self] * len(names)
         found: list[tuple[Dims | None, Blocks | None, int]] = []
@@ -141,7 +142,7 @@ class MatrixView:
         """View a leaf as matrices of shape (..., rows, columns): one tensor, or one for each of unequal blocks.
 
         Raises:
-            ValueError: it is no matrix, or does not fit the settings; the message has its name.
+            ValueError: the leaf is not a matrix, or does not fit the settings; the message contains its name.
         """
         matrix = self._to_matrix(leaf, name)
         if self.blocks is None:
@@ -174,7 +175,7 @@ class MatrixView:
         return permuted.permute([order.index(dim) for dim in range(leaf.ndim)])
 
     def matrices(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """The shape of one matrix, where a leaf is a number of independent ones, one behind another in memory."""
+        """Return the shape of one matrix if a leaf is a sequence of independent matrices in memory, else None."""
         if self.dims is not None:
             sides = [tuple(dim % len(shape) for dim in side) for side in self.dims]
             if sides != [(len(shape) - 2,), (len(shape) - 1,)]:
@@ -210,7 +211,7 @@ class MatrixView:
         taken = [dim for side in sides for dim in side]
         if -1 in taken or len(set(taken)) < len(taken):
             raise ValueError(
-                f"{name!r} has shape {tuple(leaf.shape)}; dims {self.dims} repeat a dim or name one that it has not"
+                f"{name!r} has shape {tuple(leaf.shape)}; dims {self.dims} repeat a dim or name a missing one"
             )
         return [dim for dim in range(leaf.ndim) if dim not in taken], sides[0], sides[1]
 

@@ -168,9 +168,9 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
     }
     if found:
         warn_caller(
-            f"partition: of {format_list(list(found), str)} the labels know dims, and a transform for them has none: "
-            "each is flattened behind its first dim: give it view=labels.view() (labels = default_labels(model)), or "
-            "say with labels=Labels(labels) that this is meant"
+            f"partition: the labels know dims of {format_list(list(found), str)}, and a transform for them has none: "
+            "each is flattened after its first dim: give it view=labels.view() (labels = default_labels(model)), or "
+            "labels=Labels(labels) if this is intended"
         )
     whole = {name: view for name, route, view in _uncovered(transforms, routes, "blocks") if route.suspected}
     if not whole:

@@ -154,7 +154,7 @@ def test_stochastic_rounding_keeps_the_mean(book: Any):
     x = values(3, (64,), 1.5, 0, book[1])
     x = torch.where(x.abs() < own.book.levels[1] * x.abs().max(), 0.0, x)  # there an unsigned book rounds up
     scale = x.abs().max()
-    kept = torch.stack([stored(own, x, torch.tensor(2**40 + key)) for key in range(KEYS)]).double() / scale
+    kept = torch.func.vmap(lambda key: stored(own, x, key))(2**40 + torch.arange(KEYS)).double() / scale
     levels = torch.tensor(own.book.levels, dtype=torch.float64)
     above = torch.searchsorted(levels, x.double().abs() / scale).clamp(1, len(levels) - 1)
     gap = levels[above] - levels[above - 1]

@@ -13,29 +13,18 @@ from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many, polar_factor
 
 from .strategies import DTYPES, coarse, gap, problem
 
-WORKING = (torch.float32, torch.bfloat16, torch.float16)
 
-
-@pytest.mark.parametrize("dtype", WORKING)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("held", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-20, 1e-7, 1e7, 1e20, 1e30, 1e38])
-def test_no_magnitude_vanishes_or_overflows(held: torch.dtype, dtype: torch.dtype, magnitude: float) -> None:
+def test_no_magnitude_vanishes_or_overflows(held: torch.dtype, dtype: torch.dtype) -> None:
     x = coarse(problem(1, 12, 16, "clustered").x)
     x = x / x.abs().max()
-    reference = orthogonalize(x, dtype=torch.float64)
-    found = orthogonalize((x * magnitude).to(held), dtype=dtype)
-    assert found.isfinite().all()
-    assert gap(found, reference) < 0.2
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, *WORKING])
-@pytest.mark.parametrize("magnitude", [1e-305, 1e-300, 1e-100, 1e100, 1e300, 1.7e308])
-def test_float64_input_beyond_the_range_of_the_compute_dtype(dtype: torch.dtype, magnitude: float) -> None:
-    x = coarse(problem(1, 12, 16, "clustered").x)
-    x = x / x.abs().max()
-    found = orthogonalize(x * magnitude, dtype=dtype)
     reference = orthogonalize(x)
-    assert gap(found, reference) < {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.2)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4} if held == torch.float64 else {}
+    beyond = [1e-305, 1e-300, 1e-100, 1e100, 1e300, 1.7e308] if held == torch.float64 else []
+    for magnitude in (1e-38, 1e-30, 1e-20, 1e-7, 1e7, 1e20, 1e30, 1e38, *beyond):
+        found = orthogonalize((x * magnitude).to(held), dtype=dtype)
+        assert gap(found, reference) < tolerance.get(dtype, 0.2), magnitude
 
 
 @pytest.mark.parametrize(("held", "magnitude"), [(torch.float64, 1e-320), (torch.float32, 1e-42)])

@@ -69,10 +69,6 @@ def test_one_group_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products == [(1, 4, 6)] * 9
 
 
-def test_nothing_gives_nothing() -> None:
-    assert orthogonalize_many([]) == []
-
-
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 8, 12), (256, 300), (300, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_order_of_memory_changes_no_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -534,15 +534,6 @@ def test_the_convolution_that_sees_raw_audio_goes_to_adamw():
     assert [label for name, label in found.items() if name.endswith("weight")] == ["adamw", "muon"]
 
 
-def test_a_class_that_fully_shard_generates_counts_as_the_one_written():
-    class FSDPModule:
-        pass
-
-    model = build({"table": nn.Embedding(8, 4)})
-    model.table.__class__ = type("FSDPEmbedding", (FSDPModule, nn.Embedding), {})
-    assert default_labels(model).reason("table.weight") == "embedding (module type Embedding)"
-
-
 def test_the_shape_that_zero_3_took_away_is_the_one_that_counts():
     model = build({"fc1": lin(8, 4)})
     model.fc1.weight.ds_shape = torch.Size([8, 4])

@@ -336,17 +336,6 @@ def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
                 way(orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(blocks=blocks)))
 
 
-@pytest.mark.filterwarnings("ignore:default_labels saw names and shapes")  # a parameter that is added has no module
-def test_a_fused_matrix_that_is_added_later_is_warned_of_alone():
-    with pytest.warns(UserWarning, match=r"as one matrix: '0.qkv.weight'\. "):
-        optimizer = mfx.Muon(nn.ModuleList([Block(qkv=12)]))
-    with pytest.warns(UserWarning, match="several matrices each") as caught:
-        optimizer.add_param_group({"params": [("later.to_kv.weight", nn.Parameter(torch.randn(8, 4)))]})
-    said = {str(one.message) for one in caught if "several matrices each" in str(one.message)}
-    assert len(said) == 1
-    assert "as one matrix: 'later.to_kv.weight'. " in said.pop()
-
-
 def test_a_name_that_means_one_matrix_is_not_warned_of():
     one_matrix = ("q_proj", "kv_b_proj", "rwkv", "gate_proj", "qkvo_norm", "up_proj", "w1", "w2")
     mfx.Muon(nn.ModuleList([Block(**dict.fromkeys(one_matrix, 12))]))
