@@ -118,16 +118,6 @@ def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str)
     assert metrics["final_validation_loss"] == metrics["validation"][-1]["loss"] < 3.3
 
 
-def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) -> None:
-    assert train_gpt.main([*TINY, "--steps", "12", "--dtype", "bf16", "--out", str(tmp_path)]) == 0
-    tensors = tensors_of(tmp_path / CHECKPOINTS)
-    weight, master = (tensors[f"{part}/blocks.0.mlp.up.weight"] for part in ("params", "master"))
-    assert weight.dtype == torch.bfloat16
-    assert master.dtype == torch.float32
-    assert torch.equal(master.bfloat16(), weight)
-    assert metrics_of(tmp_path)["final_validation_loss"] < 4
-
-
 # ---------------------------------------------------------------------------------------------------- stop and resume
 
 
@@ -136,7 +126,7 @@ def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) 
     [
         ["--optimizer", "muon", "--dtype", "fp32"],
         ["--optimizer", "normuon", "--dtype", "bf16"],
-        ["--optimizer", "torch-muon"],
+        pytest.param(["--optimizer", "torch-muon"], marks=pytest.mark.slow),
         ["--state-dtype", "int8"],
     ],
     ids=" ".join,
@@ -323,6 +313,7 @@ def test_the_loop_to_copy_is_short_and_learns(module, capsys) -> None:
     assert f"validation {loss:.3f}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_vision_example_learns_with_both_optimizers_and_draws_a_picture(module, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     vision = module("vision")
@@ -335,6 +326,7 @@ def test_the_vision_example_learns_with_both_optimizers_and_draws_a_picture(modu
     assert (tmp_path / "digits.svg").read_text().count("<path") > 4
 
 
+@pytest.mark.slow
 def test_the_lora_example_trains_the_factors_alone(module) -> None:
     lora = module("lora")
     code, prose, held_out = lora.texts()

@@ -25,7 +25,7 @@ class DionState(NamedTuple):
     """State of `scale_by_dion`."""
 
     trace: PyTree
-    """The part of the summed gradients that no update has stood for yet, like the parameters, in the pinned dtype."""
+    """The part of the summed gradients that no update has applied yet, like the parameters, in the pinned dtype."""
     basis: PyTree
     """The right factor of the last update, (..., columns, rank): a `MatrixSlot` in the pinned dtype."""
 
@@ -34,7 +34,7 @@ class SampledMomentumState(NamedTuple):
     """State of `sampled_momentum`."""
 
     trace: PyTree
-    """The part of the summed gradients that no update has stood for yet, like the parameters, in the pinned dtype."""
+    """The part of the summed gradients that no update has applied yet, like the parameters, in the pinned dtype."""
 
 
 @matrixwise(short_names={"momentum": "decay"}, position="sets_size")
@@ -44,8 +44,8 @@ def scale_by_dion(
     r"""Replace each matrix by $P Q^T$ of low rank, with orthonormal columns of $P$ and unit columns of $Q$.
 
     A step of power iteration on $M = M_{t-1} + G$ from the last right factor: $P = \mathrm{qr}(M Q_{t-1})$, $R = M^T
-    P$, and $Q$ is $R$ with unit columns. What the update stands for is taken out of the sum, the rest stays for later
-    steps: $M_t = M - (1 - \beta) P R^T$. `scale_by_shape` ("spectral") follows it in a chain.
+    P$, and $Q$ is $R$ with unit columns. The part that the update approximates is subtracted from the sum, and the rest
+    is kept for later steps: $M_t = M - (1 - \beta) P R^T$. `scale_by_shape` ("spectral") follows it in a chain.
 
     The first right factors are the same for all matrices of one shape, uniform in [-1, 1). A column of $Q$ that would
     be zero keeps its old direction and adds nothing to the update.
@@ -100,11 +100,11 @@ def scale_by_dion(
 def sampled_momentum(
     one_in: int = 4, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
 ):
-    r"""Sum up gradients, and pass on only the rows, or columns, in which most has gathered.
+    r"""Sum up gradients, and return only the rows, or columns, with the largest sums.
 
     Of each matrix $M = M_{t-1} + G$ the update has the largest of the slices along the shorter side, by their sum of
     magnitudes, and zeros elsewhere; in the state these slices are multiplied by $\beta$, the others wait. The polar
-    factor of a matrix with zero rows is that of the others, so `orthogonalize` follows it; no products are saved.
+    factor of a matrix ignores zero rows, so `orthogonalize` can follow; no products are saved.
 
     Args:
         one_in: of how many slices one is taken, rounded up: the authors' ``fraction`` is the reciprocal.
@@ -117,7 +117,7 @@ def sampled_momentum(
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
             matrix or does not fit the view.
 
-    Follows Dion2 in Microsoft's ``dion``, where a sharded matrix is cut along the sharded side instead.
+    Follows Dion2 in Microsoft's ``dion``, which selects along the sharded side of a sharded matrix instead.
 
     Example:
         >>> import muonfx as mfx

@@ -52,14 +52,14 @@ def scale_by_namo(
     dtype: WideStateDtype = "auto",
     view: MatrixView = MatrixView(),
 ):
-    r"""Average gradients, apply a transform, and scale each matrix by the norm of its average over that of gradients.
+    r"""Average gradients, apply a transform, and scale each matrix by the average's norm over the gradients' norm.
 
     $M_t = \beta_1 M_{t-1} + (1 - \beta_1) G_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \|G_t\|_F^2$, and the update is
     $\alpha_t D(M_t)$ with $\alpha_t = \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{\|M_t\|_F}{\sqrt{v_t} +
-    \epsilon}$ for the inner transform $D$: near 1 where gradients agree, small where they are noise.
+    \epsilon}$ for the inner transform $D$: near 1 if gradients agree, small if they are noise.
 
     Args:
-        inner: `orthogonalize`; with `add_decayed_weights` behind it, $\alpha_t$ scales the decay too, as in the paper.
+        inner: `orthogonalize`; if `add_decayed_weights` follows it, $\alpha_t$ scales the decay too, as in the paper.
         b1: decay of the average, in [0, 1).
         b2: decay of the squared norm, in [0, 1).
         eps: added to the root, not negative.
@@ -115,7 +115,7 @@ def scale_by_namo(
             if own is not None and update is None:
                 raise ValueError(
                     f"scale_by_namo: inner returns an update for {name!r}, whose gradient is None, so it has no scale; "
-                    "put what gathers gradients around it: accumulate(scale_by_namo(...), every)"
+                    "put the transform that accumulates gradients around it: accumulate(scale_by_namo(...), every)"
                 )
         scaled = [
             [(matrix * alpha).to(matrix.dtype) for matrix, (_, alpha) in zip(*own, strict=True)]

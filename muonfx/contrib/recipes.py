@@ -61,7 +61,7 @@ def scion(
         constrained: shrink parameters by the learning rate, so that they stay within the radius (Frank-Wolfe). Without,
             there is no decay.
         orthogonalize: as in `muon`.
-        labels: those of ``norms``, or None, for each parameter, as in `partition`.
+        labels: for each parameter a label of ``norms``, or None, as in `partition`.
 
     Raises:
         ValueError: an unknown norm, or a negative radius; the message names the label.
@@ -189,7 +189,7 @@ def namo(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """NAMO, for parameters that are all matrices: Muon scaled by the momentum's norm over that of the gradients.
+    """NAMO, for parameters that are all matrices: Muon scaled by the momentum's norm over the gradients' norm.
 
     Args:
         learning_rate: a number or a schedule.

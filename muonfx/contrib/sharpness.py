@@ -27,8 +27,8 @@ Sum = Callable[[PyTree], Tensor]
 def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     r"""Turn gradients into the step by which sharpness-aware minimization climbs: $\rho g / \|g\|$.
 
-    The norm is over all elements of all leaves, on all ranks. `sam_gradient` takes this step and the gradient behind
-    it; the chain that descends is another one.
+    The norm is over all elements of all leaves, on all ranks. `sam_gradient` takes this step and computes the gradient
+    there; a separate chain descends by that gradient.
 
     Args:
         rho: the length of the step, 0 or more.
@@ -72,19 +72,19 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
 def sam_gradient(
     gradient: Callable[[PyTree], Any], params: PyTree, perturbation: Transform | None = None, *, has_aux: bool = False
 ) -> Any:
-    """The gradient for sharpness-aware minimization: that behind the step by which the loss rises most.
+    """Compute the gradient for sharpness-aware minimization, at the point of highest loss nearby.
 
     Args:
         gradient: a function of parameters that returns gradients like them, such as ``torch.func.grad(loss)``; it is
             called twice, on the same batch.
-        params: the parameters, or this rank's pieces of them.
-        perturbation: makes the step of the gradient, without a state; None is ``sam()``. Where parameters are sharded,
-            it is ``sharding.sharded(sam(rho), layout)``: every rank then takes its piece of one step.
+        params: the parameters, or this rank's shards of them.
+        perturbation: a transform without state that turns the gradient into the step; None is ``sam()``. For sharded
+            parameters, give ``sharding.sharded(sam(rho), layout)``: every rank then takes its shard of one step.
         has_aux: ``gradient`` returns a pair of gradients and something else, as ``torch.func.grad_and_value`` does.
 
     Returns:
-        The gradients to descend by; with ``has_aux`` the pair of them and the something else of the first call, made
-        at the parameters themselves.
+        The gradients to descend by; with ``has_aux`` a pair of these gradients and the second value of the first call,
+        which is at the parameters themselves.
 
     Example:
         >>> import muonfx as mfx

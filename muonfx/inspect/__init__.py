@@ -1,4 +1,4 @@
-"""Summaries of optimizers, transforms and states: what they store, on which device, and in how many bytes."""
+"""Summaries of optimizers, transforms and states: their tensors, devices and bytes."""
 
 from muonfx.inspect.summary import Summary, summary
 

@@ -45,7 +45,7 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     ['rank 0', 'rank 1']
     """
     if not isinstance(plan, sharding.Plan):
-        raise TypeError(f"plan must be what muonfx.sharding.plan_for(tx, layout) returns, found {type(plan).__name__}")
+        raise TypeError(f"plan must be a result of muonfx.sharding.plan_for(tx, layout), found {type(plan).__name__}")
     if not any(plan.flops):
         raise ValueError("the plan has no matrices to compute: no transform of the chain needs whole matrices")
     most = max(plan.flops)

@@ -48,8 +48,8 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
     found = {key: float(value) for key, value in metrics(state).items() if key.rpartition("/")[2] == "rms"}
     if not found:
         raise ValueError(
-            'the state has no "rms" of a monitor; put monitor("updates", ("rms",), by_leaf=True) where the updates are '
-            "to be measured, last in the chain for the size of the steps"
+            'the state has no "rms" of a monitor; put monitor("updates", ("rms",), by_leaf=True) after the transform '
+            "to measure, last in the chain for the size of the steps"
         )
     monitors: dict[str, dict[str, float]] = {}
     for key, value in found.items():

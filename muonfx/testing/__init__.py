@@ -30,7 +30,7 @@ __all__ = [
     "LAWS",
     "Law",
     "law",
-    # what they are checked on
+    # examples
     "Example",
     "DTYPES",
     "Pair",

@@ -62,7 +62,7 @@ class Example(NamedTuple):
         return self.map(copied)
 
     def dense(self) -> Example:
-        """Put a tensor where a parameter or a gradient is None."""
+        """Replace parameters and gradients that are None by tensors."""
         leaves, treedef = tree.flatten(self.params)
         full = [torch.full((2, 2), 0.25) if leaf is None else leaf for leaf in leaves]
 
@@ -73,11 +73,11 @@ class Example(NamedTuple):
         return Example(tree.unflatten(treedef, full), [filled(grads) for grads in self.steps])
 
     def precise(self) -> Example:
-        """Convert every tensor to contiguous float64, where two ways to compute the same agree closely."""
+        """Convert every tensor to contiguous float64, in which two computations of one value agree closely."""
         return self.dense().map(lambda leaf: leaf.detach().double().clone(memory_format=torch.contiguous_format))
 
     def smooth(self, steps: int = 2) -> Example:
-        """Keep structure and shapes, in dense float64, with values away from zero, where roots have no derivative."""
+        """Keep structure and shapes, in dense float64, with values away from zero: roots have no derivative there."""
         generator = torch.Generator().manual_seed(0)
 
         def away(leaf: Tensor) -> Tensor:

@@ -265,8 +265,8 @@ def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) ->
     """Draw a public transform with valid arguments.
 
     Args:
-        names: of the factories to draw from; None: all that take any tree.
-        matrices: also those that take leaves of two dims and more only, where ``names`` is None.
+        names: names of the factories to draw from; None: all factories that accept any tree.
+        matrices: whether to include the factories of `MATRIX_ONLY` if ``names`` is None.
 
     >>> from hypothesis import find
     >>> find(transforms(["momentum", "scale"]), lambda tx: tx.name == "scale")

@@ -27,12 +27,12 @@ __all__ = [
 
 
 class LawViolation(AssertionError):
-    """A transform breaks a law; the message names the law, the transform, the leaf, what was found, and the example.
+    """A transform breaks a law; the message names the law, the transform, the leaf, the values and the example.
 
     Attributes:
         law: the law's name.
-        leaf: where it was broken, or None where no leaf is at fault.
-        found: what was found and what was expected.
+        leaf: the leaf that breaks the law, or None if no single leaf does.
+        found: the found and the expected values.
     """
 
     def __init__(self, law: str, tx: object, leaf: str | None, found: str, example: object = None) -> None:

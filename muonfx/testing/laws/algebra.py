@@ -27,7 +27,7 @@ def chain_of_one_is_its_member(tx: Transform, params: PyTree, steps: list[PyTree
 
 @law(share=0.4)
 def identity_is_neutral(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``identity()`` before and behind changes nothing.
+    """``identity()`` before or after a transform changes nothing.
 
     >>> import muonfx as mfx
     >>> identity_is_neutral(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

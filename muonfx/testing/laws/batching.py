@@ -23,7 +23,7 @@ FACTORS = (1.0, -0.5, 3.0)
 
 @law(on=lambda example: example.precise().prolonged(3), share=0.25)
 def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.func.vmap`` over a batch of gradients and states gives what a loop over the batch gives.
+    """``torch.func.vmap`` over a batch of gradients and states equals a loop over the batch.
 
     >>> import muonfx as mfx
     >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -57,7 +57,7 @@ def _has_no_numbers(tx: Transform) -> str | None:
 
 @law(on=lambda example: example.precise().prolonged(3), unless=_has_no_numbers, share=0.25)
 def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.func.vmap`` over transforms that differ in numbers, stacked to one, gives what each of them gives.
+    """``torch.func.vmap`` over stacked transforms that differ in numbers equals each of them.
 
     >>> import muonfx as mfx
     >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

@@ -64,7 +64,7 @@ def _check(tx: Transform, params: PyTree, steps: list[PyTree], *, vary: bool = F
     state = eager_state = given.init(params)
     graphs = 1
     for number, grads in enumerate(steps):
-        # A new transform at every step, as from `with_hyperparams`: dynamo guards on what a used one has cached.
+        # A new transform at every step, as from `with_hyperparams`: dynamo guards on the caches of a used one.
         tx = tree.map(lambda value, factor=0.9**number: value * factor, given) if vary else tx
         updates, state = step(tx, grads, state, params)
         expected, eager_state = tx.update(grads, eager_state, params)

@@ -158,9 +158,9 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
 
 @law(on=lambda example: example.dense(), unless=_without("rounds_to"), share=0.5)
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Updates rounded beforehand to the dtype that ``rounds_to`` says give the same bits, and no more digits come out.
+    """Updates first rounded to the dtype of ``rounds_to`` give the same bits, and the result has that precision.
 
-    In that dtype they travel between ranks.
+    Updates are sent between ranks in that dtype.
 
     >>> import muonfx as mfx
     >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -181,7 +181,7 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=lambda example: _stacked(precise(example)), share=0.3)
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Leaves that `Transform.on_stacks` says are stacks of matrices have the same updates as such, and one by one.
+    """Leaves that `Transform.on_stacks` declares as stacks of matrices have the same updates in stacks of any length.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
