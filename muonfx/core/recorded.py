@@ -209,12 +209,17 @@ class Recorded:
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Register each subclass as a pytree node of optree and of torch."""
         super().__init_subclass__(**kwargs)
-        # optree's type hints require a collection, but any class works.
         optree.register_pytree_node(
-            cast("Any", cls), cast("Any", _flatten), cast("Any", Recorded._from), namespace=NAMESPACE
+            cast("Any", cls),  # optree's type hints require a collection, but any class works
+            cast("Any", lambda value: (value.parts, value.structure, part_names(value))),
+            cast("Any", Recorded._from),
+            namespace=NAMESPACE,
         )
         torch_pytree.register_pytree_node(
-            cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=public_name(cls)
+            cls,
+            lambda value: (list(value.parts), value.structure),
+            lambda parts, structure: Recorded._from(cast("Structure", structure), parts),
+            serialized_type_name=public_name(cls),
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -270,28 +275,16 @@ class Recorded:
                 self.__dict__["_built"] = kept
         return kept
 
-    @property
+    @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The numbers of the value and of the values within it that are tensors, in leaf order."""
-        kept = self.__dict__.get("_tensors")
-        if kept is None:
-            found: list[Tensor] = []
-            for part in self.parts:
-                if isinstance(part, Tensor):
-                    found.append(part)
-                elif isinstance(part, Recorded):
-                    found += part.tensors
-            kept = self.__dict__["_tensors"] = tuple(found)
-        return kept
+        inner = [part.tensors if isinstance(part, Recorded) else (part,) for part in self.parts]
+        return tuple([number for numbers in inner for number in numbers if isinstance(number, Tensor)])
 
-    @property
+    @functools.cached_property
     def treedef(self) -> PyTreeSpec:
         """The pytree structure of the value, equal for values that differ only in numbers."""
-        kept = self.__dict__.get("_treedef")
-        if kept is None:
-            kept = optree.tree_structure(cast("Any", self), none_is_leaf=True, namespace=NAMESPACE)
-            self.__dict__["_treedef"] = kept
-        return kept
+        return optree.tree_structure(cast("Any", self), none_is_leaf=True, namespace=NAMESPACE)
 
     def _new_structure(self) -> Structure:
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
@@ -445,28 +438,10 @@ def part_names(value: Recorded) -> tuple[str, ...]:
     return derived["part_names"]
 
 
-def _flatten(value: Recorded) -> tuple[tuple[object, ...], Structure, tuple[str, ...]]:
-    return value.parts, value.structure, part_names(value)
-
-
-def _flatten_for_torch(value: Recorded) -> tuple[list[object], Structure]:
-    return list(value.parts), value.structure
-
-
-def _unflatten_for_torch(parts: Iterable[object], context: Structure) -> Recorded:
-    return Recorded._from(context, parts)
-
-
 def same(a: Any, b: Any) -> bool:
     """Return True if two values are equal, where tensors are compared by value, shape and dtype."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return (
-            isinstance(a, Tensor)
-            and isinstance(b, Tensor)
-            and a.dtype == b.dtype
-            and a.shape == b.shape
-            and bool(torch.equal(a, b))
-        )
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.equal(a, b))
     if type(a) in (tuple, list) and type(a) is type(b):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a is b or bool(type(a) is type(b) and a == b)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
 
 import optree
@@ -60,25 +61,19 @@ Structure = optree.PyTreeSpec
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
+@dataclass
 class _Node:
     """Structure of a tree in plain Python, which can be traced; `kind` is None for a leaf."""
 
-    def __init__(
-        self,
-        kind: type | None = None,
-        entries: Sequence[object] = (),
-        metadata: object = None,
-        rebuild: Callable[[list[Any]], PyTree] | None = None,
-        children: Sequence[_Node] = (),
-    ) -> None:
-        self.kind, self.entries, self.metadata, self.rebuild = kind, tuple(entries), metadata, rebuild
-        self.children = tuple(children)
-        self.num_leaves: int = 1 if kind is None else sum([child.num_leaves for child in self.children])
+    kind: type | None = None
+    entries: tuple[object, ...] = ()
+    metadata: object = None
+    rebuild: Callable[[list[Any]], PyTree] | None = field(default=None, compare=False)
+    children: tuple[_Node, ...] = ()
 
-    def same_as(self, other: _Node) -> bool:
-        if self.kind is not other.kind or self.entries != other.entries or self.metadata != other.metadata:
-            return False
-        return all(mine.same_as(theirs) for mine, theirs in zip(self.children, other.children, strict=True))
+    @property
+    def num_leaves(self) -> int:
+        return 1 if self.kind is None else sum([child.num_leaves for child in self.children])
 
     def unflatten(self, leaves: Iterator[object]) -> PyTree:
         if self.rebuild is None:
@@ -114,7 +109,7 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[Any]]:
     # optree handles the other nodes.
     kind = type(node)
     if kind is dict or kind is defaultdict:
-        given, entries = list(node), total_order_sorted(node)
+        given, entries = list(node), tuple(total_order_sorted(node))
 
         def rebuild(children: list[Any]) -> PyTree:
             found = dict(zip(entries, children, strict=True))
@@ -124,7 +119,7 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[Any]]:
         metadata = None if kind is dict else node.default_factory
         return _Node(kind, entries, metadata, rebuild), [node[key] for key in entries]
     if kind is OrderedDict:
-        entries = list(node)
+        entries = tuple(node)
         children = [node[key] for key in entries]
         return _Node(kind, entries, None, lambda new: OrderedDict(zip(entries, new, strict=True))), children
     if node is None or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
@@ -134,7 +129,7 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[Any]]:
         entries = optree.namedtuple_fields(kind)
     elif optree.is_structseq_class(kind):
         entries = optree.structseq_fields(kind)
-    return _Node(kind, entries, metadata, lambda new: build(metadata, new)), list(children)
+    return _Node(kind, tuple(entries), metadata, lambda new: build(metadata, new)), list(children)
 
 
 def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
@@ -143,8 +138,8 @@ def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
     if node is None:
         leaves.append(tree)
         return _Node()
-    found = [_traced_flatten(child, leaves) for child in children]
-    return _Node(node.kind, node.entries, node.metadata, node.rebuild, found)
+    node.children = tuple([_traced_flatten(child, leaves) for child in children])
+    return node
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
@@ -184,8 +179,7 @@ def same_structure(a: PyTree, b: PyTree) -> bool:
     >>> same_structure({"a": 1, "b": 2}, {"b": None, "a": 3}), same_structure([1], (1,))
     (True, False)
     """
-    mine, theirs = flatten(a)[1], flatten(b)[1]
-    return mine.same_as(theirs) if isinstance(mine, _Node) and isinstance(theirs, _Node) else mine == theirs
+    return flatten(a)[1] == flatten(b)[1]
 
 
 def leaves(tree: PyTree) -> list[Any]:
@@ -246,8 +240,7 @@ def paths(tree: PyTree) -> list[tuple[object, ...]]:
     [('blocks', 0, 'q')]
     """
     if torch.compiler.is_compiling():
-        node: Any = flatten(tree)[1]
-        return node.paths(())
+        return _traced_flatten(tree, []).paths(())
     accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in accessors]
 
