@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from muonfx.tree.arguments import code_of
@@ -132,3 +133,12 @@ def _name_in_package(value: Any) -> str:
                 return ".".join([*parts[:depth], value.__qualname__])
             module = getattr(module, parts[depth], None) if depth < len(parts) else None
     return value.__qualname__
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True if two values are equal, where tensors are compared by value, shape and dtype."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.equal(a, b))
+    if type(a) in (tuple, list) and type(a) is type(b):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a is b or bool(type(a) is type(b) and a == b)

@@ -7,6 +7,7 @@ constructed. `signs` follows the direction of updates through a transform whose 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations, product
 from typing import NamedTuple
 
 from muonfx.core.checks import warn_caller
@@ -29,13 +30,7 @@ def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
 def check_order(chain: str, members: Mapping[str, Transform]) -> None:
     """Compare each member's position with the positions of all earlier members; raise or warn."""
     placed = [[_Placed(name, *found) for found in _positioned(member)] for name, member in members.items()]
-    pairs = [
-        (earlier, later)
-        for place, here in enumerate(placed)
-        for later in here
-        for before in placed[:place]
-        for earlier in before
-    ]
+    pairs = [pair for before, after in combinations(placed, 2) for pair in product(before, after)]
     for pair in pairs:
         if error := _error(*pair):
             raise ValueError(f"{chain}: {error}")

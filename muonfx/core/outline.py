@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from muonfx.core.recorded import Recorded, same
+from muonfx.core.identity import same
+from muonfx.core.recorded import Recorded
 
 _LONGEST = 40
 """The most characters shown of one setting."""

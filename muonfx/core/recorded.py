@@ -19,7 +19,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import optree
 import torch
@@ -27,9 +27,10 @@ import torch.utils._pytree as torch_pytree
 from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.core.identity import code_of_value, public_name, text_of
+from muonfx.core.definition import Definition, Factory, Memory, define
+from muonfx.core.identity import code_of_value, public_name, same, text_of
 from muonfx.tree import NAMESPACE
-from muonfx.tree.arguments import bind, check_plain, did_you_mean, kinds_of
+from muonfx.tree.arguments import bind, check_plain, did_you_mean
 
 
 class _Hole:
@@ -88,51 +89,10 @@ def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
 R = TypeVar("R", bound="Recorded")
 
 
-@dataclass(frozen=True, eq=False)
-class Definition:
-    """A factory's constructor, its parsed signature, and the arguments of the decorator."""
-
-    constructor: Callable[..., Any]
-    parameters: Mapping[str, inspect.Parameter]
-    """The recorded parameters."""
-    kinds: tuple[tuple[str, str], ...]
-    """Name and kind of each parameter, as strings that can be traced."""
-    plain: Mapping[str, frozenset[str]]
-    """The plain types that each parameter's annotation accepts."""
-    name: str | None
-    """The declared public name."""
-    remembers: bool
-    """True if the constructor takes `Structure.memory` as its first argument."""
-    transparent: bool
-    """True if a value represents its only part and adds nothing to that part's name."""
-    is_ours: bool
-    """True if the constructor belongs to this package, whose tests check what its functions return."""
-    declaration: object
-    """Further options of the decorator, such as a `Declaration`."""
-
-
-class Factory(Protocol):
-    """A decorated constructor."""
-
-    definition: Definition
-    __name__: str
-    __qualname__: str
-    __module__: str
-    __signature__: inspect.Signature
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Record a call."""
-        ...
-
-
 def _as_float(definition: Definition, name: str, value: Any) -> object:
     """Convert an int to a float if the annotation of the parameter is float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return float(value) if is_int and "float" in definition.plain[name] else value
-
-
-Memory = dict[object, Any]
-"""Results that a constructor caches by what decides them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,11 +322,6 @@ class Recorded:
         return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
 
 
-# The kinds of a `ScalarOrSchedule`. Its constructor gets the number of each step, a float or a 0-d tensor.
-_BY_STEP = frozenset({"Tensor", "Schedule"})
-_SCALAR = _BY_STEP | {"float", "None"}
-
-
 def make_factory(
     kind: type[Recorded],
     constructor: Callable[..., Any],
@@ -376,27 +331,13 @@ def make_factory(
     transparent: bool = False,
 ) -> Any:
     """Turn a function into a factory of recorded values with the function's name, signature and docstring."""
-    if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
-        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
 
     @functools.wraps(constructor)
     def call(*args: object, **kwargs: object) -> Recorded:
         return kind.record(factory, *args, **kwargs).prepare_all()
 
     factory = cast("Factory", call)
-    parameters = dict(inspect.signature(constructor).parameters)
-    accepted = kinds_of(parameters, constructor)
-    factory.definition = Definition(
-        constructor,
-        parameters,
-        tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
-        {name: kinds - _BY_STEP if _BY_STEP <= kinds <= _SCALAR else kinds for name, kinds in accepted.items()},
-        name,
-        getattr(constructor, "takes_memory", False),
-        transparent,
-        (constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
-        declaration,
-    )
+    factory.definition = define(constructor, declaration, name=name, transparent=transparent)
     return factory
 
 
@@ -436,15 +377,6 @@ def part_names(value: Recorded) -> tuple[str, ...]:
         names = [""] if is_transparent else [n for argument in skeleton for n in value.names_of_parts(argument)]
         derived["part_names"] = tuple(names)
     return derived["part_names"]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return True if two values are equal, where tensors are compared by value, shape and dtype."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.equal(a, b))
-    if type(a) in (tuple, list) and type(a) is type(b):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a is b or bool(type(a) is type(b) and a == b)
 
 
 def _structure(value: Recorded) -> str:

@@ -32,7 +32,6 @@ NAMES_HERE = {
     for here, names in {
         "transform": "GradientTransformation GradientTransformationExtraArgs",
         "TransformOptimizer": "Optimizer",
-        "PyTree": "Params Updates OptState",
         "Muon": "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam SingleDeviceMuon",
         "TransformOptimizer(model, muonfx.adamw())": "Adam AdamW",
         "TransformOptimizer(model, muonfx.lion())": "Lion",
@@ -51,8 +50,6 @@ NAMES_HERE = {
         "clip_by_value": "clip clip_grad_value_",
         "clip_by_global_norm": "clip_grad_norm_",
         "ema_params": "incremental_update AveragedModel",
-        "normalize_leaves": "normalize",
-        "match_weight_norms": "scale_by_param_block_norm scale_by_param_block_rms",
         "scale_by_factored_rms": "adafactor Adafactor",
         "scale_by_trust_ratio": "lamb lars",
         "scale_by_rms": "rmsprop RMSprop",
@@ -65,7 +62,6 @@ NAMES_HERE = {
         "warmup_cosine": "warmup_cosine_decay_schedule",
         "warmup_stable_decay": "warmup_exponential_decay_schedule",
         "tree": "tree_utils",
-        "schedules": "lr_scheduler",
         **{name: f"{name}_schedule" for name in ("constant", "linear", "polynomial", "sgdr")},
         **{
             f"tree.{name}": f"tree_{name}"
@@ -88,15 +84,11 @@ _ARGUMENTS_HERE = {
     "ns_coefficients": ("coefficients",),
     "ns_coeffs": ("coefficients",),
     "adjust_lr_fn": ("rule",),
-    "consistent_rms": ("rule",),
     "adam_b1": ("b1", "betas"),
     "adam_b2": ("b2", "betas"),
     "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
     "weight_decay_mask": ("mask",),
-    "muon_weight_dimension_numbers": ("dims",),
     "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
-    "accumulator_dtype": ("dtype",),
-    "every_k_schedule": ("every",),
 }
 """Argument names of Optax and ``torch.optim``, with muonfx's possible names; the last may be advice."""
 

@@ -27,7 +27,6 @@ PARAMS = {"w": torch.zeros(4, 4), "b": torch.zeros(4)}
 TX = mfx.momentum()
 
 REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
-    mfx.AttentionHeads: ("*.attn", 2),
     mfx.accumulate: (TX, 2),
     mfx.adaptive_grad_clip: (1.0,),
     mfx.contrib.add_noise: (1.0, 0.5),
@@ -73,6 +72,8 @@ NOT_ASKED = {
     mfx.leafwise,  # passes its name on to transform
     mfx.matrixwise,  # the same
     mfx.Leaf,  # made by us, and not from what was typed
+    mfx.Slot,  # its argument is a name for messages
+    mfx.AttentionHeads,  # names that match nothing are an error at init
     mfx.Summary,  # the same
     schedules.schedule,  # a decorator, which looks at its name where it is used
     mfx.as_tensors,  # a device, which torch reads: an int is one too
@@ -280,7 +281,6 @@ FOREIGN = [
     (mfx.orthogonalize, "ns_steps", "'steps'"),
     (mfx.orthogonalize, "dims", r"here: view=muonfx.MatrixView\(dims=\.\.\.\)"),
     (mfx.muon, "adjust_lr_fn", "'rule'"),
-    (mfx.muon, "consistent_rms", "'rule'"),
     (mfx.muon, "momentum", "'decay'"),
     (mfx.muon, "beta", "'decay'"),
     (mfx.muon, "lr", "'learning_rate'"),
@@ -288,8 +288,6 @@ FOREIGN = [
     (mfx.muon_with_adamw, "nesterov", "here: Muon's momentum always looks ahead; .*"),
     (mfx.muon_with_adamw, "adam_b1", r"here: adam=muonfx.scale_by_adam\(b1=\.\.\.\)"),
     (mfx.adamw, "betas", "'b1' or 'b2'"),
-    (mfx.momentum, "accumulator_dtype", "'dtype'"),
-    (mfx.accumulate, "every_k_schedule", "'every'"),
 ]
 
 

@@ -159,24 +159,6 @@ def states(make: Make, shape: tuple[int, ...]) -> Any:
     return make(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
 
 
-@pytest.mark.parametrize("make", TRACED)
-def test_labels_masks_and_decay_fall_on_the_same_leaves_compiled_and_eager(make: Make):
-    params, grads = states(make, (2, 2)), states(make, (2, 2))
-    first, *others = tree.names(params)
-    tx = mfx.chain(
-        mfx.partition(
-            {"up": mfx.chain(mfx.momentum(), mfx.scale(10.0)), "down": mfx.scale_by_adam()},
-            {first: "up"} | dict.fromkeys(others, "down"),
-        ),
-        mfx.masked(mfx.scale(3.0), {first: True} | dict.fromkeys(others, False)),
-        mfx.add_decayed_weights(0.5, mask={first: False} | dict.fromkeys(others, True)),
-    )
-    state = tx.init(params)
-    expected = tx.update(grads, state, params)
-    found = compiled(lambda g, s, p: tx.update(g, s, p))(grads, state, params)
-    kit.violation.require_close("updates and state", found, expected, "in eager mode", 1e-6)
-
-
 @pytest.mark.parametrize("make", LEAVES)
 def test_an_update_does_not_depend_on_the_container(make: Make):
     params, grads = states(make, (2, 2)), states(make, (2, 2))

@@ -1,0 +1,74 @@
+"""What a factory keeps about its constructor: the parsed signature and the arguments of the decorator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from muonfx.tree.arguments import kinds_of
+
+Memory = dict[object, Any]
+"""Results that a constructor caches by what decides them."""
+
+
+# The kinds of a `ScalarOrSchedule`. Its constructor gets the number of each step, a float or a 0-d tensor.
+_BY_STEP = frozenset({"Tensor", "Schedule"})
+_SCALAR = _BY_STEP | {"float", "None"}
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A factory's constructor, its parsed signature, and the arguments of the decorator."""
+
+    constructor: Callable[..., Any]
+    parameters: Mapping[str, inspect.Parameter]
+    """The recorded parameters."""
+    kinds: tuple[tuple[str, str], ...]
+    """Name and kind of each parameter, as strings that can be traced."""
+    plain: Mapping[str, frozenset[str]]
+    """The plain types that each parameter's annotation accepts."""
+    name: str | None
+    """The declared public name."""
+    remembers: bool
+    """True if the constructor takes `Structure.memory` as its first argument."""
+    transparent: bool
+    """True if a value represents its only part and adds nothing to that part's name."""
+    is_ours: bool
+    """True if the constructor belongs to this package, whose tests check what its functions return."""
+    declaration: object
+    """Further options of the decorator, such as a `Declaration`."""
+
+
+class Factory(Protocol):
+    """A decorated constructor."""
+
+    definition: Definition
+    __name__: str
+    __qualname__: str
+    __module__: str
+    __signature__: inspect.Signature
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Record a call."""
+        ...
+
+
+def define(constructor: Callable[..., Any], declaration: object, *, name: str | None, transparent: bool) -> Definition:
+    """Read a constructor's signature."""
+    if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
+        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
+    parameters = dict(inspect.signature(constructor).parameters)
+    accepted = kinds_of(parameters, constructor)
+    return Definition(
+        constructor,
+        parameters,
+        tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
+        {name: kinds - _BY_STEP if _BY_STEP <= kinds <= _SCALAR else kinds for name, kinds in accepted.items()},
+        name,
+        getattr(constructor, "takes_memory", False),
+        transparent,
+        (constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
+        declaration,
+    )
