@@ -181,29 +181,6 @@ def test_a_state_of_another_chain_or_other_parameters_is_refused():
         tx.update(PARAMS, low, PARAMS)
 
 
-def test_parameters_that_cannot_be_optimized_are_refused_at_init():
-    with pytest.raises(TypeError, match=r"params: 'table' must be real floating point, found torch.int64"):
-        mfx.momentum().init({"table": torch.zeros(2, dtype=torch.int64)})
-    with pytest.raises(ValueError, match=r"two leaves are named 'a.b'"):
-        mfx.momentum().init({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"'bias' has shape \(3,\); a matrix is needed. Route vectors elsewhere"):
-        mfx.muon().init({"w": torch.zeros(3, 3), "bias": torch.zeros(3)})
-
-
-def test_labels_and_transforms_must_meet():
-    params = {"w": torch.zeros(2), "b": torch.zeros(2)}
-    with pytest.raises(ValueError, match=r"'b' has the label 'fast'; the transforms are for 'slow'"):
-        mfx.partition({"slow": mfx.scale(1.0)}, {"w": "slow", "b": "fast"}).init(params)
-    with pytest.raises(ValueError, match=r"no value for 'b'"):
-        mfx.partition({"slow": mfx.scale(1.0)}, {"w": "slow"}).init(params)
-    with pytest.warns(UserWarning, match=r"no parameter has the label 'fast'"):
-        mfx.partition({"slow": mfx.scale(1.0), "fast": mfx.scale(1.0)}, {"w": "slow", "b": "slow"}).init(params)
-    with pytest.raises(TypeError, match=r"the value for 'b' is 'yes', expected bool"):
-        mfx.masked(mfx.scale(1.0), {"w": True, "b": "yes"}).init(params)
-    with pytest.raises(TypeError, match=r"the entry for label 'slow' must be a Transform"):
-        mfx.partition({"slow": mfx.scale}, {"w": "slow"})
-
-
 def test_each_labels_state_holds_only_its_leaves_by_dotted_name():
     params = {"blocks": [{"q": torch.zeros(2, 2), "b": torch.zeros(2)}]}
     tx = mfx.partition(

@@ -9,7 +9,14 @@ import muonfx as mfx
 from tests.public import NAMES
 
 MODEL = torch.nn.Linear(2, 2)
-NAMESPACE: dict[str, Any] = {**vars(mfx), **NAMES, "torch": torch, "mfx": mfx, "MODEL": MODEL}
+NAMESPACE: dict[str, Any] = {
+    **vars(mfx),
+    **NAMES,
+    "torch": torch,
+    "mfx": mfx,
+    "MODEL": MODEL,
+    "W": {"w": torch.zeros(2)},
+}
 
 WRONG = {
     # numbers outside their range
@@ -104,6 +111,12 @@ WRONG = {
     "qk_clip('*.attn')": r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'",
     "AttentionHeads('*', 2, key_dims=4)": r"key_dims must be a tuple \(first, end\)",
     "masked(scale(2.0), select.module_type(torch.nn.Embedding))": "mask: .* asks for module types, and tensors",
+    "momentum().init({'a': {'b': torch.zeros(1)}, 'a.b': torch.zeros(1)})": "two leaves are named 'a.b'",
+    "muon().init({'bias': torch.zeros(3)})": r"'bias' has shape \(3,\); a matrix is needed. Route vectors elsewhere",
+    "partition({'slow': scale(1.0)}, {'w': 'fast'}).init(W)": "'w' has the label 'fast'; the transforms are for 'slow'",
+    "partition({'slow': scale(1.0)}, {}).init(W)": "no value for 'w'",
+    "partition({'slow': scale}, {'w': 'slow'})": "the entry for label 'slow' must be a Transform",
+    "masked(scale(1.0), {'w': 'yes'}).init(W)": "the value for 'w' is 'yes', expected bool",
     "stateless(3)": "stateless: function must be a function",
     "add_updates()": "add_updates: give at least one transform",
     "contrib.conditionally_mask(identity(), 3)": "should_transform must be a function",

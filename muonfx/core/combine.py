@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.checks import (
-    check_floating,
-    check_structure,
-    check_updates_fit,
-    warn_of_growing_graphs,
-)
+from muonfx.core.checks import check_floating, check_structure, check_updates_fit, warn_of_growing_graphs
 from muonfx.core.contract import EmptyState, Transform, entries_of
 from muonfx.core.declaration import Combinator, Locality
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared

@@ -24,15 +24,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.checks import (
-    NamePatterns,
-    check_params,
-    check_state_like,
-    check_structure,
-    check_update,
-    warn_of_growing_graphs,
-    warn_of_unmatched,
-)
+from muonfx.core import checks
+from muonfx.core.checks import NamePatterns
 from muonfx.core.declaration import Declaration, Locality, Position
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.outline import describe_arguments
@@ -396,8 +389,8 @@ class Transform(Recorded):
             UserWarning: a pattern over names in an argument matches no parameter; the message lists close names.
         """
         if not torch.compiler.is_compiling():
-            check_params(params)
-            warn_of_unmatched(self.name_patterns, params)
+            checks.check_params(params)
+            checks.warn_of_unmatched(self.name_patterns, params)
         return self.functions.init(params)
 
     def update(
@@ -426,14 +419,14 @@ class Transform(Recorded):
                 not detached, so that the graphs of all steps are kept.
         """
         if not torch.compiler.is_compiling():
-            leaves, treedef = check_update(updates, params)
+            leaves, treedef = checks.check_update(updates, params)
             expected = self._expected_state(leaves, treedef)
             if expected is not None:
-                check_state_like(self.name, state, expected, with_dtypes=params is not None)
+                checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)
             if params is not None:
-                warn_of_growing_graphs("update", params, leaves, (updates, state, self.tensors))
+                checks.warn_of_growing_graphs("update", params, leaves, (updates, state, self.tensors))
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
-            check_structure("updates", updates, "params", params)
+            checks.check_structure("updates", updates, "params", params)
         self.check_extras(extras)
         given, updates, state = unshared(Donation.of(donate), updates, state, params)
         out, new_state = self.run(updates, state, params, donate=given, **extras)
@@ -477,8 +470,8 @@ class Transform(Recorded):
             raise TypeError(f"{self.name}: its update must return (updates, state), found {type(found).__name__}")
         if not (self.structure.factory.definition.is_ours or torch.compiler.is_compiling()):
             # Without this, a missing leaf would raise in the next transform or leave a parameter without an update.
-            check_structure(f"{self.name}: the updates that it returns", found[0], "those that it is given", updates)
-            check_structure(f"{self.name}: the state that it returns", found[1], "the one that it is given", state)
+            for what, own, old in (("updates", found[0], updates), ("state", found[1], state)):
+                checks.check_structure(f"{self.name}: the {what} that it returns", own, f"the {what} given to it", old)
         return found
 
 

@@ -28,12 +28,8 @@ from muonfx.tree.structure import (
     tensors,
     unflatten,
 )
-from muonfx.tree.structure import (
-    Structure as Structure,
-)
-from muonfx.tree.structure import (
-    is_flat as is_flat,
-)
+from muonfx.tree.structure import Structure as Structure
+from muonfx.tree.structure import is_flat as is_flat
 
 __all__ = [
     "NAMESPACE",

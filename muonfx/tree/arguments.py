@@ -209,10 +209,7 @@ def _initials(name: str) -> str:
 
 
 def bind(
-    owner: str,
-    signature: inspect.Signature,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
+    owner: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> inspect.BoundArguments:
     """Bind call arguments to a signature; the error names the owner, its arguments and likely spellings."""
     try:
