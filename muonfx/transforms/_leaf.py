@@ -62,7 +62,7 @@ def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Scalar) -> Tensor:
 
 def _refuse(*_: object) -> NoReturn:
     raise TypeError(
-        "leafwise: a leaf stands for every leaf of a tree, so Python cannot decide on its values, index it, iterate "
+        "leafwise: a leaf represents every leaf of a tree, so Python cannot decide on its values, index it, iterate "
         f"over it, multiply it as a matrix or convert it to a number; use torch.where, or {_TRANSFORM}"
     )
 
@@ -72,7 +72,7 @@ class Leaf:
 
     Operators and the functions and methods of torch work on it as on a tensor, and return a new value: ``x *= 2``
     rebinds ``x``. Comparisons give masks. A leaf has no values yet: nothing may be decided on them, and its shape and
-    dtype cannot be read, since it stands for every leaf of a tree.
+    dtype cannot be read, since it represents every leaf of a tree.
 
     >>> import muonfx as mfx
     >>> @mfx.leafwise
@@ -114,7 +114,7 @@ class Leaf:
         """Return a method of tensors that is recorded."""
         method: Callable[..., Tensor] | None = getattr(Tensor, name, None)
         if not callable(method) or name.startswith("__"):
-            raise AttributeError(f"leafwise: a leaf stands for every leaf of a tree and has no {name}; {_TRANSFORM}")
+            raise AttributeError(f"leafwise: a leaf represents every leaf of a tree, and has no {name}; {_TRANSFORM}")
         if name.endswith("_"):
             raise AttributeError(f"leafwise: {name} writes in place; use {name[:-1]}, which reuses storage if it may")
         return functools.partial(_each, method, self)

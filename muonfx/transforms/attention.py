@@ -220,7 +220,7 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     compiled = [n for n, own in every.items() if own._compiled_call_impl is not None or hasattr(own, "_orig_mod")]
     if compiled:
         raise ValueError(
-            f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and what a compiled pass computes cannot "
+            f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and the logits of a compiled pass cannot "
             "be seen: collect in a pass of the model before torch.compile, or return the largest logits from it"
         )
     plain = unwrapped(f"{name}.parameter" for name in every if name)  # names without wrappers, as optimizers use

@@ -26,9 +26,9 @@ class EmaParamsState(NamedTuple):
 
 @leafwise(reads_params="updated", position="last_observer")
 def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
-    """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
+    """Keep a running average of the parameters after each update, and return the updates unchanged.
 
-    It belongs at the end of a chain, where the updates are what will be added. The average starts at the parameters.
+    Put it at the end of a chain, so that it receives the final updates. The average starts at the parameters.
 
     Args:
         decay: weight of the old average, in [0, 1).

@@ -3,7 +3,7 @@
 The author's ``step`` is called with a `Leaf` for each operand, which records the operations on it. It is called once,
 or at every update if it reads tensors. A `Plan` contains the recorded operations that the outputs of the step need;
 `Values` runs each once, on the lists of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every
-value, so `Values` knows which storage may be overwritten and keeps the donation promise.
+value, so that `Values` overwrites only storage that is donated or no longer needed.
 """
 
 from __future__ import annotations
@@ -135,14 +135,14 @@ def leafwise(
     The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters) and `StepCount` (a scalar). The
     arithmetic is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``: the update of one leaf, its
     state in the same containers, and its parameter, as `Leaf` values in the dtype to compute in: the widest of the
-    three and at least fp32. Counts are 0-d tensors. What comes back is rounded to the update's dtype and to the pinned
+    three and at least fp32. Counts are 0-d tensors. The results are rounded to the update's dtype and to the pinned
     dtypes of the state.
 
-    `muonfx.transform` is for what needs more: several leaves, shapes, named extras or other transforms.
+    Use `muonfx.transform` for transforms that need several leaves, shapes, named extras or other transforms.
 
     Args:
         constructor: the function. It validates its arguments, and its name becomes the transform's name.
-        locality: what a step must see; ELEMENT unless said otherwise, and at least LEAF with a compact dtype.
+        locality: the part of the tree that the step needs; at least LEAF with a compact dtype.
         reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
             with this update. A slot that starts at the parameters needs it too.
         position: as for `muonfx.transform`.
@@ -150,8 +150,8 @@ def leafwise(
 
     Returns:
         A factory with the constructor's name, signature and docstring. Its transforms leave absent leaves alone, keep
-        the donation promise and go through ``torch.func`` and ``torch.compile``. All leaves are done in one call for
-        each operation.
+        the donation promise and support ``torch.func`` and ``torch.compile``. Each operation is one call for all
+        leaves.
 
     Raises:
         TypeError: the constructor does not return a state of slots and counts and a step, or at `update` the step
@@ -281,7 +281,7 @@ def params_for(name: str, params: PyTree) -> PyTree:
 
 
 def _record(name: str, declared: PyTree, step: Step, held: list[PyTree], reads_params: bool) -> Plan:
-    """Call the step with leaves that record its operations, and check that it returns what was declared."""
+    """Call the step with leaves that record its operations, and check its result against the declared state."""
     slots, containers = tree.flatten(declared)
     record: list[Operation | None] = []
     u = Leaf(record)

@@ -156,7 +156,7 @@ def matrixwise(
         if "view" not in parameters or not isinstance(parameters["view"].default, MatrixView):
             raise TypeError(
                 f"matrixwise: {constructor.__name__} has no argument view; give it a keyword argument "
-                "view: MatrixView = MatrixView(), by which its callers say which matrices a parameter holds"
+                "view: MatrixView = MatrixView(), by which callers choose the matrices of a parameter"
             )
 
         @functools.wraps(constructor)

@@ -69,8 +69,8 @@ def normalize_columns(*, view: MatrixView = MatrixView()):
 def normalize_matrices(*, view: MatrixView = MatrixView()):
     """Divide each matrix by its root mean square.
 
-    Behind it, ``scale(0.2)`` gives updates of the size that AdamW's customarily have. A zero matrix stays zero, and NaN
-    stays in its matrix.
+    With ``scale(0.2)`` after it, updates have the usual size of AdamW's. A zero matrix stays zero, and NaN stays in its
+    matrix.
 
     Args:
         view: which matrices a leaf consists of, as for `orthogonalize`.

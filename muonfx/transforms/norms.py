@@ -25,8 +25,8 @@ def scale_by_trust_ratio(
 ):
     r"""Give each leaf of the updates the norm of its parameter, times a coefficient.
 
-    The update is $u \, \eta \|p\| / (\|u\| + \epsilon)$, and $u$ itself where either norm is zero. Behind
-    `scale_by_adam` and `add_decayed_weights` it makes LAMB, in front of a heavy-ball `momentum` LARS.
+    The update is $u \, \eta \|p\| / (\|u\| + \epsilon)$, or $u$ if either norm is zero. After `scale_by_adam` and
+    `add_decayed_weights` it makes LAMB; before a heavy-ball `momentum` it makes LARS.
 
     Args:
         min_norm: both norms count as at least this, not negative.

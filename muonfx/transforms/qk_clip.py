@@ -100,7 +100,7 @@ class AttentionHeads:
         return tuple(tuple(root + part + ending for root in roots for ending in _ENDINGS) for part in parts)
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Return the module that a parameter belongs to, and what it holds: "query", "key", both or nothing."""
+        """Return the module that a parameter belongs to, and its roles there: "query", "key", both or none."""
         module = ""
         roles: list[str] = []
         for part, role in ((self.query, "query"), (self.key, "key")):

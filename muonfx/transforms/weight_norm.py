@@ -66,8 +66,8 @@ def keep_weight_norms(
 ):
     r"""Change each matrix's update so that its weight keeps the Frobenius norm that it had at `init`.
 
-    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w_0\|_F$. It comes behind `scale_by_learning_rate`, where
-    updates are what is added to the parameters. A matrix that was zero at `init` is left free.
+    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w_0\|_F$. Put it after
+    `scale_by_learning_rate`. A matrix that was zero at `init` is not constrained.
 
     Args:
         dtype: pinned dtype of the norms, as for `MatrixSlot`.
