@@ -130,7 +130,7 @@ WRONG = {
     "with_hyperparams(momentum(0.9), {'decya': 0.5})": r"decya \(did you mean 'decay'\?\)",
     "stateless(lambda u, p: {}).update({'w': torch.ones(2)}, core.EmptyState())": "the function returns .* missing 'w'",
     "add_updates(identity(), momentum)": "add_updates: argument 1 must be a Transform .*call the factory",
-    "cautious(3)": "cautious: inner must be a Transform, found 3",
+    "cautious(3)": "cautious: inner must be a muonfx.Transform, found 3",
     "contrib.lookahead(torch.sum, 2, 0.5)": "inner must be a muonfx.Transform, found the function sum",
     "contrib.schedule_free(torch.sum, 0.1)": "inner must be a muonfx.Transform",
     "contrib.conditionally_mask(torch.sum, len)": "inner must be a muonfx.Transform",

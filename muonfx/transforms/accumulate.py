@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, require_transform
 from muonfx.transforms._pinned import WideStateDtype, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -78,8 +78,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     """
     checks.positive_int("every", every)
     checks.state_dtype("dtype", dtype)
-    if not isinstance(inner, Transform):
-        raise TypeError(f"accumulate: inner must be a Transform, found {inner!r}")
+    require_transform("accumulate: inner", inner)
 
     def init(params: PyTree) -> AccumulateState:
         host = torch.device("meta") if device_of(params).type == "meta" else torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from muonfx.core import Combinator, Donation, Locality, Transform, apply_updates, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, require_transform
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise, params_for
@@ -99,8 +99,7 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         (tensor([0.9961], dtype=torch.bfloat16), 0.996)
     """
     checks.state_dtype("dtype", dtype)
-    if not isinstance(inner, Transform):
-        raise TypeError(f"master_params: inner must be a Transform, found {inner!r}")
+    require_transform("master_params: inner", inner)
 
     def init(params: PyTree) -> MasterParamsState:
         master = copies(params, dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, require_transform
 from muonfx.core.factory import with_memory
 from muonfx.core.order import signs
 from muonfx.core.recorded import Memory
@@ -177,8 +177,7 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
     """
     min_share = checks.positive("min_share", min_share)
-    if not isinstance(inner, Transform):
-        raise TypeError(f"cautious: inner must be a Transform, found {inner!r}")
+    require_transform("cautious: inner", inner)
     if -1 in signs(inner):
         raise ValueError(
             "cautious: inner turns downhill (a learning rate, or a negative scale), so every element with the sign of "

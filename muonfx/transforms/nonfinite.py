@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.combine import run_if
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, require_transform
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of, map
 from muonfx.tree import elementwise as ew
@@ -48,8 +48,7 @@ def skip_nonfinite(inner: Transform):
         >>> updates, int(state.skipped), state.inner.trace
         ({'w': tensor([0.])}, 1, {'w': tensor([0.])})
     """
-    if not isinstance(inner, Transform):
-        raise TypeError(f"skip_nonfinite: inner must be a Transform, found {inner!r}")
+    require_transform("skip_nonfinite: inner", inner)
 
     def init(params: PyTree) -> SkipNonfiniteState:
         device = device_of(params)
