@@ -1,7 +1,11 @@
 """Several writers at one path, and readers beside them: each sees one whole checkpoint, and never a false error."""
 
 import itertools
+import os
+import subprocess
+import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import FlatPiece
+from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError
 from tests.checkpoint.common import assert_same_tree
 from tests.processes import Here, World
 
 ck = mfx.checkpoint
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def state_of(number: int, size: int = 500) -> dict[str, torch.Tensor]:
@@ -27,9 +32,6 @@ def assert_one_of(found: dict[str, torch.Tensor]) -> int:
     numbers = {float(value) for leaf in found.values() for value in leaf.unique()}
     assert len(numbers) == 1, f"a mix of {numbers}"
     return int(numbers.pop())
-
-
-# ------------------------------------------------------------------------------------------------------------- writers
 
 
 def each_for_itself(here: Here, folder: Path, rounds: int) -> list[str]:
@@ -48,8 +50,8 @@ def each_for_itself(here: Here, folder: Path, rounds: int) -> list[str]:
 
 @pytest.mark.dist
 def test_ranks_that_each_save_to_one_path_lose_nothing_and_are_told(world: World, tmp_path: Path):
-    told = world.check(4, each_for_itself, folder=tmp_path, rounds=8)
-    for number in range(8):
+    told = world.check(4, each_for_itself, folder=tmp_path, rounds=5)
+    for number in range(5):
         path = tmp_path / str(number)
         ck.clean(path)
         assert ck.verify(path)
@@ -57,45 +59,6 @@ def test_ranks_that_each_save_to_one_path_lose_nothing_and_are_told(world: World
     heard = [line for said in told for line in said]
     assert heard
     assert all("say group= on all of them, or save on one only" in line for line in heard)
-
-
-def each_to_its_own(here: Here, folder: Path) -> None:
-    """What is right gives no warning: one rank saves, or each to a path of its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number in range(2):
-            if here.rank == 0:
-                ck.save(ck.step_path(folder, number), state_of(number), step=number, keep=1)
-            ck.save(folder / f"rank-{here.rank}", state_of(number))
-            ck.save(folder / "together", state_of(number), group=here.group)
-
-
-@pytest.mark.dist
-def test_ranks_that_save_to_paths_of_their_own_are_told_nothing(world: World, tmp_path: Path):
-    world.check(4, each_to_its_own, folder=tmp_path)
-
-
-def test_saves_in_the_background_end_in_the_order_in_which_they_began(tmp_path: Path):
-    for number in range(0, 30, 3):
-        for later in range(3):
-            saving = ck.save_async(tmp_path / "one", state_of(number + later), step=number + later)
-        saving.wait()
-        assert ck.verify(tmp_path / "one").step == number + 2
-        assert len(list((tmp_path / "one").iterdir())) == 2
-    # and with a save that waits for none of them
-    ck.save_async(tmp_path / "one", state_of(100, size=1_000_000), step=100)
-    ck.save(tmp_path / "one", state_of(101), step=101)
-    assert ck.verify(tmp_path / "one").step == 101
-
-
-def test_saves_in_the_background_to_a_series_keep_the_newest(tmp_path: Path):
-    savings = [
-        ck.save_async(ck.step_path(tmp_path, step), state_of(step, size=100_000 // step), step=step, keep=1)
-        for step in range(1, 8)
-    ]
-    for saving in savings:
-        saving.wait()
-    assert ck.checkpoints(tmp_path) == [ck.step_path(tmp_path, 7)]
 
 
 def test_a_save_within_a_save_does_not_wait_for_it(tmp_path: Path):
@@ -110,7 +73,118 @@ def test_a_save_within_a_save_does_not_wait_for_it(tmp_path: Path):
     assert assert_one_of(ck.load(tmp_path / "one", like=state_of(0))) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------- readers
+def run_apart(call: str) -> str:
+    """Call something of `checkpoint` in a process that ends at once, and return its stderr."""
+    code = f"import torch, muonfx as mfx; mfx.checkpoint.{call}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_at_once_waits_for_a_large_save(tmp_path: Path):
+    run_apart(f"save_async({str(tmp_path / 'a')!r}, {{'w': torch.ones(3_000_000)}})")
+    assert ck.read(tmp_path / "a")["w"].sum() == 3_000_000
+
+
+def test_a_save_in_the_background_goes_where_it_was_asked_to(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saving = ck.save_async("here", {"w": torch.ones(2_000_000)})
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    assert saving.wait() == tmp_path / "here"
+    assert ck.verify(tmp_path / "here")
+
+
+def test_a_failed_save_that_nobody_waits_for_is_told_of_when_the_next_begins(tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    saving = ck.save_async(tmp_path / "file", {"w": torch.ones(1)})
+    while not saving.done:
+        time.sleep(0.01)
+    with pytest.warns(UserWarning, match="file in the background has failed, and nobody has waited for it"):
+        ck.save(tmp_path / "a", {"w": torch.ones(1)})
+    ck.save(tmp_path / "a", {"w": torch.ones(1)})  # and once is enough
+    for _ in range(2):
+        with pytest.raises(WriteError, match="a checkpoint is a folder"):
+            saving.wait()
+    # Nor where it was waited for.
+    with pytest.raises(WriteError):
+        ck.save_async(tmp_path / "file", {"w": torch.ones(1)}).wait()
+    ck.save(tmp_path / "a", {"w": torch.ones(1)})
+
+
+def test_a_failed_save_that_nobody_waits_for_is_told_of_at_the_end_of_the_process(tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    said = run_apart(f"save_async({str(tmp_path / 'file')!r}, {{'w': torch.ones(3)}})")
+    assert f"muonfx: the save to {tmp_path / 'file'} in the background has failed, and nobody" in said
+    assert "a checkpoint is a folder" in said
+
+
+def test_saves_in_the_background_end_in_the_order_in_which_they_began(tmp_path: Path):
+    for number in range(0, 30, 3):
+        for later in range(3):
+            saving = ck.save_async(tmp_path / "one", state_of(number + later), step=number + later)
+        saving.wait()
+        assert ck.verify(tmp_path / "one").step == number + 2
+        assert len(list((tmp_path / "one").iterdir())) == 2
+    ck.save_async(tmp_path / "one", state_of(100, size=1_000_000), step=100)
+    ck.save(tmp_path / "one", state_of(101), step=101)
+    assert ck.verify(tmp_path / "one").step == 101
+
+
+def many_in_flight(here: Here, path: Path) -> None:
+    """Several on one group, and saves and loads in the foreground meanwhile, wait for nothing but each other."""
+    state = {"w": torch.full((300_000,), 1.0)}
+    savings = [ck.save_async(path / "one", state, step=step, group=here.background) for step in range(5)]
+    savings.append(ck.save_async(path / "other", state, step=5, group=here.background))
+    ck.save(path / "one", state, step=6, group=here.background)
+    loaded = ck.load(path / "other", like=state, group=here.background)
+    assert torch.equal(loaded["w"], state["w"])
+    for saving in savings:
+        saving.wait()
+    assert ck.verify(path / "one").step == 6
+
+
+@pytest.mark.dist
+def test_many_saves_with_one_group_are_done_in_order(world: World, tmp_path: Path):
+    world.check(3, many_in_flight, path=tmp_path)
+    assert len(list((tmp_path / "one").iterdir())) == 2  # what is the same on all ranks is written once
+
+
+def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:
+    """Save with a group that is gone before the save begins, or in the midst of it."""
+    group: Any = dist.new_group(list(range(4)), backend="gloo")
+    gone, first = threading.Event(), None
+
+    def progress(done: int, total: int) -> None:
+        assert gone.wait(60)
+
+    state = {"w": FlatPiece.cut(torch.ones(8), 2 * here.rank, 2 * here.rank + 2)}
+    if when == "before":  # it waits for one that waits for us
+        first = ck.save_async(path / f"own-{here.rank}", {"w": torch.ones(3)}, progress=progress)
+    saving = ck.save_async(path / "one", state, group=group, progress=progress)
+    while when == "in the midst" and not list(path.glob("one/data-*")):
+        time.sleep(0.01)
+    dist.barrier(here.group)
+    dist.destroy_process_group(group)
+    gone.set()
+    if first is not None:
+        first.wait()
+    with pytest.raises(CheckpointError) as caught:
+        saving.wait()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("when", ["before", "in the midst"])
+def test_a_save_whose_group_is_destroyed_says_so(tmp_path: Path, when: str):
+    own = World(4, timeout=30)
+    try:
+        said = own.check(4, with_a_destroyed_group, path=tmp_path, when=when)
+    finally:
+        own.close()
+    assert all("group" in text for text in said), said
+    assert not (tmp_path / "one" / "index.json").exists()
 
 
 @pytest.mark.parametrize("times", [20, pytest.param(2000, marks=pytest.mark.deep)])

@@ -82,9 +82,6 @@ def test_thousands_of_damages_are_noticed(good, seed: int, number: int):
     assert use(path, state) == "fine"
 
 
-# -------------------------------------------------------------------------------- by somebody who knows how to sign it
-
-
 def signed(body: Any) -> bytes:
     text = (body if isinstance(body, str) else json.dumps(body)).encode()
     return b'{"sha256": "' + hashlib.sha256(text).hexdigest().encode() + b'",\n"index": ' + text + b"}\n"
@@ -187,9 +184,6 @@ def test_a_checkpoint_cannot_run_code(good, tmp_path: Path):
     for source in Path(ck.__file__).parent.glob("*.py"):
         assert "import pickle" not in source.read_text()
         assert "torch.load(" not in source.read_text()
-
-
-# ----------------------------------------------------------------------------------------------------------- named
 
 
 def flip(path: Path, offset: int) -> None:

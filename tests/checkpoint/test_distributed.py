@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import muonfx as mfx
-from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError
-from muonfx.checkpoint.index import INDEX
+from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data
 from tests.checkpoint import workers
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.workers import SIZES, tree_of
@@ -83,46 +82,22 @@ def errors(results: list[object]) -> list[BaseException]:
         ("no tensor", ck.CheckpointError, r"rank 1: .*'bad' is a float, expected a tensor"),
         ("other shape", ck.CheckpointError, r"rank 0: .*matrix' is \((8|9), 6\) float32 on rank \d .* on rank \d"),
         ("other dtype", ck.CheckpointError, r"rank 0: .*matrix' is \(8, 6\) float\d\d on rank \d .* on rank \d"),
-        (
-            "no space",
-            WriteError,
-            r"rank 1: .* was not written: No space left.*the checkpoint that was there is as it was",
-        ),
+        ("no space", WriteError, r"rank 1: .* not written: No space left.*the checkpoint that was there is as it was"),
+        ("not shared", WriteError, r"rank 0: .* do all see one file system\?"),
         ("hole", ck.CheckpointError, r"rank 0: .*piece.*"),
         ("overlap", ck.CheckpointError, r"rank 0: .*piece.*overlap"),
     ],
 )
-def test_trouble_on_one_rank_is_an_error_on_all_and_changes_nothing(
-    world: World, tmp_path: Path, trouble, kind, message
-):
+def test_trouble_on_one_rank_is_an_error_on_all_and_changes_nothing(world: World, tmp_path, trouble, kind, message):
     path = tmp_path / "here"
     world.check(2, workers.save_mixed, path=path, seed=4, kinds=("plain", "flat"))
     before = copies(path)
     error, _ = errors(world.run(2, workers.save_with_trouble, path=path, seed=4, trouble=trouble, on=1))
     assert type(error) is kind
-    assert error.args
-    with pytest.raises(kind, match=message):
-        raise error
+    assert re.search(message, str(error))
     assert copies(path) == before
-    new = tmp_path / "new"
-    errors(world.run(2, workers.save_with_trouble, path=new, seed=4, trouble=trouble, on=1))
-    assert not new.exists() or not (new / INDEX).exists()
-    assert not list(new.glob("*.safetensors"))
-
-
-@dist
-def test_ranks_that_see_other_file_systems_are_found_out(world: World, tmp_path: Path):
-    error, _ = errors(world.run(2, workers.save_with_trouble, path=tmp_path, seed=4, trouble="not shared", on=1))
-    assert isinstance(error, WriteError)
-    assert "do all see one file system?" in str(error)
-    assert not list(tmp_path.glob(f"*/{INDEX}"))
-
-
-@dist
-def test_trouble_in_the_background_is_raised_by_wait_on_all(world: World, tmp_path: Path):
-    error, *_ = errors(world.run(4, workers.save_in_background, path=tmp_path / "x", seed=1, bad_rank=2))
-    assert "rank 2: " in str(error)
-    assert "'bad' is a str, expected a tensor" in str(error)
+    errors(world.run(2, workers.save_with_trouble, path=tmp_path / "new", seed=4, trouble=trouble, on=1))
+    assert not list(tmp_path.glob("new/*"))
 
 
 @dist
@@ -138,21 +113,20 @@ def test_a_load_that_does_not_fit_is_one_error_on_all(world: World, tmp_path: Pa
 
 
 @dist
-def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path):
+def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path, monkeypatch):
     path = tmp_path / "here"
     world.check(4, workers.save_mixed, path=path, seed=4)
+    monkeypatch.setattr(data, "_MOST_OPEN", 2)
+    assert_same_tree(ck.load(path, like=tree_of(4)), tree_of(4))  # with fewer open files than ranks have written
     shards = sorted(path.glob("*.safetensors"))
     assert len(shards) == 4
     whole = shards[2].read_bytes()
     shards[2].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    found = world.run(4, workers.load_mixed, path=path, seed=4, layout=1, kinds=("plain",))
-    error, *_ = errors(found)
-    assert isinstance(error, CorruptError)
-    assert "is damaged, somewhere in" in str(error)
-    shards[2].unlink()
-    error, *_ = errors(world.run(4, workers.load_mixed, path=path, seed=4, layout=1, kinds=("plain",)))
-    assert isinstance(error, CorruptError)
-    assert f"{shards[2].name}: the data file cannot be read" in str(error)
+    for message in ("is damaged, somewhere in", f"{shards[2].name}: the data file cannot be read"):
+        error, *_ = errors(world.run(4, workers.load_mixed, path=path, seed=4, layout=1, kinds=("plain",)))
+        assert isinstance(error, CorruptError)
+        assert message in str(error)
+        shards[2].unlink(missing_ok=True)
     with pytest.raises(CorruptError, match=shards[2].name):
         ck.load(path, like=tree_of(4))
 
@@ -195,9 +169,6 @@ def test_arguments_that_differ_are_named_with_the_ranks(world: World, tmp_path: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-# ------------------------------------------------------------------------------------------------------ without a group
-
-
 def test_a_piece_without_a_group_is_refused(tmp_path: Path):
     piece = FlatPiece((4,), 0, torch.zeros(2))
     with pytest.raises(TypeError, match="'w' is a FlatPiece, of which each rank holds a part: say group="):
@@ -207,23 +178,27 @@ def test_a_piece_without_a_group_is_refused(tmp_path: Path):
         ck.load(tmp_path / "y", like={"w": piece})
 
 
+def test_a_piece_must_lie_within_its_tensor():
+    for start, values, message in (
+        (-1, torch.zeros(2), "lie within"),
+        (3, torch.zeros(2), "lie within"),
+        (0, torch.zeros(2, 2), "one dim"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FlatPiece((2, 2), start, values)
+
+
 def test_a_save_in_the_background_of_one_process(tmp_path: Path):
     state = {"w": torch.arange(5.0), "half": torch.ones(3, dtype=torch.bfloat16)}
-    kept = mfx.tree.map(torch.clone, state)
-    seen: list[int] = []
-    extra = {"losses": [1.0]}
-    saving = ck.save_async(
-        ck.step_path(tmp_path, 1), state, step=1, extra=extra, keep=1, progress=lambda done, total: seen.append(done)
-    )
+    kept, extra, seen = mfx.tree.map(torch.clone, state), {"losses": [1.0]}, []
+    path = ck.step_path(tmp_path, 1)
+    saving = ck.save_async(path, state, step=1, extra=extra, keep=1, progress=lambda done, total: seen.append(done))
     extra["losses"].append(2.0)
     state["w"].zero_()
-    path = saving.wait(60)
+    assert saving.wait(60) == path
     assert saving.done
     assert_same_tree(ck.load(path, like=state), kept)
     assert ck.inspect(path).extra == {"losses": [1.0]}
     assert seen[-1] == 26
     with pytest.raises(TypeError, match="'a' is a float"):
         ck.save_async(tmp_path / "x", {"a": 1.0})
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match="a checkpoint is a folder"):
-        ck.save_async(tmp_path / "file", state).wait(60)

@@ -30,12 +30,6 @@ def test_two_paths_have_two_names_outside_of_the_parameters(one, other):
     assert not in_section(name_of(one), PARAMS)
 
 
-def test_names_are_readable():
-    params = {"blocks.0.attn.q.weight": torch.zeros(2, 2)}
-    tx = mfx.chain(mfx.momentum(), mfx.orthogonalize())
-    assert list(mfx.spec(tx, params)) == ["momentum/trace/blocks.0.attn.q.weight"]
-
-
 def test_parameters_stand_under_a_level_of_their_own():
     leaf = torch.zeros(1)
     assert [name for name, _ in named_leaves({"w": leaf, "params": leaf, "a/b": leaf}, PARAMS)] == [
@@ -64,9 +58,3 @@ def test_names_do_not_change_when_another_transform_joins_the_chain(members, pla
     after = mfx.spec(mfx.chain(*members[:place], new, *members[place:]), params)
     assert {name: after[name] for name in before} == before.leaves
     assert all(name.startswith(f"{new.name}/") for name in after if name not in before)
-
-
-@pytest.mark.parametrize("key", [True, 1.5, (1, 2), b"x", None])
-def test_a_key_that_is_no_name_is_refused(key):
-    with pytest.raises(TypeError, match="keys must be strings or ints"):
-        name_of(("trace", key))

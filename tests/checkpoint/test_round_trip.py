@@ -129,22 +129,6 @@ def test_every_case_with_every_parameter_dtype(tx: mfx.Transform, tmp_path: Path
         continues(tx, example.map(lambda leaf: leaf.to(device)), tmp_path / str(dtype))
 
 
-@pytest.mark.parametrize("state_dtype", [None, *kit.DTYPES], ids=str)
-def test_every_state_dtype_with_every_parameter_dtype(tmp_path: Path, state_dtype: torch.dtype | None):
-    tx = mfx.chain(
-        mfx.momentum(dtype=state_dtype),
-        mfx.scale_by_adam(mu_dtype=state_dtype, nu_dtype=state_dtype),
-        mfx.scale_by_lion(mu_dtype=state_dtype),
-        mfx.normalize_neurons(dtype=state_dtype),
-        mfx.ema_params(0.9, dtype=state_dtype),
-    )
-    for dtype in kit.DTYPES:
-        continues(tx, kit.Example.of({"w": (4, 3)}, steps=2, dtype=dtype), tmp_path / str(dtype))
-
-
-# ------------------------------------------------------------------------------------------------ in a fresh process
-
-
 def chain_of() -> mfx.Transform:
     return mfx.chain(
         mfx.clip_by_global_norm(1.0),
@@ -183,38 +167,6 @@ def test_a_fresh_process_takes_the_same_step(tmp_path: Path):
         path = tmp_path / f"{dtype}-next"
         assert_same_tree(ck.load(path, like=state, tx=tx), state)
         assert_same_tree(ck.load_params(path, like=updates), updates)
-
-
-# ------------------------------------------------------------------------------------------- through torch.save as well
-
-
-@pytest.mark.filterwarnings("ignore:.* would move uphill")  # most cases have no learning rate
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_weights_only_loads_of_a_torch_optimizer_go_on_bitwise(tmp_path: Path, name: str):
-    for place, tx in enumerate(CASES[name]):
-        for dtype in kit.DTYPES:
-            params = kit.Example.of({"w": (4, 3), "k": (3, 2, 2)}, steps=1, dtype=dtype).params
-            models = [{key: torch.nn.Parameter(p.clone()) for key, p in params.items()} for _ in range(2)]
-            optimizers = [mfx.TransformOptimizer(model, tx) for model in models]
-
-            def step(which: int, seed: int) -> None:
-                for key, grad in grads_like(params, seed).items():  # noqa: B023 - called within the loop
-                    models[which][key].grad = grad  # noqa: B023
-                optimizers[which].step()  # noqa: B023
-
-            step(0, 0)
-            step(0, 1)
-            torch.save((models[0], optimizers[0].state_dict()), file := tmp_path / f"{place}.pt")
-            values, saved = torch.load(file, weights_only=True)
-            optimizers[1].load_state_dict(saved)
-            for key, param in models[1].items():
-                param.data.copy_(values[key])
-            for seed in (None, 2):
-                if seed is not None:
-                    step(0, seed)
-                    step(1, seed)
-                assert_same_tree(*models)
-                assert_same_tree(*[optimizer.transform_state for optimizer in optimizers])
 
 
 JSON = st.recursive(

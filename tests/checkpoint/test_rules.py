@@ -1,6 +1,8 @@
 """What may be loaded into what: widening yes, all else by name only, and one error that lists all of it."""
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ import torch
 import muonfx as mfx
 from muonfx.checkpoint import MismatchError, NotFoundError
 from muonfx.checkpoint.target import matches
+from muonfx.polar import policy
+from muonfx.tree.dtypes import dtype_named, name_of_dtype, safetensors_name, widens
 from tests.checkpoint.common import assert_same_tree, grads_like, small_params, trained
 
 ck = mfx.checkpoint
@@ -20,9 +24,6 @@ def saved(tmp_path: Path):
     params, state = trained(tx, small_params())
     path = ck.save(tmp_path / "step-000000002", state, tx=tx, params=params, step=2)
     return path, tx, params, state
-
-
-# ------------------------------------------------------------------------------------ the story of DeepSpeed issue 7746
 
 
 def test_issue_7746_a_bf16_model_with_fp32_momentum_resumes(tmp_path: Path):
@@ -44,30 +45,56 @@ def test_issue_7746_a_bf16_model_with_fp32_momentum_resumes(tmp_path: Path):
 
 def test_issue_7746_mirrored_bf16_momentum_in_an_fp32_run(tmp_path: Path):
     """bf16 momentum stays bf16 in an fp32 run that pins it so, widens into one that pins fp32, and never turns back."""
-    half = mfx.momentum(dtype=torch.bfloat16)
-    full = mfx.momentum(dtype=torch.float32)
+    half, full = mfx.momentum(dtype=torch.bfloat16), mfx.momentum(dtype=torch.float32)
     params, state = trained(half, {"w": torch.randn(6, 4)})
-    assert state.trace["w"].dtype == torch.bfloat16
     ck.save(tmp_path / "half", state, params=params)
     again = ck.load(tmp_path / "half", like=mfx.spec(half, params))
     assert again.trace["w"].dtype == torch.bfloat16
     grads = grads_like(params, 5)
     assert_same_tree(half.update(grads, again, params), half.update(grads, state, params))
-
     wide = ck.load(tmp_path / "half", like=mfx.spec(full, params), allow_other_chain=True)
-    assert wide.trace["w"].dtype == torch.float32
-    assert torch.equal(wide.trace["w"], state.trace["w"].float())
-    _, after = full.update(grads, wide, params)
-    assert after.trace["w"].dtype == torch.float32
-
-    ck.save(tmp_path / "full", after)
+    assert_same_tree(wide.trace, {"w": state.trace["w"].float()})
+    ck.save(tmp_path / "full", wide)
     with pytest.raises(MismatchError, match=r"narrowing: 'trace/w' is torch.float32 .* torch.bfloat16 is wanted"):
         ck.load(tmp_path / "full", like=mfx.spec(half, params))
-    rounded = ck.load(tmp_path / "full", like=mfx.spec(half, params), cast={"trace": torch.bfloat16})
-    assert torch.equal(rounded.trace["w"], after.trace["w"].bfloat16())
+    assert_same_tree(ck.load(tmp_path / "full", mfx.spec(half, params), cast={"trace": torch.bfloat16}), state)
 
 
-# ----------------------------------------------------------------------------------------------------------- widening
+ALL = [dtype_named(name) for name in map(name_of_dtype, vars(torch).values()) if name]
+SMALL = [dtype for dtype in dict.fromkeys(ALL) if dtype.itemsize <= 2 and dtype is not torch.bool]
+
+
+def every_value(dtype: torch.dtype) -> torch.Tensor:
+    bits = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
+    return bits.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype)
+
+
+@pytest.mark.parametrize("old", SMALL, ids=str)
+def test_widening_is_exact_for_every_value(old):
+    values = every_value(old)
+    wider = [new for new in dict.fromkeys(ALL) if new != old and widens(old, new)]
+    assert wider
+    for new in wider:
+        back = values.to(new).to(old)
+        # One NaN is as good as another.
+        same = (back.view(torch.uint8) == values.view(torch.uint8)).view(len(values), -1).all(dim=1)
+        assert (same | values.to(torch.float64).isnan()).all() if old.is_floating_point else same.all(), new
+
+
+def test_nothing_widens_into_another_kind_or_into_less():
+    for old in dict.fromkeys(ALL):
+        for new in dict.fromkeys(ALL):
+            if old != new and widens(old, new):
+                assert (old.is_floating_point, old.is_complex) == (new.is_floating_point, new.is_complex)
+                assert new.itemsize > old.itemsize
+                assert old is not torch.bool
+    assert not widens(torch.int64, torch.float64)
+
+
+def test_names_of_dtypes_read_back():
+    assert all(dtype_named(name_of_dtype(dtype)) == dtype for dtype in ALL)
+    assert len(set(ALL)) == 20
+    assert (name_of_dtype(torch.qint8), dtype_named("qint8"), safetensors_name(torch.float32)) == (None, None, "F32")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +121,6 @@ def test_widening_needs_no_word_and_nothing_else_is_cast_without_one(
     assert f"cast={{'a': {new}}}" in str(caught.value)
     back = ck.load(tmp_path, like=like, cast={"a": new})
     assert_same_tree(back, mfx.tree.map(torch.ones_like, like))
-
-
-# ----------------------------------------------------------------------------------------- one error, and its remedies
 
 
 def test_one_error_lists_everything_that_does_not_fit(saved):
@@ -139,15 +163,14 @@ def test_a_missing_leaf_keeps_what_like_has(saved):
 def test_an_extra_leaf_is_left_out_on_request(saved):
     path, tx, params, state = saved
     fewer = {name: p for name, p in params.items() if name != W}
-    with pytest.raises(MismatchError, match="extra"):
-        ck.load(path, like=mfx.spec(tx, fewer))
+    for call in (lambda: ck.load(path, like=mfx.spec(tx, fewer)), lambda: ck.load_params(path, like=fewer)):
+        with pytest.raises(MismatchError, match=f"extra: .*{W}' is in the checkpoint and not wanted"):
+            call()
     back = ck.load(path, like=mfx.spec(tx, fewer), allow_extra=f"*/{W}")
     assert torch.equal(back["momentum"].trace[B], state["momentum"].trace[B])
-    only = mfx.chain(mfx.momentum())
-    back = ck.load(path, like=mfx.spec(only, params), allow_extra="scale_by_adam", allow_other_chain=True)
+    only = mfx.spec(mfx.chain(mfx.momentum()), params)
+    back = ck.load(path, like=only, allow_extra="scale_by_adam", allow_other_chain=True)
     assert_same_tree(back, {"momentum": state["momentum"]})
-    with pytest.raises(MismatchError, match=f"'params/{W}' is in the checkpoint and not wanted"):
-        ck.load_params(path, like=fewer)
     assert ck.load_params(path, like=fewer, allow_extra=True).keys() == fewer.keys()
 
 
@@ -158,9 +181,8 @@ def test_leaves_are_renamed_by_name_or_by_level(saved):
     back = ck.load(path, like=mfx.spec(moved, params), rename=levels, allow_other_chain=True)
     assert_same_tree(back, {"first": state["momentum"], "second": state["scale_by_adam"]})
     new = {"renamed" if name == W else name: p for name, p in params.items()}
-    rename = {f"params/{W}": "params/renamed"}
-    assert torch.equal(ck.load_params(path, like=new, rename=rename)["renamed"], params[W])
-    # of two that fit, the one of more levels
+    assert torch.equal(ck.load_params(path, new, rename={f"params/{W}": "params/renamed"})["renamed"], params[W])
+    # Of two entries that fit, the one of more levels applies.
     rename = {**levels, f"momentum/trace/{W}": "first/trace/renamed"}
     like = mfx.spec(mfx.chain(("first", mfx.momentum())), new)
     back = ck.load(path, like=like, rename=rename, allow_extra="second", allow_other_chain=True)
@@ -196,20 +218,9 @@ def test_an_absent_leaf_is_no_leaf(tmp_path: Path):
     ck.save(tmp_path, state)
     assert list(ck.read(tmp_path)) == ["a"]
     assert_same_tree(ck.load(tmp_path, like=state), state)
-    with pytest.raises(MismatchError, match="missing"):
-        ck.load(tmp_path, like={"a": torch.ones(2), "b": torch.ones(2)})
-    with pytest.raises(MismatchError, match="extra"):
-        ck.load(tmp_path, like={"a": None, "b": None})
-
-
-# ------------------------------------------------------------------------------------------------------ specs, patterns
-
-
-def test_a_spec_of_meta_tensors_is_that_of_the_state():
-    tx, params = mfx.chain(mfx.momentum(), mfx.scale_by_adam()), small_params()
-    spec = mfx.spec(tx, params)
-    assert spec.leaves == mfx.spec(tx, mfx.tree.map(lambda p: p.to("meta"), params)).leaves
-    assert spec.leaves == ck.StateSpec.of(tx.init(params)).leaves
+    for like, problem in (({"a": torch.ones(2), "b": torch.ones(2)}, "missing"), ({"a": None, "b": None}, "extra")):
+        with pytest.raises(MismatchError, match=problem):
+            ck.load(tmp_path, like=like)
 
 
 def test_patterns_mean_names_levels_and_globs():
@@ -218,9 +229,6 @@ def test_patterns_mean_names_levels_and_globs():
         assert matches(pattern, name), pattern
     for pattern in ("", "mom", "momentum/tra", "trace", W, "Momentum"):
         assert not matches(pattern, name), pattern
-
-
-# ---------------------------------------------------------------------------------------------- bad arguments, no files
 
 
 @pytest.mark.parametrize(
@@ -248,19 +256,17 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, st
 
 
 def test_what_is_not_there_is_said(tmp_path: Path, saved):
-    path, *_ = saved
-    with pytest.raises(NotFoundError, match="no such folder"):
-        ck.load(tmp_path / "nowhere", like={})
-    with pytest.raises(NotFoundError, match=f"the newest is {path}"):
-        ck.load(path.parent, like={})
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotFoundError, match="stopped before it was done"):
-        ck.inspect(tmp_path / "empty")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(NotFoundError, match="this is a file"):
-        ck.verify(tmp_path / "file")
-    with pytest.raises(ck.WriteError, match="a checkpoint is a folder"):
-        ck.save(tmp_path / "file", {})
+    for path, message in (
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path, f"the newest is {saved[0]}"),
+        (tmp_path / "empty", "stopped before it was done"),
+        (tmp_path / "file", "this is a file"),
+    ):
+        for act in (ck.inspect, ck.verify, lambda path: ck.load(path, like={})):
+            with pytest.raises(NotFoundError, match=message):
+                act(path)
 
 
 @pytest.mark.parametrize("dtype", [mfx.int8(), mfx.fp8()], ids=["int8", "fp8"])
@@ -270,3 +276,70 @@ def test_codes_are_never_taken_for_values(tmp_path: Path, dtype: mfx.Compact):
     rename = {"trace/codes/w": "trace/w"}
     with pytest.raises(ck.MismatchError, match=r"holds codes of .* which mean nothing as torch\.float32"):
         ck.load(path, mfx.momentum().init(params), rename=rename, allow_extra=True, cast={"trace": torch.float32})
+
+
+AUTO = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2)), mfx.scale(-0.1))
+
+
+def saved_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype, *, has_bf16: bool, **more: Any
+) -> Any:
+    """Save the state of a machine with or without bf16; with more arguments, in the background or with parameters."""
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: has_bf16)
+    params = {"w": torch.ones(2, 3, dtype=dtype)}
+    state = tx.init(params)
+    save = ck.save_async if more.get("wait") else ck.save
+    made = save(path, state, tx=tx, params=params if more.get("with_params") else None)
+    if more.get("wait"):
+        made.wait()
+    return state
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("by_spec", [False, True])
+def test_another_dtype_is_a_warning_with_both(tmp_path: Path, monkeypatch, by_spec: bool, wait: bool):
+    like = saved_there(tmp_path, monkeypatch, AUTO, torch.float32, has_bf16=True, wait=wait)
+    assert ck.inspect(tmp_path).products == {"masked.inner": "bfloat16"}
+    like = mfx.spec(AUTO, {"w": torch.ones(2, 3)}) if by_spec else like
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ck.load(tmp_path, like=like, tx=AUTO)
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: False)
+    said = "'masked.inner' were computed in bfloat16 and are now in float32.*dtype=torch.bfloat16"
+    with pytest.warns(UserWarning, match=said):
+        ck.load(tmp_path, like=like, tx=AUTO)
+
+
+PINNED = mfx.chain(mfx.momentum(dtype=torch.float32), mfx.orthogonalize(), mfx.scale(-0.1))
+GIVEN = mfx.orthogonalize(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize(
+    ("tx", "dtype", "with_params"),
+    [
+        (AUTO, torch.float64, False),
+        (AUTO, torch.float64, True),
+        (PINNED, torch.float64, True),
+        (mfx.orthogonalize(), torch.float64, True),
+        (mfx.orthogonalize(), torch.float64, False),
+        (mfx.momentum(), torch.float32, False),
+        (GIVEN, torch.float32, True),
+        (GIVEN, torch.float64, True),
+    ],
+)
+def test_what_no_machine_decides_is_no_warning(tmp_path: Path, monkeypatch, tx, dtype, with_params: bool, now: bool):
+    like = saved_there(tmp_path, monkeypatch, tx, dtype, has_bf16=not now, with_params=with_params)
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: now)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ck.load(tmp_path, like=like, tx=tx)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tx", [PINNED, mfx.orthogonalize()], ids=["pinned", "stateless"])
+def test_parameters_that_are_saved_decide_whatever_the_state_is(tmp_path: Path, monkeypatch, tx, dtype):
+    like = saved_there(tmp_path, monkeypatch, tx, dtype, has_bf16=False, with_params=True)
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: True)
+    with pytest.warns(UserWarning, match="were computed in float32 and are now in bfloat16"):
+        ck.load(tmp_path, like=like, tx=tx)

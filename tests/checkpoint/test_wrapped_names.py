@@ -31,14 +31,6 @@ class Net(nn.Module):
         self.wte, self.module, self.head = nn.Embedding(8, 4), Block(), nn.Linear(4, 8)
 
 
-class Parallel(nn.Module):
-    """What `DistributedDataParallel` does to names."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
 def checkpointed(model: nn.Module) -> nn.Module:
     inner: Any = model
     while not isinstance(inner, Net):
@@ -49,12 +41,12 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 WRAPPERS = {
     "plain": lambda model: model,
-    "parallel": Parallel,
+    "parallel": nn.DataParallel,
     "compiled": torch.compile,
     "checkpointed": checkpointed,
-    "compiled, parallel": lambda model: Parallel(torch.compile(model)),
+    "compiled, parallel": lambda model: nn.DataParallel(torch.compile(model)),
     "averaged": torch.optim.swa_utils.AveragedModel,
-    "all": lambda model: Parallel(torch.compile(Parallel(checkpointed(model)))),
+    "all": lambda model: nn.DataParallel(torch.compile(nn.DataParallel(checkpointed(model)))),
 }
 PAIRS = list(itertools.product(WRAPPERS, WRAPPERS))
 
@@ -94,11 +86,6 @@ def test_a_checkpoint_under_any_wrappers_has_plain_names_and_loads_under_any_oth
         assert_same_tree(ck.load_params(tmp_path / one, like=params), params)
 
 
-def optimizer_of(wrapper: str) -> tuple[nn.Module, mfx.TransformOptimizer]:
-    model = model_of(wrapper)
-    return model, mfx.TransformOptimizer(model, transform_for(model))
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[bytes]:
     params = list(model.parameters())
     for param, grad in zip(params, grads_like([param.detach() for param in params], seed), strict=True):
@@ -108,19 +95,19 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[
 
 
 def test_an_optimizers_state_dict_under_any_wrappers_loads_under_any_other():
-    saved: dict[str, Any] = {}
-    for wrapper in WRAPPERS:
-        model, optimizer = optimizer_of(wrapper)
-        step(model, optimizer, 1)
-        saved[wrapper] = copy.deepcopy(optimizer.state_dict()), [param.detach().clone() for param in model.parameters()]
-    expected = step(model, optimizer, 2)
+    models = {wrapper: model_of(wrapper) for wrapper in WRAPPERS}
+    made = {wrapper: mfx.TransformOptimizer(model, transform_for(model)) for wrapper, model in models.items()}
+    saved, values, expected = {}, [], []
+    for wrapper, optimizer in made.items():
+        step(models[wrapper], optimizer, 1)
+        saved[wrapper] = copy.deepcopy(optimizer.state_dict())
+        values = [param.detach().clone() for param in models[wrapper].parameters()]
+        expected = step(models[wrapper], optimizer, 2)
     for one, other in PAIRS:
-        model, optimizer = optimizer_of(other)
-        state, values = saved[one]
-        for param, value in zip(model.parameters(), values, strict=True):
+        for param, value in zip(models[other].parameters(), values, strict=True):
             param.data.copy_(value)
-        optimizer.load_state_dict(state)
-        assert step(model, optimizer, 2) == expected, (one, other)
+        made[other].load_state_dict(saved[one])
+        assert step(models[other], made[other], 2) == expected, (one, other)
 
 
 def test_labels_are_found_under_any_wrappers():
@@ -144,9 +131,6 @@ def test_names_that_are_equal_without_wrappers_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="two leaves are called 'trace/up' without what wrappers"):
         ck.save(tmp_path / "a", mfx.momentum().init({name: param.detach() for name, param in both.items()}))
     assert not (tmp_path / "a").exists()
-
-
-# --------------------------------------------------------------------------------------------------------------- rename
 
 
 def test_an_optimizers_parameters_are_renamed_on_load():

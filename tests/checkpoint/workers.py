@@ -22,9 +22,6 @@ ck = mfx.checkpoint
 SIZES = (1, 2, 4)
 
 
-# ------------------------------------------------------------------------------------------------------- trees, layouts
-
-
 def tree_of(seed: int) -> dict[str, Any]:
     """A state of many kinds of leaves, the same in every process."""
     draw = torch.Generator().manual_seed(seed)
@@ -105,9 +102,6 @@ def assert_is_layout_of(found: Any, whole: Any, wanted: Any) -> None:
             assert bits(leaf) == bits(full), name
 
 
-# --------------------------------------------------------------------------------------------------------- what they do
-
-
 def save_mixed(here: Here, path: Path, seed: int, kinds: tuple[str, ...] = KINDS, **more: Any) -> Path:
     state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
     state, params = (mixed(tree, here, kinds, seed) for tree in (state, params))
@@ -129,39 +123,30 @@ def random_pieces(here: Here, path: Path, seeds: range) -> None:
     """Arrays of drawn shapes, cut in drawn ways, saved and loaded under other cuts."""
     for seed in seeds:
         draw = random.Random(seed)
-        whole = {
-            str(number): torch.randn([draw.choice((0, 1, 2, 3, 4, 5)) for _ in range(draw.randrange(4))])
-            for number in range(6)
-        }
-        # the same in every process
-        for number, leaf in whole.items():
-            leaf.copy_(torch.arange(leaf.numel()).reshape(leaf.shape) + 1000.0 * int(number))
-        cut = [
+        shapes = [[draw.choice(range(6)) for _ in range(draw.randrange(4))] for _ in range(6)]
+        whole = {str(place): torch.arange(float(prod(shape))).reshape(shape) for place, shape in enumerate(shapes)}
+        own = slice(here.rank, here.rank + 2)
+        one, other = (
             {
-                name: FlatPiece.cut(
-                    leaf, *cuts(prod(leaf.shape), here.size, 7 * seed + turn + int(name))[here.rank :][:2]
-                )
+                name: FlatPiece.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
                 for name, leaf in whole.items()
             }
             for turn in (0, 1)
-        ]
-        ck.save(path / str(seed), cut[0], group=here.group)
-        assert_is_layout_of(ck.load(path / str(seed), like=cut[1], group=here.group), whole, cut[1])
+        )
+        ck.save(path / str(seed), one, group=here.group)
+        assert_is_layout_of(ck.load(path / str(seed), like=other, group=here.group), whole, other)
 
 
-def save_in_background(here: Here, path: Path, seed: int, bad_rank: int | None = None) -> tuple[int, bool]:
+def save_in_background(here: Here, path: Path, seed: int) -> tuple[int, bool]:
     """Save in the background, overwrite the state at once, and wait."""
     state = mixed(tree_of(seed), here, KINDS, seed)
-    if here.rank == bad_rank:
-        state["bad"] = "no tensor"
     seen: list[tuple[int, int]] = []
     saving = ck.save_async(
         path, state, group=here.background, step=seed, progress=lambda done, total: seen.append((done, total))
     )
     for leaf in mfx.tree.leaves(state):
-        if not isinstance(leaf, str):
-            local = leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
-            local.copy_(torch.zeros_like(local))
+        local = leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        local.copy_(torch.zeros_like(local))
     assert saving.wait(60) == path
     assert saving.done
     assert all(done <= total for done, total in seen)
@@ -169,35 +154,28 @@ def save_in_background(here: Here, path: Path, seed: int, bad_rank: int | None =
 
 
 def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) -> None:
-    """Save, with something wrong on one rank."""
+    """Save, with something wrong on one rank, or in the shards of all."""
     from muonfx.checkpoint import distributed
 
-    state = mixed(tree_of(seed), here, ("plain", "flat"), seed)
-    original = distributed.Draft.write
-    if here.rank == on:
-        if trouble == "no tensor":
-            state["bad"] = 1.0
-        elif trouble == "other shape":
-            state["momentum"].trace["matrix"] = torch.zeros(9, 6)
-        elif trouble == "other dtype":
-            state["momentum"].trace["matrix"] = torch.zeros(8, 6, dtype=torch.float64)
-    if trouble == "hole":
-        state["piece"] = FlatPiece((8,), 4 * here.rank, torch.zeros(3))
-    if trouble == "overlap":
-        state["piece"] = FlatPiece((4, 2), 2 * here.rank, torch.zeros(5))
-    if trouble == "no space" and here.rank == on:
+    state, original = mixed(tree_of(seed), here, ("plain", "flat"), seed), distributed.Draft.write
 
-        def full(*_: Any) -> None:
-            raise OSError(28, os.strerror(28))
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
 
-        distributed.Draft.write = full
-    if trouble == "not shared" and here.rank == on:
+    def elsewhere(draft: Any, where: Path, *more: Any) -> Any:
+        (other := where.parents[1] / f"elsewhere-{where.name}").mkdir()
+        return original(draft, other / where.name, *more)
 
-        def elsewhere(draft: Any, where: Path, *more: Any) -> Any:
-            (other := where.parent / "elsewhere").mkdir()
-            return original(draft, other / where.name, *more)
-
-        distributed.Draft.write = elsewhere
+    if trouble in ("hole", "overlap"):
+        start, numel = {"hole": (4, 3), "overlap": (2, 5)}[trouble]
+        state["piece"] = FlatPiece((4, 2), start * here.rank, torch.zeros(numel))
+    elif here.rank == on and trouble in ("no space", "not shared"):
+        distributed.Draft.write = {"no space": full, "not shared": elsewhere}[trouble]
+    elif here.rank == on and trouble == "no tensor":
+        state["bad"] = 1.0
+    elif here.rank == on:
+        wrong = {"other shape": torch.zeros(9, 6), "other dtype": torch.zeros(8, 6, dtype=torch.float64)}
+        state["momentum"].trace["matrix"] = wrong[trouble]
     try:
         ck.save(path, state, group=here.group, step=seed + 1)
     finally:

@@ -1,10 +1,10 @@
 """Runs of other optimizers, recorded by scripts/record_conversions.py, are gone on with after three of eight steps."""
 
 import copy
-import importlib.util
 import json
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,17 +19,7 @@ TOLERANCE = 1e-4
 """Of fp32, through an iteration that makes small errors larger; the originals were recorded in fp32 instead of bf16."""
 
 
-def _recorder() -> ModuleType:
-    path = HERE.parents[2] / "scripts" / "record_conversions.py"
-    spec = importlib.util.spec_from_file_location("record_conversions", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-RECORDER = _recorder()
+RECORDER = SimpleNamespace(**runpy.run_path(str(HERE.parents[2] / "scripts" / "record_conversions.py")))
 
 
 def shaped(flat: dict[str, list[float]]) -> dict[str, Tensor]:
