@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,10 +21,11 @@ from benchmarks.simulator.models import Kind, Model
 from muonfx.core import Transform
 from muonfx.polar.cost import Cost, newton_schulz_cost
 from muonfx.select.partition import partition
-from muonfx.sharding.cut import Places
+from muonfx.sharding.cut import Cut, OnMesh, Places, Whole
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.layouts import Partition, Placed, on_mesh, replicated, zero
+from muonfx.sharding.layouts import Partition, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
+from muonfx.sharding.shard_table import specs_of
 from muonfx.transforms.adam import scale_by_adam
 from muonfx.transforms.orthogonalize import orthogonalize
 
@@ -201,12 +202,16 @@ class Setting:
             own = [(dp, s % inner, tp) if s // inner == part else None for dp, s, tp in at]
             places[part] = Places((mesh.dp, inner, mesh.tp), own)
         matrix, vector = (Replicate(), Shard(0), Shard(1)), (Replicate(), Shard(0), Replicate())
-        placed = {
-            name: Placed(own.part, matrix if len(own.kind.shape) > 1 else vector)
-            for name, own in self.parameters.items()
-            if own.kind.shape
-        }
-        return on_mesh(self._params, placed, places)
+
+        @cache
+        def cut(shape: tuple[int, ...], part: int | None) -> Cut:
+            if not shape:
+                return Whole(shape, mesh.ranks)
+            return OnMesh(shape, places[part], matrix if len(shape) > 1 else vector)
+
+        specs = specs_of(self._params)
+        pieces = {name: cut(spec.shape, self.parameters[name].part) for name, spec in specs.items()}
+        return Layout("from_dtensors", specs, pieces, mesh.ranks)
 
     def plan(self, layout: str, **settings: Any) -> Plan:
         """The plan of a step under one of the layouts; settings as `muonfx.sharding.plan_for` takes them."""

@@ -24,6 +24,7 @@ from muonfx.tree.tracing import without_transforms
 __all__ = ["BUCKET", "exchange", "start_exchange", "gathered", "in_buckets", "reduce_scattered"]
 
 BUCKET = 1 << 25
+"""The approximate bytes of whole tensors that are sent at a time."""
 
 ReduceOp = Literal["mean", "sum"]
 """The reduction of gradients over ranks."""
@@ -36,7 +37,6 @@ def gathered(
     names: Sequence[str] | None = None,
     op: ReduceOp = "mean",
     differentiable: bool = False,
-    bucket_bytes: int = BUCKET,
 ) -> PyTree:
     """Gather local leaves, all or those of some names, to whole leaves on every rank."""
     _check_op(op)
@@ -63,10 +63,10 @@ def gathered(
     mine = [leaves[i].to_local() if differentiable and is_dtensor(leaves[i]) else local_of(leaves[i]) for i in chosen]
     labels = [every[place] for place in chosen]
     if differentiable:
-        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, _Move(layout, labels, op, bucket_bytes), *mine)
+        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, _Move(layout, labels, op), *mine)
     else:
         with without_transforms():
-            wholes = _gather(_Move(layout, labels, op, bucket_bytes), mine)
+            wholes = _gather(_Move(layout, labels, op), mine)
     for place, whole in zip(chosen, wholes, strict=True):
         leaves[place] = whole
     return tree.unflatten(treedef, leaves)
@@ -78,7 +78,6 @@ class _Move(NamedTuple):
     layout: ShardTable
     names: Sequence[str]
     op: str
-    bucket_bytes: int
 
 
 _Way = Callable[[_Move, Sequence[Tensor]], list[Tensor]]
@@ -87,9 +86,9 @@ _Way = Callable[[_Move, Sequence[Tensor]], list[Tensor]]
 @torch.no_grad()
 def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
     """Gather the local tensors of all ranks to whole tensors."""
-    layout, names, _, bucket_bytes = move
+    layout, names, _ = move
     wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
-    for places in in_buckets(wholes, bucket_bytes):
+    for places in in_buckets(wholes, BUCKET):
         first = wholes[places[0]]
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
         incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
@@ -159,7 +158,7 @@ class _Linear(torch.autograd.Function):
         return tuple(torch.stack(found[place::number]) for place in range(number)), (0,) * number
 
 
-def reduce_scattered(layout: ShardTable, grads: PyTree, op: str, bucket_bytes: int) -> PyTree:
+def reduce_scattered(layout: ShardTable, grads: PyTree, op: str) -> PyTree:
     """Reduce whole gradients, different on each rank, to this rank's shards of their sum or mean."""
     _check_op(op)
     leaves, treedef = tree.flatten(grads)
@@ -186,7 +185,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree, op: str, bucket_bytes: i
             else leaves[place].detach()
             for place in places
         ]
-        pieces = _reduce(_Move(layout, [names[place] for place in places], op, bucket_bytes), full)
+        pieces = _reduce(_Move(layout, [names[place] for place in places], op), full)
     for place, piece in zip(places, pieces, strict=True):
         leaves[place] = piece
     return tree.unflatten(treedef, leaves)
@@ -195,14 +194,14 @@ def reduce_scattered(layout: ShardTable, grads: PyTree, op: str, bucket_bytes: i
 @torch.no_grad()
 def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's shards of the sum or mean over ranks of whole tensors."""
-    layout, names, op, bucket_bytes = move
+    layout, names, op = move
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # Every rank holds every element: reduce-scatter equal parts, then gather them.
         cut = move._replace(layout=_in_equal_parts(layout, tuple(names)))
         return _gather(cut, _reduce(cut, full))
     results = [layout.piece(name).blank(whole) for name, whole in zip(names, full, strict=True)]
-    for places in in_buckets(full, bucket_bytes):
+    for places in in_buckets(full, BUCKET):
         outgoing = [
             [part(full[place], box) for place in places for box in layout.piece(names[place], rank).boxes]
             for rank in range(layout.size)

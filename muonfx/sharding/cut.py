@@ -178,11 +178,6 @@ class Places:
         """The ranks on the mesh."""
         return tuple(rank for rank, at in enumerate(self.coordinates) if at is not None)
 
-    @cached_property
-    def are_different(self) -> bool:
-        """True if no two ranks have the same coordinates, which separate meshes allow."""
-        return len({self.coordinates[rank] for rank in self.ranks}) == len(self.ranks)
-
 
 class OnMesh(Cut):
     """Each rank holds the DTensor shard at its coordinates on a mesh."""
@@ -212,14 +207,6 @@ class OnMesh(Cut):
 
     def _ranks(self) -> Iterator[int]:
         return iter(self.places.ranks)
-
-    @cached_property
-    def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each shard that several ranks hold."""
-        # No shard is computed if every dim of the mesh splits the tensor.
-        cutting = {along for dims in self._cutting for along in dims}
-        every = all(parts == 1 or along in cutting for along, parts in enumerate(self.places.shape))
-        return () if every and self.places.are_different else super().copies
 
     def _along(self, dim: int, at: tuple[int, ...]) -> tuple[Span, ...]:
         """Return the indices along a dim at the coordinates of the mesh dims that split it."""

@@ -127,7 +127,7 @@ class Layout(ShardTable):
         """
         return gathered(self, local, names=names, op=op, differentiable=True)
 
-    def reduce_scatter(self, grads: T, op: ReduceOp = "mean", *, bucket_bytes: int = 1 << 25) -> T:
+    def reduce_scatter(self, grads: T, op: ReduceOp = "mean") -> T:
         """Reduce every rank's own whole gradients over all ranks, and return this rank's pieces.
 
         Values are added in the order of the ranks, in fp32 at least, and rounded once, so the sum does not depend on
@@ -138,7 +138,6 @@ class Layout(ShardTable):
             grads: whole gradients, different on every rank. A leaf that is None on some ranks counts as zero there; a
                 leaf that is None on all ranks stays None.
             op: "mean" divides by the number of ranks; "sum" does not.
-            bucket_bytes: the approximate bytes of gradients that are sent at a time.
 
         Returns:
             A tree of local tensors, in the gradients' dtypes.
@@ -147,7 +146,7 @@ class Layout(ShardTable):
             ShardingError: a leaf is not a parameter or has another shape; a rank has ended.
             ValueError: an unknown ``op``.
         """
-        return reduce_scattered(self, grads, op, bucket_bytes)
+        return reduce_scattered(self, grads, op)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 

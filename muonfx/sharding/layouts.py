@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
@@ -36,10 +36,9 @@ from muonfx.tree.display import format_list
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-__all__ = ["Placed", "flat", "from_dtensors", "on_mesh", "replicated", "zero"]
+__all__ = ["flat", "from_dtensors", "replicated", "zero"]
 
 Group = dist.ProcessGroup | int | None
 """A process group, None for the default group, or a number of ranks for a layout without processes."""
@@ -144,7 +143,7 @@ def flat(
         group: as in `replicated`.
         cuts: P + 1 ascending positions in the buffer, in elements, from 0: rank r holds ``cuts[r]:cuts[r + 1]``.
         order: the parameters' names in the order of the buffer. None: the order of ``starts`` if it is given; else
-            the names in ``params`` must be sorted, as they are in trees, so that the order is unambiguous.
+            ``params`` must be a flat dict with sorted names, so that the order is unambiguous.
         starts: the start of each parameter, with room for padding. None: one after another.
         stage: as in `zero`.
 
@@ -221,20 +220,6 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     )
 
 
-class Placed(NamedTuple):
-    """A parameter's mesh, by a name, and its placements along the dims of that mesh."""
-
-    mesh: Hashable
-    placements: tuple[Placement, ...]
-
-
-def on_mesh(params: PyTree, placed: Mapping[str, Placed], places: Mapping[Any, Places]) -> Layout:
-    """Build the layout that `from_dtensors` finds for given placements, without processes, for planning."""
-    specs = specs_of(params)
-    size = len(next(iter(places.values())).coordinates)
-    return Layout("from_dtensors", specs, _cuts(specs, placed, places, size), size)
-
-
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
 
@@ -301,28 +286,17 @@ def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform |
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
-    """Return the default order of a buffer: by `starts`, else the tree's order if the caller's order equals it."""
+    """Return the default order of a buffer: by `starts`, else the sorted order if the caller's order equals it."""
     if starts is not None:
         # Of two parameters with the same start, the empty parameter is first.
         return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
-    names = list(specs)
-    given = [name for name in _names_as_given(params, ()) if name in specs]
-    if given != names:
+    given = [str(name) for name in params if name in specs] if isinstance(params, Mapping) else []
+    if given != list(specs):
         raise ValueError(
-            f"order: the parameters are given as {format_list(given)}, and sorted they are "
-            f"{format_list(names)}: say which is the buffer's, order=list(params) or "
-            "order=sorted(params) for a flat dict"
+            f"order: missing, and params is not a flat dict with sorted names; the parameters are "
+            f"{format_list(list(specs))}: give order=list(params) or order=sorted(params)"
         )
-    return names
-
-
-def _names_as_given(values: PyTree, above: tuple[Any, ...]) -> list[str]:
-    if isinstance(values, Mapping):
-        return [name for key, item in values.items() for name in _names_as_given(item, (*above, key))]
-    if isinstance(values, tuple | list):
-        keys = getattr(values, "_fields", range(len(values)))
-        return [name for key, item in zip(keys, values, strict=True) for name in _names_as_given(item, (*above, key))]
-    return [".".join(map(str, above))]
+    return given
 
 
 def _check_cuts(
@@ -345,8 +319,8 @@ def _check_cuts(
 
 def _cuts(
     specs: Mapping[str, Spec],
-    dtensors: Mapping[str, Placed] | Mapping[str, DTensorSpec],
-    places: Mapping[Any, Places],
+    dtensors: Mapping[str, DTensorSpec],
+    places: Mapping[DeviceMesh, Places],
     size: int,
 ) -> dict[str, Cut]:
     """Build the cut of each parameter; parameters with one shape and placement share one cut."""

@@ -274,7 +274,11 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
 
 def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """Return all that must be equal on all ranks, in the order in which differences are reported."""
-    layout, device = binding.layout, binding.store.device(tree.device_of(local))
+    layout, store, kept = binding.layout, binding.store, "in memory with the parameters"
+    device = store.device(tree.device_of(local))
+    if isinstance(store, OffloadStore):
+        place = "in host memory" if store.folder is None else "on disk"
+        kept = f"offloaded, {place}, in buckets of {store.bucket_bytes} bytes"
     present = {name: leaf for name, leaf in zip(tree.names(local), tree.leaves(local), strict=True) if leaf is not None}
     described = describe_state(binding, tx, local)
     names_of_state = tree.names(binding.executor.init(tx, binding.local_like(local)))
@@ -289,7 +293,7 @@ def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         **program_facts(binding, tx, local),
         "numbers in their chains": numbers_of(tx),
         "settings": repr(binding.settings),
-        "stores of the state": _store(binding),
+        "stores of the state": kept,
         "settings of torch": _settings_of_torch(),
         # Machines may resolve "auto" differently; an explicit dtype is the same everywhere.
         'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
@@ -351,14 +355,6 @@ def number_text(value: object) -> str:
     if value.device.type != "cpu" or value.numel() > SMALL:
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     return f"{value.tolist()} of {value.dtype}"
-
-
-def _store(binding: Binding) -> str:
-    store = binding.store
-    if not isinstance(store, OffloadStore):
-        return "in memory with the parameters"
-    place = "in host memory" if store.folder is None else "on disk"
-    return f"offloaded, {place}, in buckets of {store.bucket_bytes} bytes"
 
 
 def _version() -> str:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Shard
 import muonfx as mfx
 from benchmarks.simulator.bounds import lower_bound
 from muonfx import sharding
-from muonfx.sharding.cut import Places
-from muonfx.sharding.layouts import Placed, on_mesh
+from muonfx.sharding.cut import OnMesh, Places
 from muonfx.sharding.plan.assignment import Machine, RunPlan
 from muonfx.sharding.plan.shares import Share
+from muonfx.tree import Spec
 
 EXPERTS = mfx.MatrixView(((-2,), (-1,)))
 FP32 = mfx.orthogonalize(dtype=torch.float32)
@@ -89,9 +89,10 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
 def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
     """Four experts a stack, dealt out over some parts, in each of which the rows of an expert are cut."""
     inner = size // parts
-    places = {"mesh": Places((parts, inner), [divmod(rank, inner) for rank in range(size)])}
-    params = {f"stack{i}": torch.empty(4, 16, 8, device="meta") for i in range(stacks)}
-    return on_mesh(params, dict.fromkeys(params, Placed("mesh", (Shard(0), Shard(1)))), places)
+    places = Places((parts, inner), [divmod(rank, inner) for rank in range(size)])
+    specs = {f"stack{i}": Spec((4, 16, 8), torch.float32) for i in range(stacks)}
+    pieces = dict.fromkeys(specs, OnMesh((4, 16, 8), places, (Shard(0), Shard(1))))
+    return sharding.Layout("from_dtensors", specs, pieces, size)
 
 
 @pytest.mark.parametrize(("parts", "stacks"), [(2, 4), (2, 3), (1, 2), (1, 3), (4, 2)])
