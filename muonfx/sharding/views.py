@@ -44,9 +44,8 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> params = {"w": torch.ones(2, 2)}
     >>> layout = mfx.sharding.zero(params, 1, partition="flat")
     >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
-    >>> state = to_global(tx, tx.init(layout.shard(params)))
-    >>> state.trace["w"], from_global(tx, state).trace["w"]
-    (FlatPiece(elements 0 to 4 of (2, 2), torch.float32), tensor([0., 0., 0., 0.]))
+    >>> to_global(tx, tx.init(layout.shard(params))).trace["w"]
+    FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
     """
     binding, inner, like = binding_of(tx, params)
     if is_global(state):
@@ -69,6 +68,13 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
     Raises:
         TypeError: ``tx`` is not sharded.
+
+    >>> import muonfx as mfx
+    >>> params = {"w": torch.ones(2, 2)}
+    >>> layout = mfx.sharding.zero(params, 1, partition="flat")
+    >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
+    >>> from_global(tx, to_global(tx, tx.init(layout.shard(params)))).trace["w"]
+    tensor([0., 0., 0., 0.])
     """
     binding, inner, like = binding_of(tx, params)
     binding.has_loaded = True
