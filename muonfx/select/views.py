@@ -147,55 +147,37 @@ def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[s
         dict(model_or_params.named_modules(remove_duplicate=False)) if isinstance(model_or_params, nn.Module) else {}
     )
     shapes = {info.name: info.shape for info in infos}
-    found = {info.name: _found(_Place.of(info, modules, shapes)) for info in infos if info.ndim >= 2}
+    found = {info.name: _found(info, modules, shapes) for info in infos if info.ndim >= 2}
     return {name: own for name, own in found.items() if own != _ONE_MATRIX}
 
 
 _ONE_MATRIX: Found = (MatrixView(), "", None)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A parameter, its module ``owner``, and the module ``holder`` that has the layer or parameter as ``own``."""
-
-    info: ParamInfo
-    leaf: str
-    own: str
-    owner: nn.Module | None
-    holder: nn.Module | None
-    beside: Mapping[str, tuple[int, ...]]
-
-    @staticmethod
-    def of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> _Place:
-        path = info.name.rpartition(".")[0]
-        prefix = path and f"{path}."
-        beside = {name: shapes[prefix + name] for name in ("gate_up_proj", "down_proj") if prefix + name in shapes}
-        # The tensors of a parametrized weight are below the module that owns the weight.
-        above = f".{path}".partition(".parametrizations.")[0].removeprefix(".")
-        plain = [part for part in plain_name(info.name).split(".") if part != "base_layer"]
-        leaf = plain[-1]
-        own = plain[-2] if leaf in PLAIN_LEAVES and len(plain) > 1 else leaf
-        owner = modules.get(above)
-        holder = owner if own == leaf else modules.get(above.removesuffix(".base_layer").rpartition(".")[0])
-        return _Place(info, leaf, own, owner, holder, beside)
-
-
-def _found(place: _Place) -> Found:
-    info, owner = place.info, place.owner
+def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> Found:
+    # The tensors of a parametrized weight are below the module that owns the weight.
+    above = f".{info.name}".rpartition(".")[0].partition(".parametrizations.")[0].removeprefix(".")
+    owner = modules.get(above)
     if is_convolution(info):
         return _of_convolution(owner, info)
-    if isinstance(owner, nn.MultiheadAttention) and place.leaf == "in_proj_weight":
+    plain = [part for part in plain_name(info.name).split(".") if part != "base_layer"]
+    leaf = plain[-1]
+    if isinstance(owner, nn.MultiheadAttention) and leaf == "in_proj_weight":
         return MatrixView(blocks=3), _QKV, None
-    if isinstance(owner, nn.RNNBase | nn.RNNCellBase) and place.leaf.startswith(("weight_ih", "weight_hh")):
+    if isinstance(owner, nn.RNNBase | nn.RNNCellBase) and leaf.startswith(("weight_ih", "weight_hh")):
         gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
         return _ONE_MATRIX if gates is None else (MatrixView(blocks=gates), f"{gates} gates", None)
-    view, stored = _stored(place)
+    view, stored = _stored(info, leaf, owner, shapes)
     if view.blocks:
         return view, stored, None
     (matrix,) = view.split(torch.empty(info.shape, device="meta"), info.name)
-    blocks, parts = _blocks(place, matrix.shape[-2])
+    # The layer or parameter by its name in the module that holds it.
+    is_layer = leaf in PLAIN_LEAVES and len(plain) > 1
+    own = plain[-2] if is_layer else leaf
+    holder = modules.get(above.removesuffix(".base_layer").rpartition(".")[0]) if is_layer else owner
+    blocks, parts = _blocks(own, holder, matrix.shape[-2])
     suspected = None
-    if not parts and (suspected := next((n for names, n in _SUSPECTS if names.fullmatch(place.own)), None)):
+    if not parts and (suspected := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
         glob = "*." + ".".join(plain_name(info.name).split(".")[-2:])
         parts = f"fused? Not split; if so, one whole after another, blocks={{{glob!r}: {suspected}}}"
     return MatrixView(view.dims, blocks), "; ".join(filter(None, (stored, parts))), suspected
@@ -210,21 +192,23 @@ def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Found:
     return _ONE_MATRIX
 
 
-def _stored(place: _Place) -> tuple[MatrixView, str]:
+def _stored(
+    info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[MatrixView, str]:
     """Return the view of a parameter as it is stored, without splitting fused rows, and a note."""
-    info, owner = place.info, place.owner
     kind = written_type(owner) if owner is not None else None
-    for known in _STORED if kind is not None else ():
-        if class_name_fits(kind, f"^{known.module}$") and re.fullmatch(known.leaf, place.leaf):
+    for known in _STORED:
+        if class_name_fits(kind, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
             # A missing attribute, of another package's class, splits nothing.
             blocks = (known.blocks and _number(owner, known.blocks)) or None
             return MatrixView(known.dims, blocks), known.note or _stack_note(info, known.dims)
     if info.ndim < 3 or not (_is_expert(info) or class_name_fits(kind, "Experts?$")):
         return MatrixView(), ""
     transposed = getattr(owner, "is_transposed", None)  # declared by transformers
-    if transposed is None and len(place.beside) == 2:
-        (*_, a, b), (*_, c, d) = place.beside["gate_up_proj"], place.beside["down_proj"]
-        transposed = (a, b) == (d, 2 * c)
+    prefix = info.name[: info.name.rfind(".") + 1]
+    up, down = shapes.get(f"{prefix}gate_up_proj"), shapes.get(f"{prefix}down_proj")
+    if transposed is None and up and down:
+        transposed = up[-2:] == (down[-1], 2 * down[-2])
     dims = TRANSPOSED_STACK if transposed is True else STACK
     return MatrixView(dims), _stack_note(info, dims)
 
@@ -233,25 +217,25 @@ def _stack_note(info: ParamInfo, dims: Dims | None) -> str:
     return f"stack of {prod(info.shape[:-2])} matrices" if dims in (STACK, TRANSPOSED_STACK) else ""
 
 
-def _blocks(place: _Place, rows: int) -> tuple[Blocks | None, str]:
+def _blocks(own: str, holder: nn.Module | None, rows: int) -> tuple[Blocks | None, str]:
     """Return the blocks of a fused parameter if they are certain, and a note."""
-    holder = place.holder
-    if holder is not None:
-        kind = written_type(holder)
-        for known in _FUSED if kind.__module__.startswith("transformers.models.") else ():
-            if known.layer != place.own or not re.fullmatch(known.holder, kind.__name__):
-                continue
-            if any(bool(getattr(holder, name, None)) is not wanted for name, wanted in known.given):
-                continue
-            sizes = known.sizes
-            if sizes is None:
-                return None, f"{known.parts}: not split"
-            counts = (rows // sizes,) * sizes if isinstance(sizes, int) else tuple(_number(holder, s) for s in sizes)
-            if sum(counts) != rows or 0 in counts:
-                return None, f"{known.parts}, of sizes that do not add up to {rows}: not split"
-            return len(counts) if len(set(counts)) == 1 else counts, known.parts
-        if kind.__module__.startswith("torchtitan.") and kind.__name__ == "FusedQKVLinear":
-            return None, f"{_HEADS}: not split"
+    if holder is None:
+        return None, ""
+    kind = written_type(holder)
+    if kind.__module__.startswith("torchtitan.") and kind.__name__ == "FusedQKVLinear":
+        return None, f"{_HEADS}: not split"
+    for known in _FUSED if kind.__module__.startswith("transformers.models.") else ():
+        if known.layer != own or not re.fullmatch(known.holder, kind.__name__):
+            continue
+        if any(bool(getattr(holder, name, None)) is not wanted for name, wanted in known.given):
+            continue
+        sizes = known.sizes
+        if sizes is None:
+            return None, f"{known.parts}: not split"
+        counts = (rows // sizes,) * sizes if isinstance(sizes, int) else tuple(_number(holder, s) for s in sizes)
+        if sum(counts) != rows or 0 in counts:
+            return None, f"{known.parts}, of sizes that do not add up to {rows}: not split"
+        return len(counts) if len(set(counts)) == 1 else counts, known.parts
     return None, ""
 
 
