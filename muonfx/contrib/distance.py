@@ -13,6 +13,7 @@ from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import copies, new_count, new_number, widest
 from muonfx.transforms.clip import squared_norms
+from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -60,8 +61,7 @@ def _functions(
     def update(
         updates: PyTree, state: State, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
-        if params is None:
-            raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        params = params_for(name, params)
         like = state[1]
 
         def total(leaves: PyTree) -> Tensor:

@@ -11,6 +11,7 @@ from muonfx.core import Combinator, Donation, Locality, Transform, checks, trans
 from muonfx.core.contract import NOTHING, require_transform
 from muonfx.core.schedules import Scalar
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, widest
+from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -78,8 +79,7 @@ def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dty
     def update(
         updates: PyTree, state: LookaheadState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
-        if params is None:
-            raise ValueError("lookahead needs the parameters: call update(updates, state, params)")
+        params = params_for("lookahead", params)
         out, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         count = (state.count + 1) % sync_period
         is_due = count == 0

@@ -85,8 +85,7 @@ def reduce_on_plateau(
     factor = checks.in_unit_interval("factor", factor)
     factor = checks.positive("factor", factor)
     checks.positive_int("patience", patience)
-    if cooldown != 0:
-        checks.positive_int("cooldown", cooldown)
+    checks.whole_number("cooldown", cooldown)
     rtol = checks.at_least("rtol", rtol, 0.0)
     atol = checks.at_least("atol", atol, 0.0)
     min_scale = checks.at_least("min_scale", min_scale, 0.0)

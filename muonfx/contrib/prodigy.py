@@ -13,6 +13,7 @@ from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, power, widest, zeros
+from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -110,8 +111,7 @@ def scale_by_prodigy(
     def update(
         updates: PyTree, state: ProdigyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
-        if params is None:
-            raise ValueError("scale_by_prodigy needs the parameters: call update(updates, state, params)")
+        params = params_for("scale_by_prodigy", params)
         at = Present(updates)
         given = at.pick(updates)
         held = [at.pick(own) for own in (state.mu, state.nu, state.grad_sum)]

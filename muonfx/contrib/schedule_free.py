@@ -16,6 +16,7 @@ from muonfx.core.factory import with_memory
 from muonfx.core.recorded import Memory
 from muonfx.core.schedules import Scalar, Schedule
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, widest
+from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -126,8 +127,7 @@ def schedule_free(
         donate: Donation = NOTHING,
         **extras: object,
     ):
-        if params is None:
-            raise ValueError("schedule_free needs the parameters: call update(updates, state, params)")
+        params = params_for("schedule_free", params)
         device, count = state.max_lr.device, state.count + 1
         rate = learning_rate(count) if callable(learning_rate) else learning_rate
         max_lr = torch.maximum(state.max_lr, new_number(rate, device))

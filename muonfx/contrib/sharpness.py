@@ -14,6 +14,7 @@ from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import widest
 from muonfx.transforms.clip import squared_norms
+from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_arguments
@@ -54,8 +55,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
         given = leaves = at.pick(updates)
         sizes: list[Tensor] = []
         if adaptive:
-            if params is None:
-                raise ValueError("sam: adaptive needs the parameters: call update(updates, state, params)")
+            params = params_for("sam: adaptive", params)
             leaves, sizes = widest(given, at.pick(params))
             leaves = ew.apply("mul", leaves, sizes)
         norm = ew.safe_sqrt(sum_over_leaves(squared_norms(at.fill(leaves))))  # a collective: also without leaves
