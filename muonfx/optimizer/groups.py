@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.order import combine_signs
 from muonfx.optimizer.values import Group, Hyperparam
 from muonfx.program.nodes import Node, Program
-from muonfx.tree.wrappers import unwrapped
 
 __all__ = [
     "NOT_HYPERPARAMS",
@@ -23,7 +21,6 @@ __all__ = [
     "check_once",
     "defaults_for_schedulers",
     "hyperparams_of",
-    "listed",
     "named_pairs",
     "names_in",
     "resolve_groups",
@@ -34,18 +31,6 @@ __all__ = [
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
 """The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
-
-
-class GroupKind(IntEnum):
-    """The sort order of groups, independent of the order of parameters."""
-
-    MUON = 0
-    """With a momentum."""
-    ADAM = 1
-    """With two betas."""
-    OTHER = 2
-    FROZEN = 3
-    """Without hyperparameters, or left out by the labels."""
 
 
 class Route(NamedTuple):
@@ -59,8 +44,8 @@ class Route(NamedTuple):
     """True if the labels of some partition leave the parameters out."""
     hyperparams: tuple[Hyperparam, ...]
     """The hyperparameters of these transforms."""
-    order: tuple[GroupKind, bool, tuple[int, ...]]
-    """The sort key of the group."""
+    order: tuple[int, bool, tuple[int, ...]]
+    """The sort key of the group, independent of the order of parameters: Muon's, Adam's, others, untrained ones."""
 
 
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
@@ -80,23 +65,8 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
     groups: list[Group] = [{**item, "params": named_pairs(item["params"], known)} for item in items]
-    pairs = [pair for group in groups for pair in group["params"]]
-    check_once(pairs)
-    names = [name for name, _ in pairs]
-    plain = unwrapped(names)
-    if twice := [name for name, times in Counter(plain.values()).items() if times > 1]:
-        both = " and ".join(repr(name) for name in names if plain[name] == twice[0])
-        raise ValueError(
-            f"{both} are both {twice[0]!r} without what wrappers (torch.compile, activation checkpointing, ...) put "
-            "into names, by which states are saved: rename one of them"
-        )
+    check_once(pair for group in groups for pair in group["params"])
     return groups
-
-
-def listed(group: Mapping[str, Any]) -> Group:
-    """Copy a group so that its "params" can be iterated more than once."""
-    params = group["params"]
-    return {**group, "params": params if isinstance(params, nn.Module | Mapping | Tensor) else list(params)}
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -124,16 +94,14 @@ def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[
 def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:
     if isinstance(item, Tensor) and known:
         if item not in known:
-            raise ValueError(
-                f"params: a tensor of shape {tuple(item.shape)} is no parameter of the model that gives the names; "
-                "give it with a name: (name, tensor)"
-            )
+            shape = tuple(item.shape)
+            raise ValueError(f"params: a tensor of shape {shape} is no parameter of the model: give (name, tensor)")
         return known[item], item
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
         return item
     raise TypeError(
-        f"expected named parameters, found {type(item).__name__}; pass the model, model.named_parameters(), or the "
-        "model beside the tensors (model=): labels, masks and checkpoints go by name"
+        f"expected named parameters, found {type(item).__name__}: pass the model, model.named_parameters(), or model= "
+        "with the tensors, because labels, masks and checkpoints use names"
     )
 
 
@@ -162,14 +130,7 @@ def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
     )
     hyperparams = hyperparams_of(nodes)
     keys = {one.key for one in hyperparams}
-    if left_out:
-        kind = GroupKind.FROZEN
-    elif "betas" in keys:
-        kind = GroupKind.ADAM
-    elif "momentum" in keys:
-        kind = GroupKind.MUON
-    else:
-        kind = GroupKind.OTHER if keys else GroupKind.FROZEN
+    kind = 3 if left_out or not keys else 1 if "betas" in keys else 0 if "momentum" in keys else 2
     is_elementwise = all(
         node.tx.locality not in (Locality.MATRIX, Locality.LEAF) for node in nodes if not node.children
     )
@@ -185,9 +146,9 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
     rising = {places for places, name in one_of.items() if 1 in _signs(root, name)}
     if found := [name for name in trained if routes[name].places in rising]:
         warn_caller(
-            f"{len(found)} of {len(params)} parameters, such as {found[0]!r}, would move uphill: no transform that "
-            "acts on them reverses the direction of the gradient. Put scale_by_learning_rate(...) at the end of their "
-            'chain; a transform of your own that reverses it declares position="learning_rate"'
+            f"{len(found)} of {len(params)} parameters, such as {found[0]!r}, would move uphill: none of their "
+            "transforms reverses the gradient. Put scale_by_learning_rate(...) at the end of their chain; your own "
+            'transform that reverses it declares position="learning_rate"'
         )
 
 
@@ -222,7 +183,7 @@ def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route])
     parts: dict[Route, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
         parts.setdefault(routes[name], []).append((name, param))
-    return [parts[route] for route in sorted(parts, key=lambda route: route.order)] or [[]]
+    return [parts[route] for route in sorted(parts, key=lambda route: route.order)]
 
 
 NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,7 +21,7 @@ from muonfx.select import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms import orthogonalize, scale_by_adam
 from muonfx.transforms.scale import ShapeRule
-from muonfx.tree.arguments import plain_arguments
+from muonfx.tree.arguments import bind, plain_arguments
 from muonfx.tree.display import format_list
 
 __all__ = ["Muon"]
@@ -85,7 +87,10 @@ class Muon(TransformOptimizer):
         if not isinstance(params, nn.Module | Mapping):
             params = cast("list[tuple[str, torch.Tensor]]", list(params))
         self._labels = labels
-        named = _named(params, model)
+        groups = (
+            [] if isinstance(params, nn.Module) else resolve_groups(params, {} if model is None else names_in([model]))
+        )
+        named = params if isinstance(params, nn.Module) else dict(pair for group in groups for pair in group["params"])
         tx = Muon.transform_for(
             named,
             lr,
@@ -107,40 +112,31 @@ class Muon(TransformOptimizer):
             )
 
     @staticmethod
-    @plain_arguments
-    def transform_for(
-        params: nn.Module | Mapping[str, Tensor],
-        lr: float = 2e-3,
-        *,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        orthogonalize: Transform = orthogonalize(),
-        rule: ShapeRule = "match_rms_adamw",
-        adamw_lr: float | None = None,
-        adamw_weight_decay: float | None = None,
-        betas: Sequence[float] = (0.9, 0.95),
-        labels: LabelsLike = None,
-        model: nn.Module | None = None,
-    ) -> Transform:
-        """The transform of this optimizer for a model or named parameters; the arguments are those of `Muon`.
+    def transform_for(params: nn.Module | Mapping[str, Tensor], lr: float = 2e-3, **options: Any) -> Transform:
+        """The transform of ``Muon(params, lr, **options)``, without the optimizer; it takes the options of the update.
 
         >>> Muon.transform_for(torch.nn.Linear(4, 4), 0.01, labels={"weight": "muon", "bias": "adamw"}).name
         'partition'
         """
-        if not isinstance(betas, tuple | list):
-            raise TypeError(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
-        if len(betas) != 2:
-            raise ValueError(f"Muon: betas must be AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
+        signature = inspect.signature(Muon)
+        own = [x for name, x in signature.parameters.items() if name not in ("layout", "donate_grads", "bucket_bytes")]
+        bound = bind("Muon", signature.replace(parameters=own), (params, lr), options)
+        bound.apply_defaults()
+        given = SimpleNamespace(**bound.arguments)
+        betas = given.betas
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            kind = ValueError if isinstance(betas, tuple | list) else TypeError
+            raise kind(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
         return muon_with_adamw(
-            lr,
-            adamw_lr,
-            decay=momentum,
-            orthogonalize=orthogonalize,
-            rule=rule,
-            weight_decay=weight_decay,
+            given.lr,
+            given.adamw_lr,
+            decay=given.momentum,
+            orthogonalize=given.orthogonalize,
+            rule=given.rule,
+            weight_decay=given.weight_decay,
             adam=scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1])),
-            adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-            labels=_route(labels, params, model),
+            adamw_weight_decay=given.weight_decay if given.adamw_weight_decay is None else given.adamw_weight_decay,
+            labels=_route(given.labels, params, given.model),
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -149,7 +145,8 @@ class Muon(TransformOptimizer):
             super().add_param_group(param_group)
 
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
-        model = next((model for model in self._attachment.models if _has_all(model, new)), None)
+        models = [(model, dict(model.named_parameters())) for model in self._attachment.models]
+        model = next((m for m, own in models if all(own.get(name) is param for name, param in new.items())), None)
         with warnings.catch_warnings():  # a rule that matches no new parameter has matched earlier ones
             warnings.filterwarnings("ignore", message="user rule")
             found = _route(self._labels, new, model)
@@ -160,14 +157,6 @@ class Muon(TransformOptimizer):
         return with_views(self.tx.replace(labels=labels), found)
 
 
-def _named(params: NamedParameters, model: nn.Module | None) -> nn.Module | dict[str, Tensor]:
-    """Return a model as it is, and other parameters by name."""
-    if isinstance(params, nn.Module):
-        return params
-    groups = resolve_groups(params, {} if model is None else names_in([model]))
-    return {name: param for group in groups for name, param in group["params"]}
-
-
 def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None) -> Labels:
     """Return the labels of parameters, chosen with the whole model if it is known."""
     names = [name for name, _ in named_pairs(params)]
@@ -175,9 +164,8 @@ def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: 
         labels = default_labels
     if not (isinstance(labels, Mapping) or callable(labels)):
         raise TypeError(
-            "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, found "
-            f"{labels!r}; for rules before the default routing: "
-            "labels=lambda model: muonfx.default_labels(model, rules)"
+            "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
+            f"labels=lambda model: muonfx.default_labels(model, rules); found {labels!r}"
         )
     found = labels if isinstance(labels, Mapping) else labels(params if model is None else model)
     if missing := [name for name in names if name not in found]:
@@ -193,26 +181,16 @@ def _either_part_may_be_empty() -> Generator[None]:
         yield
 
 
-def _has_all(model: nn.Module, given: Mapping[str, Tensor]) -> bool:
-    """Return True if the given tensors are parameters of a model, under the model's names."""
-    named = dict(model.named_parameters())
-    return all(named.get(name) is param for name, param in given.items())
-
-
 def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
     if not named or "muon" in labels.values():
         return
-    flat = all(param.ndim < 2 for param in named.values())
     trained_first = sorted(labels.items(), key=lambda pair: pair[1] is None)
-    why = (
-        "all have fewer than two dims, as has what is left of matrices that were flattened and cut: give the model "
-        "as it is, or under fully_shard (FSDP2)"
-        if flat
-        else "; ".join(f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in trained_first[:5])
-    )
+    why = "; ".join(f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in trained_first[:5])
+    if all(param.ndim < 2 for param in named.values()):
+        why = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     warnings.warn(
         f"Muon: no parameter has the label 'muon', so nothing is orthogonalized, and of {len(named)} parameters AdamW "
-        f"trains {sum(label is not None for label in labels.values())}: {why}. Say with labels= which are Muon's; if "
-        "none is meant to be, use TransformOptimizer(params, muonfx.adamw())",
+        f"trains {sum(label is not None for label in labels.values())}: {why}. Choose Muon's parameters by labels=, or "
+        "use TransformOptimizer(params, muonfx.adamw())",
         stacklevel=4,
     )

@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["GroupOwner", "OwnedGroup"]
-
-_owners: WeakSet[Optimizer] = WeakSet()
+__all__ = ["GroupOwner"]
 
 
 class OwnedGroup(dict[str, Any]):
-    """A group that is recognized after its optimizer is deleted; torch.compile cannot trace it."""
+    """A group that is recognized after its optimizer is deleted."""
 
 
 class GroupOwner(Optimizer):
     """Base of optimizers whose groups no other optimizer may step on, unless it wraps this one as an attribute."""
 
-    group_type: ClassVar[type[dict[str, Any]]] = dict
-    """`OwnedGroup` if the groups must be recognized after this optimizer is deleted."""
-
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         _register()
-        _owners.add(self)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, converted to `group_type`."""
-        super().add_param_group(self.group_type(param_group))
+        """Add a group."""
+        super().add_param_group(OwnedGroup(param_group))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or loaded state, with its groups converted to `group_type`."""
+        """Restore a copied or loaded state."""
         super().__setstate__(state)
-        _owners.add(self)
-        if "param_groups" in state:
-            self.param_groups = [self.group_type(group) for group in self.param_groups]
+        self.param_groups = [OwnedGroup(group) for group in self.param_groups]
 
 
 @cache
@@ -48,13 +38,10 @@ def _register() -> None:
 
 
 def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
-    if torch.compiler.is_compiling() or isinstance(optimizer, GroupOwner):
-        return
     # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
     # still have our labels, but our step never runs.
-    ours = {id(group) for owner in _owners for group in owner.param_groups}
-    owned = [group for group in optimizer.param_groups if id(group) in ours or isinstance(group, OwnedGroup)]
-    if owned and not any(isinstance(value, GroupOwner) for value in vars(optimizer).values()):
+    owned = [group for group in optimizer.param_groups if isinstance(group, OwnedGroup)]
+    if owned and not any(isinstance(value, GroupOwner) for value in (optimizer, *vars(optimizer).values())):
         labels = ", ".join(repr(group.get("label")) for group in owned)
         raise RuntimeError(
             f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({labels}), which itself never steps: "

@@ -13,70 +13,56 @@ from muonfx.core import Transform
 from muonfx.core.checks import check_params, check_updates_fit, warn_of_unmatched
 from muonfx.core.donation import Donation, unshared
 from muonfx.core.hyperparams import hyperparams
-from muonfx.optimizer.state import Load, Taken, on_this_rank
-from muonfx.optimizer.values import Group, GroupNumbers, Number, fitted, unchanged
+from muonfx.optimizer.groups import routes_of
+from muonfx.optimizer.state import Load, on_this_rank
+from muonfx.optimizer.values import BoundGroup, Number, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.execute import Executor
-from muonfx.program.nodes import Node, Program
+from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import ALONE, Arguments
 from muonfx.tree import PyTree
 
 __all__ = ["Stepping", "add_in_place"]
 
-SMALL_BUCKET = 1 << 22
-"""The least bytes of a default bucket, also if every parameter is smaller: calls then cost more than memory."""
-
 
 class Stepping:
-    """Creates an optimizer's state and runs its steps."""
+    """A transform, lowered for the parameters of an optimizer: creates the state and runs the steps."""
 
-    def __init__(
-        self, tx: Transform, program: Program, numbers: Sequence[GroupNumbers], bucket_bytes: int | None
-    ) -> None:
-        self.tx, self._program, self._numbers, self._bucket_bytes = tx, program, numbers, bucket_bytes
+    is_over_ranks = False
+
+    def __init__(self, tx: Transform, program: Program, bucket_bytes: int | None) -> None:
+        self.tx, self.program = tx, program
+        self.routes = routes_of(program)
+        self.left_out = {name for name, route in self.routes.items() if route.is_left_out}
         self._inner = inner_of(tx)
         self._now = self._inner
-        self._values: list[dict[str, Number]] | None = None
-        self.executor = Executor(ALONE, store_of(tx))
-        self._node: Node | None = None
-        self._lowered: object = None  # the structure of the node; it changes when groups begin to disagree
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Drop the caches: a copy reads its own groups."""
-        return {**self.__dict__, "_values": None, "_node": None, "_lowered": None, "executor": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore with empty caches, which the next step fills."""
-        self.__dict__.update(state)
-        self.executor = Executor(ALONE, store_of(self.tx), self._limit)
+        self._read: tuple[Sequence[BoundGroup], list[dict[str, Number]]] | None = None
+        self.executor = Executor(ALONE, store_of(tx), bucket_bytes)
+        self._node = program.root
+        self._lowered: object = self._inner.structure  # of the node; it changes when groups begin to disagree
 
     @property
     def transform(self) -> Transform:
         """The transform over the parameters that the optimizer holds."""
         return self.tx
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
+    def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
         """Create the state, and build the transforms for the groups."""
         check_params(params)
         warn_of_unmatched(self.tx.name_patterns, params)
-        self._limit = self._bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
-        self.executor.bucket_bytes = self._limit
-        self._node, self._lowered = self._program.root, self._inner.structure
-        state = self.executor.init_node(self._node, self._inner, params)
-        self.refresh(groups, params)
+        state = self.executor.init_node(self.program.root, self._inner, params)
+        self.refresh(params, groups)
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
         """Return a new state with the values of another stepping's state, for the paths that both have."""
-        before = {path: at for at, path in enumerate(tree.paths(old))}
-        old_leaves = tree.leaves(old)
+        before = dict(zip(tree.paths(old), enumerate(tree.leaves(old)), strict=True))
         leaves, treedef = tree.flatten(state)
-        kept: list[Any] = []
-        for place, (path, leaf) in enumerate(zip(tree.paths(state), leaves, strict=True)):
-            at = before.get(path)
-            kept.append(leaf if at is None else self._kept(other, at, old_leaves[at], place, leaf))
-        return tree.unflatten(treedef, kept)
+        for place, path in enumerate(tree.paths(state)):
+            if path in before:
+                leaves[place] = self._kept(other, *before[path], place, leaves[place])
+        return tree.unflatten(treedef, leaves)
 
     def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
         """Return a leaf of a new state with another stepping's values, if they have its shape."""
@@ -98,73 +84,57 @@ class Stepping:
     def share(self, state: PyTree) -> None:
         """Start to copy a new state to all ranks that must be able to save it."""
 
-    def exported(self, state: PyTree) -> dict[int, Any]:
+    def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the leaves, by index, that a state dict has in another form than `show` returns."""
         return {}
 
-    def take(self, place: int, leaf: Any, value: Any) -> Taken | str:
-        """Return the copy that loads a value into a leaf, or an error message; see `state.Take`."""
+    def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
+        """Return the value that a load copies into a leaf, or an error message; see `state.Take`."""
         return on_this_rank(leaf, value)
 
     def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
         """Copy loaded values into the state, or raise `problem`."""
         if problem is not None:
             raise problem
-        for load in loads:
-            if load.target is not None:
-                load.target.copy_(load.source)
+        leaves = tree.leaves(state)
+        for _, place, value in loads:
+            leaves[place].copy_(value)
 
-    def regrouped(self) -> None:
-        """Read all groups at the next step, because parameters have moved between them."""
-        self._values = None
-
-    def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
+    def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
         """Build the transforms for the current hyperparameters of the groups, if these have changed."""
-        values = [own.read(group) for group, own in zip(groups, self._numbers, strict=True)]
-        if self._values is not None and unchanged(values, self._values):
+        values = [one.numbers.read(one.group) for one in groups]
+        if self._read is not None and self._read[0] is groups and unchanged(values, self._read[1]):
             return
         fit = fitted(hyperparams(self.tx), values)
-        filled = [(group, sorted(held["param_names"])) for group, held in zip(fit, groups, strict=True)]
         # Sort by name: the order of groups may differ between ranks, but the order of versions must not.
-        own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
-        made = for_groups(self._inner, self._program, [v for v, _ in own], [names for _, names in own])
+        filled = sorted(
+            [(sorted(one.names), own) for one, own in zip(groups, fit, strict=True) if one.names],
+            key=lambda pair: pair[0],
+        )
+        made = for_groups(self._inner, self.program, [own for _, own in filled], [names for names, _ in filled])
         self._prepare(made.prepare_all(), params)
-        self._values = values
+        self._read = groups, values
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         """Take the next steps by a transform with the current hyperparameters."""
-        if self._node is None or tx.structure is not self._lowered:
+        if tx.structure is not self._lowered:
             self._node, self._lowered = self.executor.program(tx, params), tx.structure
         self.executor.prepare(self._node, tx)
         self._now = tx
 
-    def step(
-        self,
-        groups: Sequence[Group],
-        params: dict[str, Tensor],
-        updates: dict[str, Tensor | None],
-        state: PyTree,
-        *,
-        donate: bool,
-        extras: dict[str, Any],
-        problem: Exception | None,
-    ) -> PyTree:
+    def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run a step and return the next state; `problem` and errors are raised before anything is changed."""
         if problem is not None:
             raise problem
-        self.tx.check_extras(extras)
-        self.refresh(groups, params)
-        assert self._node is not None
-        self.executor.check_extras(self._node, extras)
+        self.tx.check_extras(call.extras)
+        self.executor.check_extras(self._node, call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
-            donated = Donation(updates=False, state=True)
+            call = call._replace(donate=Donation(updates=False, state=True))
         else:
-            donated, updates, state = unshared(Donation(donate, True), updates, state, params)
-        self.executor.require_room(state, params, donated)
-        _, after = self.executor.update_node(
-            self._node, self._now, Arguments(updates, state, params, donated, extras, add_in_place)
-        )
-        return after
+            donate, updates, state = unshared(call.donate, call.updates, call.state, call.params)
+            call = call._replace(donate=donate, updates=updates, state=state)
+        self.executor.require_room(call.state, call.params, call.donate)
+        return self.executor.update_node(self._node, self._now, call)[1]
 
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:

@@ -8,18 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = [
-    "Group",
-    "Number",
-    "GroupNumbers",
-    "Hyperparam",
-    "agreement",
-    "distinct",
-    "fitted",
-    "scalar",
-    "unchanged",
-]
-
+__all__ = ["BoundGroup", "Group", "GroupNumbers", "Hyperparam", "Number", "equal", "fitted", "scalar", "unchanged"]
 
 Number = float | Tensor
 
@@ -72,10 +61,10 @@ class GroupNumbers:
             if one.key not in values or (one.is_mirror and not mirrors):
                 continue
             for name, value in zip(one.names, one.numbers_in(values[one.key]), strict=True):
-                if name in found and not _equal(found[name], value):
-                    if name in self._last and _equal(value, self._last[name]):
+                if name in found and not equal(found[name], value):
+                    if name in self._last and equal(value, self._last[name]):
                         continue
-                    if name not in self._last or not _equal(found[name], self._last[name]):
+                    if name not in self._last or not equal(found[name], self._last[name]):
                         raise ValueError(
                             f"{said[name]!r} and {one.key!r} in a group both set {name}, to {found[name]!r} and "
                             f"{value!r}: set one of them"
@@ -101,17 +90,25 @@ class GroupNumbers:
         numbers = self.parse(group)
         if missing := [one for one in self.hyperparams if not numbers.keys() >= set(one.names)]:
             last = self._entries.get(missing[0].key)
+            was = "" if last is None else f" (it was {last!r})"
             raise ValueError(
-                f"param_groups: {_described(group)} has no {missing[0].key!r}, which its transforms read at every "
-                f"step: set it{'' if last is None else f' (it was {last!r})'}; its entries must be "
-                f"{', '.join(repr(one.key) for one in self.hyperparams)}"
+                f"param_groups: the group of {next(iter(group.get('param_names', ())), 'no parameter')!r} (label "
+                f"{group.get('label')!r}) has no {missing[0].key!r}, which its transforms read: set it{was}"
             )
         for one in self.hyperparams:
             wanted = [numbers[name] for name in one.names]
-            if one.key not in group or not all(map(_equal, one.numbers_in(group[one.key]), wanted)):
+            if one.key not in group or not all(map(equal, one.numbers_in(group[one.key]), wanted)):
                 group[one.key] = tuple(wanted) if one.is_tuple else wanted[0]
         self._last, self._entries = numbers, {one.key: group[one.key] for one in self.hyperparams}
         return numbers
+
+
+class BoundGroup(NamedTuple):
+    """A group of an optimizer, as the optimizer last found it."""
+
+    group: Group
+    names: list[str]
+    numbers: GroupNumbers
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -127,53 +124,19 @@ def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]
     """Convert the numbers of groups to the types and shapes of a transform's own numbers, given as `defaults`."""
     # One 0-d view of each tensor: groups that share a tensor agree, and a scheduler may write into it.
     views: dict[int, Number] = {}
-    found: list[dict[str, Number]] = []
-    for own in values:
-        found.append({})
-        for name, value in own.items():
-            default = defaults[name]
-            shape = tuple(default.shape) if isinstance(default, Tensor) else ()
-            if isinstance(value, Tensor):
-                if not shape:
-                    value = views.setdefault(id(value), scalar(name, value))
-                elif tuple(value.shape) != shape:
-                    raise ValueError(
-                        f"{name} must be a number or a tensor of shape {shape}, found {tuple(value.shape)}"
-                    )
-            found[-1][name] = value if isinstance(value, int | float | Tensor) else float(value)
-    return found
 
+    def fit(name: str, value: Number) -> Number:
+        if not isinstance(value, Tensor):
+            return value if isinstance(value, int | float) else float(value)
+        default = defaults[name]
+        if not isinstance(default, Tensor) or not default.ndim:
+            return views.setdefault(id(value), scalar(name, value))
+        if value.shape != default.shape:
+            shapes = f"{tuple(default.shape)}, found {tuple(value.shape)}"
+            raise ValueError(f"{name} must be a number or a tensor of shape {shapes}")
+        return value
 
-def _described(group: Group) -> str:
-    """Describe a group by its label and its first parameter."""
-    label = "" if group.get("label") is None else f" labelled {group['label']!r}"
-    return f"the group{label} of {next(iter(group.get('param_names', ())), 'no parameter')!r}"
-
-
-def agreement(values: Sequence[Mapping[str, Number]]) -> tuple[dict[str, Number], list[str]]:
-    """Return the value of each name in the first group that has it, and the names on which groups disagree."""
-    agreed: dict[str, Number] = {}
-    conflicts: list[str] = []
-    for group in values:
-        for name, value in group.items():
-            if name in agreed and not _equal(agreed[name], value):
-                conflicts.append(name)
-            agreed.setdefault(name, value)
-    return agreed, conflicts
-
-
-def distinct(
-    values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
-) -> list[tuple[Mapping[str, Number], list[str]]]:
-    """Return the distinct values, each with the members of all groups that have them."""
-    found: list[tuple[Mapping[str, Number], list[str]]] = []
-    for own, names in zip(values, members, strict=True):
-        same = next((run for run in found if _all_equal(run[0], own)), None)
-        if same is None:
-            found.append((own, list(names)))
-        else:
-            same[1].extend(names)
-    return found
+    return [{name: fit(name, value) for name, value in own.items()} for own in values]
 
 
 def unchanged(new: Sequence[Mapping[str, Number]], old: Sequence[Mapping[str, Number]]) -> bool:
@@ -181,9 +144,10 @@ def unchanged(new: Sequence[Mapping[str, Number]], old: Sequence[Mapping[str, Nu
     return len(new) == len(old) and all(map(_all_equal, new, old))
 
 
-def _equal(a: object, b: object) -> bool:
+def equal(a: object, b: object) -> bool:
+    """Return True for equal numbers and for the same tensor; values of tensors are not read."""
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
 def _all_equal(a: Mapping[str, Number], b: Mapping[str, Number]) -> bool:
-    return a is b or (a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a))
+    return a is b or (a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a))

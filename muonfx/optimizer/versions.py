@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -15,7 +14,7 @@ from muonfx.core.combine import chain_entries, widest
 from muonfx.core.contract import NOTHING
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.recorded import with_numbers
-from muonfx.optimizer.values import Number, agreement, distinct
+from muonfx.optimizer.values import Number, equal
 from muonfx.program.buckets import parameters_of
 from muonfx.program.nodes import Node, Program
 from muonfx.tree import PyTree
@@ -74,12 +73,12 @@ def for_groups(
     tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> Transform:
     """Return the transform with the numbers of all groups, in versions only where groups disagree."""
-    agreed, conflicts = agreement(values)
+    agreed: dict[str, Number] = {}
+    for group in values:
+        agreed = {**group, **agreed}
+    conflicts = {name for group in values for name, value in group.items() if not equal(agreed[name], value)}
     tx = with_hyperparams(tx, agreed)
-    if not conflicts:
-        return tx
-    (root,) = itertools.islice(program.transforms(), 1)
-    return _in_versions(tx, root, values, members, set(conflicts))
+    return _in_versions(tx, next(program.transforms()), values, members, conflicts) if conflicts else tx
 
 
 def _keeps_a_number(node: Node) -> bool:
@@ -99,15 +98,18 @@ def _in_versions(
     own = next((name for name in node.own.names if name in conflicts), None)
     if own is not None:
         if node.called or tx.locality is Locality.TREE or _keeps_a_number(node):
-            kind = "around others" if node.called else "that looks at all parameters together"
+            kind = "around others" if node.called else "that reads all parameters together"
             raise ValueError(
-                f"the groups disagree about {own!r}, which belongs to a transform {kind}; give it one value in "
-                "all groups"
+                f"the groups disagree about {own!r} of a transform {kind}: give it one value in all groups"
             )
         agreed = dict(zip(node.own.names, tree.leaves(tx), strict=True))
-        runs = distinct([{name: group.get(name, agreed[name]) for name in agreed} for group in values], members)
-        made = tuple(with_numbers(tx, iter(run.values())) for run, _ in runs)
-        return by_groups(made, tuple(tuple(names) for _, names in runs))
+        runs: dict[tuple[object, ...], tuple[list[Number], list[str]]] = {}
+        for group, names in zip(values, members, strict=True):
+            own_numbers = [group.get(name, number) for name, number in agreed.items()]
+            key = tuple((id(number), None) if isinstance(number, Tensor) else number for number in own_numbers)
+            runs.setdefault(key, (own_numbers, []))[1].extend(names)
+        made = tuple(with_numbers(tx, iter(numbers)) for numbers, _ in runs.values())
+        return by_groups(made, tuple(tuple(names) for _, names in runs.values()))
     called = iter(node.called)
     parts = [
         _in_versions(part, next(called), values, members, conflicts) if isinstance(part, Transform) else part

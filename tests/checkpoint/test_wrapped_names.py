@@ -126,8 +126,6 @@ def test_labels_are_found_under_any_wrappers():
 def test_names_that_are_equal_without_wrappers_are_refused(tmp_path: Path):
     leaf = nn.Parameter(torch.zeros(2))
     both = {"up": leaf, "_orig_mod.up": nn.Parameter(torch.zeros(2))}
-    with pytest.raises(ValueError, match=r"'_orig_mod.up' are both 'up' without|'up' .* are both 'up' without"):
-        mfx.TransformOptimizer(both, mfx.adamw(0.1))
     with pytest.raises(ValueError, match="two leaves are called 'trace/up' without what wrappers"):
         ck.save(tmp_path / "a", mfx.momentum().init({name: param.detach() for name, param in both.items()}))
     assert not (tmp_path / "a").exists()
@@ -157,10 +155,8 @@ def test_an_optimizers_parameters_are_renamed_on_load():
         mine, theirs = one.state[old[1].weight], other.state[new.second.weight]
         assert torch.equal(mine["scale_by_adam/mu"], theirs["scale_by_adam/mu"])
     groups = [{key: value for key, value in group.items() if key != "param_names"} for group in saved["param_groups"]]
-    unnamed = {**saved, "param_groups": groups}
-    other.load_state_dict(unnamed)  # by their order
-    with pytest.raises(ValueError, match="has no names of parameters"):
-        other.load_state_dict(unnamed, rename={"0": "first"})
+    with pytest.raises(ValueError, match="the state dict has no 'param_names'"):
+        other.load_state_dict({**saved, "param_groups": groups})
 
 
 def test_leaves_are_renamed_by_patterns_and_functions(tmp_path: Path):

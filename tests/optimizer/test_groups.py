@@ -1,7 +1,10 @@
-"""Groups that schedulers, loggers and engines read: their order and torch's keys."""
+"""Groups that schedulers, loggers and engines read and edit: order, keys, and what follows the tensors."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,30 +14,30 @@ from torch import nn
 import muonfx as mfx
 from tests.optimizer.test_adapter import assert_equal, make_model, net, params_of, set_grads
 
-SHAPES = {"a.bias": (3,), "b.weight": (3, 4), "c.weight": (4, 3), "d.bias": (4,), "e.frozen": (2, 2), "f.scaled": (5,)}
-LABELS = {"a": "adamw", "b": "muon", "c": "muon", "d": "adamw", "e": "frozen", "f": "sign"}
+MIXED = {"a.bias": (3,), "b.weight": (3, 4), "c.weight": (4, 3), "d.bias": (4,), "e.frozen": (2, 2), "f.scaled": (5,)}
+MIXED_LABELS = {"a": "adamw", "b": "muon", "c": "muon", "d": "adamw", "e": "frozen", "f": "sign"}
 
 
 def mixed(frozen: mfx.Transform | None) -> mfx.Transform:
     """A partition whose labels are in another order than its groups are to be."""
     parts = {"adamw": mfx.adamw(1e-3), "muon": mfx.muon(0.02), "sign": mfx.scale(-0.1)}
-    labels = {name: LABELS[name[0]] for name in SHAPES}
+    labels = {name: MIXED_LABELS[name[0]] for name in MIXED}
     if frozen is None:
         return mfx.partition(parts, labels | {"e.frozen": None})
     return mfx.partition(parts | {"frozen": frozen}, labels)
 
 
 @pytest.mark.parametrize("frozen", [mfx.set_to_zero(), None], ids=["set_to_zero", "left out"])
-@given(names=st.permutations(list(SHAPES)))
+@given(names=st.permutations(list(MIXED)))
 def test_the_order_of_groups_is_not_that_of_parameters(frozen: mfx.Transform | None, names: list[str]):
-    params = {name: nn.Parameter(torch.zeros(SHAPES[name])) for name in names}
+    params = {name: nn.Parameter(torch.zeros(MIXED[name])) for name in names}
     groups = mfx.TransformOptimizer(params, mixed(frozen)).param_groups
     assert [group["label"] for group in groups] == ["muon", "adamw", "sign", None if frozen is None else "frozen"]
     assert groups[0]["lr"] == 0.02
 
 
 def test_the_callers_groups_keep_their_order_and_are_split_in_the_fixed_one():
-    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in MIXED.items()}
     given = [{"params": [(n, params[n]) for n in names]} for names in (["f.scaled"], ["a.bias", "b.weight"])]
     optimizer = mfx.TransformOptimizer([*given, {"params": [("c.weight", params["c.weight"])]}], mixed(None))
     assert [group["label"] for group in optimizer.param_groups] == ["sign", "muon", "adamw", "muon"]
@@ -97,22 +100,6 @@ def test_one_cycle_drives_the_momentum_of_every_group(make):
     assert seen == pytest.approx([0.95, 0.9, 0.85, 0.8549516, 0.869098], abs=1e-3)
 
 
-def test_the_numbers_of_one_cycle_arrive():
-    model, twin = make_model(), make_model()
-    driven, written = mfx.Muon(model), mfx.Muon(twin)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(driven, [0.1, 0.01], total_steps=10)
-    for step in range(4):
-        muon, adamw = written.param_groups
-        muon["lr"], adamw["lr"] = (group["lr"] for group in driven.param_groups)
-        muon["momentum"] = driven.param_groups[0]["momentum"]
-        adamw["betas"] = (muon["momentum"], 0.95)
-        for m, o in ((model, driven), (twin, written)):
-            set_grads(m, step)
-            o.step()
-        scheduler.step()
-    assert_equal(params_of(model), params_of(twin))
-
-
 @given(rates=st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.2]), st.sampled_from([0.0, 0.1])), min_size=2, max_size=4))
 def test_groups_may_agree_about_a_number_and_disagree_in_turn(rates: list[tuple[float, float]]):
     """As schedules do that end at the same rate. Compared with groups that always disagree: with one more of them."""
@@ -132,17 +119,6 @@ def test_groups_may_agree_about_a_number_and_disagree_in_turn(rates: list[tuple[
         assert torch.equal(optimizers[0][0][name], optimizers[1][0][name])
 
 
-def test_groups_saved_in_another_order_keep_their_numbers_with_a_warning_if_a_scheduler_was_used():
-    model = make_model()
-    groups = [{"params": {name: param}, "lr": 0.1 + at} for at, (name, param) in enumerate(model.named_parameters())]
-    tx = mfx.adamw(0.1)
-    optimizer, other = mfx.TransformOptimizer(groups, tx), mfx.TransformOptimizer(groups[::-1], tx)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with pytest.warns(UserWarning, match="the saved state of a scheduler has lists in that order"):
-        other.load_state_dict(optimizer.state_dict())
-    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in optimizer.param_groups][::-1]
-
-
 # ------------------------------------------------------------------------------------------------- what is a route
 
 
@@ -155,47 +131,6 @@ def test_a_partition_within_a_transform_that_runs_as_a_whole_splits_groups_too()
         ("two", 1e-3),
         ("one", 1e-3),
     ]
-
-
-def test_a_route_of_a_users_own_makes_groups_as_a_partition_does():
-    @mfx.transform(locality=mfx.Locality.ELEMENT, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
-    def by_size(transforms: dict[str, mfx.Transform]):
-        def chosen(values):
-            return {
-                k: {n: v for n, v in values.items() if v is None or (v.ndim > 1) == (k == "large")} for k in transforms
-            }
-
-        def init(params):
-            return {k: transforms[k].init(own) for k, own in chosen(params).items()}
-
-        def update(updates, state, params):
-            done = {k: transforms[k].update(u, state[k]) for k, u in chosen(updates).items()}
-            return {n: u for out, _ in done.values() for n, u in out.items()}, {k: s for k, (_, s) in done.items()}
-
-        return init, update
-
-    tx = by_size({"large": mfx.chain(mfx.momentum(), mfx.scale(-0.1)), "small": mfx.scale(-0.2)})
-    groups = mfx.TransformOptimizer(make_model(), tx).param_groups
-    assert [(g["label"], g.get("momentum"), g.get("scale.factor", g.get("factor"))) for g in groups] == [
-        ("large", 0.95, -0.1),
-        ("small", None, -0.2),
-    ]
-
-
-def test_transforms_that_all_get_every_leaf_are_no_routes():
-    @mfx.transform(locality=mfx.Locality.ELEMENT, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
-    def summed(transforms: dict[str, mfx.Transform]):
-        def init(params):
-            return {k: tx.init(params) for k, tx in transforms.items()}
-
-        def update(updates, state, params):
-            done = {k: transforms[k].update(updates, state[k]) for k in transforms}
-            return mfx.tree.map(lambda *u: sum(u), *[u for u, _ in done.values()]), {k: s for k, (_, s) in done.items()}
-
-        return init, update
-
-    (group,) = mfx.TransformOptimizer(make_model(), summed({"a": mfx.scale(-0.1), "b": mfx.scale(-0.2)})).param_groups
-    assert (group["label"], group["a.factor"], group["b.factor"]) == (None, -0.1, -0.2)
 
 
 # ----------------------------------------------------------------------------------------- tensors that a model names
@@ -227,7 +162,7 @@ def test_tensors_without_names_are_routed_and_stepped_as_their_model_is() -> Non
 
 def test_tensors_without_names_are_refused_where_no_model_names_them() -> None:
     model = net()
-    with pytest.raises(TypeError, match=r"expected named parameters, found Parameter; .*model="):
+    with pytest.raises(TypeError, match=r"expected named parameters, found Parameter: .*model="):
         mfx.Muon(model.parameters())
     with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) is no parameter of the model"):
         mfx.Muon([nn.Parameter(torch.zeros(2))], model=model)
@@ -252,7 +187,7 @@ def test_what_was_unfrozen_moves_from_its_group_into_a_new_one(given: str) -> No
     model[1].requires_grad_()
     if given == "the model":
         model(torch.arange(8)).square().sum().backward()
-        with pytest.raises(ValueError, match=r"add_param_group\(\{'params': \[\.\.\.\]\}\) takes in"):
+        with pytest.raises(ValueError, match=r"add_param_group\(\{'params': \[\.\.\.\]\}\) with it"):
             optimizer.step()
     optimizer.add_param_group({"params": model[1].parameters(), "lr": 2e-3})
     assert [group["label"] for group in optimizer.param_groups[many:]] == ["muon", "adamw"]
@@ -263,19 +198,6 @@ def test_what_was_unfrozen_moves_from_its_group_into_a_new_one(given: str) -> No
     with pytest.raises(ValueError, match="groups them in another way"):
         again.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own import
-def test_one_optimizer_for_each_parameter_steps_in_the_backward_pass() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    model, twin = net(), net()
-    _apply_optimizer_in_backward(mfx.Muon, model.parameters(), {"lr": 0.01, "model": model})
-    for _ in range(2):
-        model(torch.arange(8)).square().sum().backward()
-    _trained(twin, mfx.Muon(twin, lr=0.01))
-    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(param, wanted, atol=1e-6)  # batches of matrices are of one there
 
 
 ALONE = mfx.scale_by_adam()
@@ -330,3 +252,230 @@ def test_parameters_that_would_move_uphill_are_warned_of(tx: mfx.Transform, risi
 )
 def test_nothing_is_said_where_updates_go_downhill_or_may(tx: mfx.Transform):
     mfx.TransformOptimizer(torch.nn.Linear(2, 2), tx)
+
+
+# -------------------------------------------------------------------------------------- lists that anybody edits
+
+# Two parameters of each shape, so that nothing but identity tells them apart.
+SHAPES = {"a.weight": (3, 3), "b.weight": (3, 3), "c.weight": (3, 3), "a.bias": (3,), "b.bias": (3,), "c.bias": (3,)}
+MATRICES = [name for name in SHAPES if name.endswith("weight")]
+VECTORS = [name for name in SHAPES if name.endswith("bias")]
+LABELS = {name: "muon" if name in MATRICES else "adamw" for name in SHAPES}
+
+
+class Pair:
+    """An optimizer whose lists are edited, and its twin whose lists are not."""
+
+    def __init__(self, groups: list[list[str]]) -> None:
+        self.step_count = 0
+        self.params, self.optimizer = self._made(groups)
+        self.twin_params, self.twin = self._made(groups)
+
+    @staticmethod
+    def _made(groups: list[list[str]]) -> tuple[dict[str, nn.Parameter], mfx.Muon]:
+        generator = torch.Generator().manual_seed(0)
+        params = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+        given = [{"params": [(name, params[name]) for name in names]} for names in groups]
+        return params, mfx.Muon(given, lr=0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+
+    def step(self) -> None:
+        """Step on both, on the same gradients by name, and compare all that is kept by name."""
+        self.step_count += 1
+        for params, optimizer in ((self.params, self.optimizer), (self.twin_params, self.twin)):
+            generator = torch.Generator().manual_seed(self.step_count)
+            for name, shape in SHAPES.items():
+                params[name].grad = torch.randn(shape, generator=generator)
+            optimizer.step()
+        self.check()
+
+    def check(self) -> None:
+        saved, wanted = self.optimizer.state_dict(), self.twin.state_dict()
+        for name in SHAPES:
+            assert torch.equal(self.params[name], self.twin_params[name]), name
+            assert_equal(self.optimizer.state[self.params[name]], self.twin.state[self.twin_params[name]])
+            assert_equal(_saved_state(saved, name), _saved_state(wanted, name))
+        for group in self.optimizer.param_groups:
+            named = zip(group["param_names"], group["params"], strict=True)
+            assert all(self.params[name] is param for name, param in named)
+
+
+def _saved_state(saved: dict[str, Any], name: str) -> Any:
+    (index,) = (
+        index
+        for group in saved["param_groups"]
+        for own, index in zip(group["param_names"], group["params"], strict=True)
+        if own == name
+    )
+    return saved["state"][index]
+
+
+def _by_path(optimizer: mfx.Muon) -> dict[str, torch.Tensor]:
+    paths = map(str, mfx.tree.paths(optimizer.transform_state))
+    return dict(zip(paths, mfx.tree.leaves(optimizer.transform_state), strict=True))
+
+
+def _shuffled(draw: st.DataObject, optimizer: torch.optim.Optimizer) -> None:
+    """Permute, within groups and among those of one label, and the groups themselves."""
+    groups = optimizer.param_groups
+    for label in ("muon", "adamw"):
+        own = [group for group in groups if group["label"] == label]
+        all_params = [param for group in own for param in group["params"]]
+        params = [all_params[at] for at in draw.draw(st.permutations(range(len(all_params))), "params")]
+        for group in own:
+            cut = len(params) if group is own[-1] else draw.draw(st.integers(0, len(params)), "cut")
+            group["params"], params = params[:cut], params[cut:]
+    groups[:] = [groups[at] for at in draw.draw(st.permutations(range(len(groups))), "groups")]
+
+
+@given(draw=st.data())
+def test_names_and_state_follow_the_tensors_through_all_lists(draw: st.DataObject):
+    pair = Pair([["a.weight", "b.weight", "a.bias"], ["c.weight", "b.bias", "c.bias"]])
+    pair.step()
+    for _ in range(2):
+        match draw.draw(st.sampled_from(["shuffle", "copy dicts", "replace list", "remove"]), "edit"):
+            case "shuffle":
+                _shuffled(draw, pair.optimizer)
+            case "copy dicts":
+                pair.optimizer.param_groups[:] = [dict(group) for group in pair.optimizer.param_groups]
+            case "replace list":
+                pair.optimizer.param_groups = list(reversed(pair.optimizer.param_groups))
+            case "remove":
+                place = draw.draw(st.integers(0, len(pair.optimizer.param_groups) - 1), "place")
+                removed = pair.optimizer.param_groups.pop(place)
+                if removed["params"]:
+                    with pytest.raises(ValueError, match="parameters were removed, such as"):
+                        pair.optimizer.step()
+                pair.optimizer.param_groups.append(removed)
+        if draw.draw(st.booleans(), "copied"):
+            twin = copy.deepcopy((pair.params, pair.optimizer))
+            pair.params, pair.optimizer = twin
+        pair.step()
+    names = [name for group in pair.optimizer.param_groups for name in group["param_names"]]
+    assert sorted(names) == sorted(SHAPES)
+
+
+def test_a_moved_parameter_has_the_numbers_of_its_new_group():
+    pair = Pair([["a.weight", "b.weight", *VECTORS], ["c.weight"]])
+    pair.step()
+    muon, _, other = pair.optimizer.param_groups
+    other["lr"] = 0.0
+    other["params"].append(muon["params"].pop(0))
+    before = {name: param.detach().clone() for name, param in pair.params.items()}
+    pair.optimizer.step()
+    still = {name for name, param in pair.params.items() if torch.equal(param, before[name])}
+    assert still == {"a.weight", "c.weight"}
+    assert [group["param_names"] for group in pair.optimizer.param_groups] == [
+        ["b.weight"],
+        VECTORS,
+        ["c.weight", "a.weight"],
+    ]
+
+
+def test_new_tensors_take_the_places_of_the_former_ones_and_not_those_of_moved_ones():
+    pair = Pair([list(SHAPES)])
+    pair.step()
+    muon = pair.optimizer.param_groups[0]
+    new = nn.Parameter(pair.params["b.weight"].detach().clone())
+    a, _, c = muon["params"]
+    muon["params"][:] = [c, a, new]
+    with pytest.raises(ValueError, match=r"'c\.weight' is listed 2 times .*takes the name of its place"):
+        pair.optimizer.step()
+    muon["params"][:] = [a, new, c]
+    pair.params["b.weight"] = new
+    pair.step()
+
+
+Edit = Callable[[list[dict[str, Any]]], object]
+REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
+    "extended by itself": (lambda g: g.extend(g), ValueError, r"'a\.weight' is listed 2 times and would be stepped on"),
+    "popped": (lambda g: g.pop(), ValueError, r"3 of 6 parameters were removed, such as 'a\.bias': put them back"),
+    "a parameter popped": (lambda g: g[0]["params"].pop(), ValueError, r"1 of 6 .*, such as 'c\.weight'"),
+    "inserted": (
+        lambda g: g.insert(0, {"params": [torch.ones(2)]}),
+        ValueError,
+        r"\[0\]: .*\(2,\) is new, .*add_param_group",
+    ),
+    "appended": (lambda g: g[0]["params"].append(torch.ones(2)), ValueError, "is new, .* 4 params and 3 param_names"),
+    "moved to other transforms": (
+        lambda g: g[0]["params"].append(g[1]["params"].pop()),
+        ValueError,
+        r"'a\.weight' \(label 'muon'\) and 'c\.bias' \(label 'adamw'\) are in one group",
+    ),
+    "without momentum": (
+        lambda g: g[0].pop("momentum"),
+        ValueError,
+        r"the group of 'a\.weight' \(label 'muon'\) has no 'momentum', .*set it \(it was 0\.95\)",
+    ),
+    "lr is None": (lambda g: g[0].update(lr=None), TypeError, "'lr' in a group must be a number .*found None"),
+    "lr is text": (lambda g: g[0].update(lr="0.1"), ValueError, "'lr' in a group must be a number, found '0.1'"),
+    "lr is True": (lambda g: g[0].update(lr=True), TypeError, "'lr' in a group must be a number .*found True"),
+    "lr is two numbers": (lambda g: g[0].update(lr=torch.ones(2)), ValueError, r"of one element, found shape \(2,\)"),
+    "lr is NaN": (lambda g: g[0].update(lr=float("nan")), ValueError, "learning_rate must be"),
+    "two keys of one number": (
+        lambda g: g[1].update(betas=(0.5, 0.95), momentum=0.6),
+        ValueError,
+        r"'betas' and 'momentum' in a group both set .*b1, to 0\.5 and 0\.6",
+    ),
+    "one beta": (lambda g: g[1].update(betas=0.5), ValueError, r"'betas' in a group must be 2 numbers, found 0\.5"),
+    "a large beta": (lambda g: g[1].update(betas=(0.5, 1.5)), ValueError, "b2 must be"),
+}
+
+
+@pytest.mark.parametrize("edit", REFUSED)
+def test_edits_that_cannot_be_followed_are_refused_before_anything_changes(edit: str):
+    """Named: what was found, and what to do. The groups that were there before go on."""
+    change, error, message = REFUSED[edit]
+    pair = Pair([list(SHAPES)])
+    pair.step()
+    kept = [{**group, "params": list(group["params"])} for group in pair.optimizer.param_groups]
+    before = {name: param.detach().clone() for name, param in pair.params.items()}
+    state = {name: leaf.clone() for name, leaf in _by_path(pair.optimizer).items()}
+    change(pair.optimizer.param_groups)
+    with pytest.raises(error, match=message):
+        pair.optimizer.step()
+    assert_equal(before, dict(pair.params))
+    assert_equal(state, _by_path(pair.optimizer))
+    pair.optimizer.param_groups[:] = kept
+    pair.step()
+
+
+@pytest.mark.parametrize(("where", "shape"), [("argument", ()), ("argument", (1, 1)), ("groups", (1,))])
+def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: str, shape: tuple[int, ...]):
+    rate = torch.full(shape, 0.1)
+    models = [net() for _ in range(2)]
+    options = {"momentum": 0.9, "weight_decay": 0.01, "betas": (0.8, 0.9)}
+    if where == "argument":
+        as_tensors = {key: torch.full(shape, options[key]) for key in ("momentum", "weight_decay")}
+        betas = tuple(torch.full(shape, beta) for beta in options["betas"])
+        optimizer = mfx.Muon(models[0], lr=rate, betas=betas, **as_tensors)
+    else:
+        optimizer = mfx.Muon(models[0], **options)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+    twin = mfx.Muon(models[1], lr=0.1, **options)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, twin)]
+    for _ in range(3):
+        for model, one, scheduler in zip(models, (optimizer, twin), schedulers, strict=True):
+            one.zero_grad()
+            model(torch.arange(8)).square().sum().backward()
+            one.step()
+            scheduler.step()
+        torch.testing.assert_close(params_of(models[0]), params_of(models[1]))
+    assert rate.item() == pytest.approx(0.0125)
+    assert [group["lr"].shape for group in optimizer.param_groups] == [shape if where == "groups" else ()] * 2
+    again = mfx.Muon(copy.deepcopy(models[0]), **options)
+    again.load_state_dict(optimizer.state_dict())
+    assert [float(group["lr"]) for group in again.param_groups] == [float(rate)] * 2
+
+
+def test_numbers_of_numpy_count_as_floats():
+    models = [net() for _ in range(2)]
+    optimizers = [mfx.Muon(model) for model in models]
+    for optimizer, kind in zip(optimizers, (np.float32, float), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = kind(0.5)
+        optimizer.param_groups[1]["betas"] = (kind(0.5), kind(0.75))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.arange(8)).square().sum().backward()
+        optimizer.step()
+    assert_equal(params_of(models[0]), params_of(models[1]))

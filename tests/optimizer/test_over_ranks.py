@@ -1,12 +1,13 @@
 """`TransformOptimizer` over sharded models, with real processes: the parameters and states of one process."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from muonfx.sharding import ShardingError
-from tests.optimizer import sharded_optimizers as ranks
+from tests.optimizer import ranks
 from tests.processes import Failed, World
 
 pytestmark = pytest.mark.dist
@@ -16,9 +17,8 @@ KINDS = list(SIZES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chain", ["by label", "outer"])
-def test_a_sharded_model_trains_as_a_whole_one(world: World, kind: str, chain: str):
-    world.check(SIZES[kind], ranks.trains_as_one, kind=kind, chain=chain, groups="two")
+def test_a_sharded_model_trains_as_a_whole_one(world: World, kind: str):
+    world.check(SIZES[kind], ranks.trains_as_one, kind=kind, chain="by label", groups="two")
 
 
 @pytest.mark.parametrize("chain", ["skipping", "accumulating", "watched"])
@@ -42,19 +42,13 @@ def test_plain_tensors_and_dtensors_on_several_meshes_go_together(world: World):
     world.check(4, ranks.mixed_parameters)
 
 
-@pytest.mark.parametrize("how", ["dcp", "ours"])
-@pytest.mark.parametrize(
-    ("saver", "loader"),
-    [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp", "fsdp+tp"), ("fsdp+tp", "tp"), ("ddp", "hsdp"), ("tp", "ddp")],
-)
+MOVES = [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp", "fsdp+tp"), ("fsdp+tp", "tp"), ("ddp", "hsdp"), ("tp", "ddp")]
+
+
+@pytest.mark.parametrize(("saver", "loader", "how"), [(*move, ("dcp", "ours")[i % 2]) for i, move in enumerate(MOVES)])
 def test_what_one_mesh_saves_another_loads(world: World, tmp_path: Path, saver: str, loader: str, how: str):
     world.check(SIZES[saver], ranks.save, kind=saver, path=tmp_path / "saved", how=how)
     world.check(SIZES[loader], ranks.load_and_go_on, kind=loader, path=tmp_path / "saved", how=how)
-
-
-def test_what_two_ranks_save_four_load(world: World, tmp_path: Path):
-    world.check(2, ranks.save, kind="fsdp", path=tmp_path / "saved", how="dcp")
-    world.check(4, ranks.load_and_go_on, kind="fsdp", path=tmp_path / "saved", how="dcp")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,15 +74,11 @@ def failures(results: list[Any]) -> list[BaseException]:
     return [result.error for result in results]
 
 
-@pytest.mark.parametrize(
-    ("what", "match"), [("a bad rate", "learning_rate"), ("a gradient of integers", "leave it out")]
-)
-def test_what_is_wrong_on_one_rank_is_raised_on_all_and_changes_nothing(world: World, what: str, match: str):
-    first, second = failures(world.run(2, ranks.trouble, what=what, on=1))
+def test_what_is_wrong_on_one_rank_is_raised_on_all_and_changes_nothing(world: World):
+    first, second = failures(world.run(2, ranks.trouble, what="a bad rate", on=1))
     assert isinstance(second, ValueError)
     assert isinstance(first, ShardingError)
-    assert match in str(second)
-    assert match in str(first)
+    assert all("learning_rate" in str(error) for error in (first, second))
 
 
 def test_a_hyperparameter_that_differs_between_ranks_is_an_error_on_all(world: World):
@@ -110,14 +100,94 @@ def test_a_layout_for_dtensors_is_refused(world: World):
         assert "leave layout out" in str(error)
 
 
-def test_owned_state_is_a_dtensor_on_its_owners_mesh(world: World):
-    first, second = world.check(2, ranks.functional_state)
-    owners = [(a.endswith("True"), b.endswith("True")) for a, b in zip(first, second, strict=True)]
-    assert sum(owners[0]) == sum(owners[1]) == 1  # a matrix has one owner
-    assert owners[2] == (True, True)  # experts stay where they are
-
-
 def test_copies_on_different_meshes_that_differ_are_an_error(world: World):
     for error in failures(world.run(4, ranks.copies_that_differ)):
         assert isinstance(error, ShardingError)
         assert "'own' lies on different meshes" in str(error)
+
+
+# ------------------------------------------------------------------------------------------- torch's own formats
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    """Two processes by themselves: torch broadcasts state dicts in the default group."""
+    found = World(2)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "broadcast"),
+    [
+        ("fsdp", "hsdp", True),
+        ("hsdp", "tp", False),
+        ("fsdp+tp", "fsdp", True),
+        ("tp", "fsdp+tp", False),
+        ("ddp", "hsdp", True),
+    ],
+)
+def test_a_full_state_dict_is_complete_and_loads_on_another_mesh(
+    world: World, pair: World, tmp_path: Path, saver: str, loader: str, broadcast: bool
+):
+    """Muon, row moments at owners, a stack of experts and AdamW, on two and on four ranks."""
+    for kind, what, more in ((saver, ranks.save_full, {}), (loader, ranks.load_full, {"broadcast": broadcast})):
+        processes = pair if SIZES[kind] == 2 else world
+        processes.check(SIZES[kind], what, kind=kind, path=tmp_path / "saved", **more)
+
+
+def test_under_ddp_any_rank_alone_has_a_complete_state(world: World, tmp_path: Path):
+    world.check(2, ranks.rank_0_saves, kind="ddp", path=tmp_path / "saved")
+    world.check(2, ranks.all_load, kind="ddp", path=tmp_path / "saved")
+    world.check(4, ranks.all_load, kind="ddp", path=tmp_path / "saved")
+    world.check(2, ranks.all_load, kind="fsdp", path=tmp_path / "saved")  # a whole tensor is good for any layout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_can_load_the_file_that_it_wrote(world: World, tmp_path: Path, kind: str):
+    world.check(SIZES[kind], ranks.each_saves, kind=kind, path=tmp_path / "saved")
+
+
+def test_what_another_rank_had_of_a_sharded_state_is_refused_by_name(world: World, tmp_path: Path):
+    world.check(2, ranks.each_saves, kind="fsdp", path=tmp_path / "saved")
+    first, second = failures(world.run(2, ranks.load_of_rank, kind="fsdp", path=tmp_path / "saved", ranks=[0, 0]))
+    assert isinstance(second, ValueError)
+    assert isinstance(first, ShardingError)
+    for error in (first, second):
+        assert "'back.weight': 'muon/momentum/trace' is the shard of the rank at position (0,)" in str(error)
+        assert "expected position (1,)" in str(error)
+
+
+def test_replicas_may_load_one_anothers_file(world: World, tmp_path: Path):
+    """Under HSDP ranks 0 and 2, and 1 and 3, hold the same."""
+    world.check(4, ranks.each_saves, kind="hsdp", path=tmp_path / "saved")
+    world.check(4, ranks.load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[2, 1, 0, 1])
+    for error in failures(world.run(4, ranks.load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[1, 0, 3, 2])):
+        assert "is the shard of the rank at position" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["load", "load what does not fit", "save"])
+def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(world: World, what: str):
+    said, nothing = world.check(2, ranks.alone_with_patience, kind="fsdp", what=what, seconds=1.5)
+    assert nothing == []
+    error, *warned = said
+    called = "state_dict()" if what == "save" else "load_state_dict()"
+    assert f"all ranks must call {called} together, but rank 1 did not" in error
+    assert any(f"{called} waits for rank 1" in one for one in warned)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "hsdp", "fsdp"])
+def test_ranks_that_load_states_of_different_moments_are_told_at_the_next_step(world: World, kind: str):
+    found = failures(world.run(SIZES[kind], ranks.loads_of_two_moments, kind=kind))
+    assert all(isinstance(error, ShardingError) for error in found)
+    assert all("count' is " in str(error) for error in found), found
+
+
+def test_under_ddp_a_rank_may_load_alone_and_the_next_step_tells_all(world: World):
+    found = failures(world.run(2, ranks.one_rank_loads_alone, kind="ddp"))
+    assert all("count' is 2 of torch.int64 on rank 0 and 1 of" in str(error) for error in found), found
+
+
+def test_the_order_in_which_a_rank_gives_its_parameters_does_not_matter(world: World):
+    world.check(2, ranks.in_another_order)

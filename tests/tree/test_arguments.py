@@ -262,7 +262,7 @@ def test_a_tensor_of_several_numbers_is_refused_outside_vmap(use: Callable[[Any]
 def test_betas_that_are_no_pair_are_refused(betas: Any):
     with pytest.raises(TypeError, match=r"Muon: betas must be a tuple .* such as \(0.9, 0.95\), found"):
         mfx.Muon(MODEL, betas=betas)
-    with pytest.raises(ValueError, match="Muon: betas must be AdamW's two decays"):
+    with pytest.raises(ValueError, match="Muon: betas must be a tuple of AdamW's two decays"):
         mfx.Muon(MODEL, betas=(0.9,))
 
 

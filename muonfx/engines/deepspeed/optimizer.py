@@ -24,7 +24,7 @@ from muonfx.engines.deepspeed.pieces import (
 )
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.groups import Route, defaults_for_schedulers, routes_of, split_by_route
-from muonfx.optimizer.ownership import GroupOwner, OwnedGroup
+from muonfx.optimizer.ownership import GroupOwner
 from muonfx.optimizer.values import GroupNumbers
 from muonfx.program.lower import lower
 
@@ -49,8 +49,6 @@ class ZeroOptimizer(GroupOwner):
         >>> list(made.state[model.weight])
         ['momentum/trace']
     """
-
-    group_type = OwnedGroup
 
     def __init__(self, model: nn.Module, tx: Transform) -> None:
         if not isinstance(model, nn.Module):
