@@ -73,27 +73,52 @@ def finite(name: str, value: object) -> float:
 
 
 def at_least(name: str, value: object, low: float) -> float:
-    """Require a finite number not below a bound, and return it."""
+    """Require a finite number not below a bound, and return it.
+
+    >>> at_least("steps", 0, low=1)
+    Traceback (most recent call last):
+    ValueError: steps must be at least 1, found 0
+    """
     return _number(name, value, f"at least {low:g}", lambda number: number >= low)
 
 
 def in_unit_interval(name: str, value: object) -> float:
-    """Require a number in [0, 1), and return it."""
+    """Require a number in [0, 1), and return it.
+
+    >>> in_unit_interval("decay", 1.0)
+    Traceback (most recent call last):
+    ValueError: decay must be in [0, 1), found 1.0
+    """
     return _number(name, value, "in [0, 1)", lambda number: 0.0 <= number < 1.0)
 
 
 def positive(name: str, value: object) -> float:
-    """Require a finite number above 0, and return it."""
+    """Require a finite number above 0, and return it.
+
+    >>> positive("max_norm", 0.0)
+    Traceback (most recent call last):
+    ValueError: max_norm must be above 0, found 0.0
+    """
     return _number(name, value, "above 0", lambda number: number > 0.0)
 
 
 def positive_int(name: str, value: object) -> None:
-    """Require an int of 1 or more."""
+    """Require an int of 1 or more.
+
+    >>> positive_int("every", 0)
+    Traceback (most recent call last):
+    ValueError: every must be an int of 1 or more, found 0
+    """
     whole_number(name, value, least=1)
 
 
 def whole_number(name: str, value: object, *, least: int = 0) -> None:
-    """Require an int that is not below a bound."""
+    """Require an int that is not below a bound.
+
+    >>> whole_number("warmup_steps", -1)
+    Traceback (most recent call last):
+    ValueError: warmup_steps must be an int of 0 or more, found -1
+    """
     message = f"{name} must be an int of {least} or more, found {value!r}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(message)
@@ -102,7 +127,12 @@ def whole_number(name: str, value: object, *, least: int = 0) -> None:
 
 
 def state_dtype(name: str, value: object) -> None:
-    """Require a setting for the dtype of a state: "auto", a real floating-point torch dtype, or None."""
+    """Require a setting for the dtype of a state: "auto", a real floating-point torch dtype, or None.
+
+    >>> state_dtype("dtype", torch.int64)
+    Traceback (most recent call last):
+    TypeError: dtype must be "auto", a floating-point torch.dtype or None, found torch.int64
+    """
     if value is None or value == "auto" or (isinstance(value, torch.dtype) and value.is_floating_point):
         return
     wrong = ValueError if isinstance(value, str) else TypeError

@@ -58,7 +58,12 @@ _BLOCKS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """How matrices of one shape are orthogonalized; prints as a table of the choices and their reasons."""
+    """How matrices of one shape are orthogonalized; prints as a table of the choices and their reasons.
+
+    >>> import muonfx as mfx
+    >>> mfx.polar.explain((512, 2048), dtype=torch.float32).method
+    'gram'
+    """
 
     shape: tuple[int, int]
     """The short side and the long side."""
