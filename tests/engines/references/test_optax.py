@@ -1,0 +1,357 @@
+"""Transforms, wrappers and schedules that bear Optax's names, compared with Optax in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import muonfx as mfx
+
+jax = pytest.importorskip("jax", reason="needs optax: make engines")
+optax = pytest.importorskip("optax", reason="needs optax: make engines")
+import numpy as np  # noqa: E402
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # JAX's own
+]
+
+BOUND = 1e-12
+"""The largest difference, relative to the largest magnitude of a leaf."""
+FP32_DECAY = 1e-7
+"""The same if Optax computes a decay in single precision."""
+RATE = 0.1
+SHAPES = {"w": (6, 9), "b": (5,), "k": (3, 4, 5), "s": ()}
+CURVATURES = {"w": 3.0, "b": 0.5, "k": 1.0, "s": 2.0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _double_precision() -> Iterator[None]:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def drawn(seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def to_jax(values: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: jax.numpy.asarray(leaf.numpy()) for name, leaf in values.items()}
+
+
+def gradient(params: Any) -> dict[str, Any]:
+    """The gradient of a quadratic of uneven curvature around 1, for torch and for JAX."""
+    return {name: CURVATURES[name] * (param - 1.0) for name, param in params.items()}
+
+
+def loss(params: Any) -> Any:
+    return sum(CURVATURES[name] / 2 * ((param - 1.0) ** 2).sum() for name, param in params.items())
+
+
+def require_close(found: Any, wanted: Any, where: str, bound: float = BOUND) -> None:
+    for name, leaf in found.items():
+        theirs, ours = np.asarray(wanted[name]), np.asarray(leaf)
+        scale = max(float(np.abs(theirs).max()), 1e-30)
+        assert float(np.abs(ours - theirs).max()) <= bound * scale, f"{where}, {name}"
+
+
+See = Callable[[Any, Any], dict[str, Any]]
+"""A function of state and parameters that returns the values to compare."""
+
+
+def ours_seen(tx: mfx.Transform, see: See, steps: int, *, gives_loss: bool = False, ascent: Any = None) -> list[Any]:
+    params, seen = drawn(0), []
+    state = tx.init(params)
+    for _ in range(steps):
+        extras = {"value": loss(params)} if gives_loss else {}
+        grads = gradient(params) if ascent is None else mfx.contrib.sam_gradient(gradient, params, ascent)
+        updates, state = tx.update(grads, state, params, **extras)
+        params = mfx.apply_updates(params, updates)
+        seen.append(see(state, params))
+    return seen
+
+
+def theirs_seen(tx: Any, see: See, steps: int, wrap: Any = lambda params: params, **extras: Any) -> list[Any]:
+    def step(params: Any, state: Any) -> Any:
+        at = getattr(params, "fast", params)
+        updates, state = tx.update(gradient(at), state, params, **{name: of(at) for name, of in extras.items()})
+        params = optax.apply_updates(params, updates)
+        return params, state, see(state, params)
+
+    params, seen, step = wrap(to_jax(drawn(0))), [], jax.jit(step)
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state, shown = step(params, state)
+        seen.append(shown)
+    return seen
+
+
+def params_only(_: Any, params: Any) -> Any:
+    return params
+
+
+def compare(ours: Any, theirs: Any, steps: int = 20, bound: float = BOUND) -> None:
+    """Compare two optimizers, or pairs of an optimizer and what is seen of it, over a trajectory."""
+    tx, see = ours if type(ours) is tuple else (ours, params_only)
+    reference, their_see = theirs if type(theirs) is tuple else (theirs, params_only)
+    pairs = zip(ours_seen(tx, see, steps), theirs_seen(reference, their_see, steps), strict=True)
+    for step, (found, wanted) in enumerate(pairs):
+        require_close(found, wanted, f"step {step}", bound)
+
+
+def third(count: Any) -> Any:
+    return count % 3 != 1
+
+
+def free(rate: Any, their_rate: Any) -> Any:
+    inner = mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate))
+    return (
+        (mfx.contrib.schedule_free(inner, rate, b1=0.9), mfx.contrib.schedule_free_eval_params),
+        (
+            optax.contrib.schedule_free(optax.adam(their_rate, b1=0.0), their_rate, b1=0.9),
+            optax.contrib.schedule_free_eval_params,
+        ),
+    )
+
+
+def prodigies(ours: dict[str, Any], theirs: dict[str, Any] | None = None) -> Any:
+    theirs = ours if theirs is None else theirs
+    return (
+        (
+            mfx.chain(mfx.contrib.scale_by_prodigy(0.7, **ours), mfx.scale(-1.0)),
+            lambda s, p: {**p, "rate": s["scale_by_prodigy"].estim_lr},
+        ),
+        (optax.contrib.prodigy(0.7, **theirs), lambda s, p: {**p, "rate": s.estim_lr}),
+    )
+
+
+def conditional(name: str) -> Any:
+    module = optax if hasattr(optax, name) else optax.transforms
+    return (
+        getattr(mfx.contrib, name)(mfx.momentum(0.9, heavy_ball=True, nesterov=False), third),
+        getattr(module, name)(optax.trace(0.9), third),
+    )
+
+
+SCALINGS: dict[str, Callable[[], tuple[mfx.Transform, Any]]] = {
+    "rms": lambda: (mfx.scale_by_rms(), optax.scale_by_rms()),
+    "rms, debiased": lambda: (
+        mfx.scale_by_rms(0.8, 1e-3, eps_in_sqrt=False, debias=True),
+        optax.scale_by_rms(0.8, 1e-3, eps_in_sqrt=False, bias_correction=True),
+    ),
+    "sign": lambda: (mfx.scale_by_sign(), optax.scale_by_sign()),
+    "trust ratio": lambda: (mfx.scale_by_trust_ratio(), optax.scale_by_trust_ratio()),
+    "trust ratio, bounded": lambda: (
+        mfx.scale_by_trust_ratio(1.5, 0.1, 1e-2),
+        optax.scale_by_trust_ratio(1.5, 0.1, 1e-2),
+    ),
+    "update norm": lambda: (mfx.normalize_by_update_norm(2.0), optax.normalize_by_update_norm(2.0)),
+    "centralize": lambda: (mfx.centralize(), optax.centralize()),
+    "factored": lambda: (
+        mfx.scale_by_factored_rms(min_dim_size_to_factor=4),
+        optax.scale_by_factored_rms(min_dim_size_to_factor=4),
+    ),
+    "not factored": lambda: (
+        mfx.scale_by_factored_rms(factored=False, decay_rate=0.5, step_offset=-3, eps=1e-6),
+        optax.scale_by_factored_rms(factored=False, decay_rate=0.5, step_offset=-3, epsilon=1e-6),
+    ),
+    "nesterov": lambda: (mfx.scale_by_adam(0.8, 0.95, nesterov=True), optax.scale_by_adam(0.8, 0.95, nesterov=True)),
+    "conditionally_transform": lambda: conditional("conditionally_transform"),
+    "conditionally_mask": lambda: conditional("conditionally_mask"),
+    "ademamix": lambda: (
+        mfx.contrib.scale_by_ademamix(0.8, 0.95, 0.99, mfx.linear(0.0, 2e5, 1_000_000)),
+        optax.chain(optax.contrib.ademamix(1.0, 0.8, 0.95, 0.99, lambda count: 0.2 * count), optax.scale(-1.0)),
+    ),
+    "dog": lambda: (
+        mfx.contrib.scale_by_dog(1e-2),
+        optax.chain(optax.contrib.dog(1.0, ("heuristic", 1e-2)), optax.scale(-1.0)),
+    ),
+    "dowg": lambda: (
+        mfx.contrib.scale_by_dowg(1e-2),
+        optax.chain(optax.contrib.dowg(1.0, 1e-2), optax.scale(-1.0)),
+    ),
+}
+OPTIMIZERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "schedule free": lambda: free(RATE, RATE),
+    "schedule free, warmup": lambda: free(mfx.linear(0.0, RATE, 10), lambda count: 0.01 * count.clip(0, 10)),
+    "prodigy": lambda: prodigies({}),
+    "prodigy, decay": lambda: prodigies(
+        {"b1": 0.8, "b2": 0.95, "weight_decay": 0.1, "estim_lr0": 1e-3, "estim_lr_coef": 0.5},
+        {"betas": (0.8, 0.95), "weight_decay": 0.1, "estim_lr0": 1e-3, "estim_lr_coef": 0.5},
+    ),
+    "prodigy, safeguard": lambda: prodigies({"safeguard_warmup": True, "estim_lr0": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_scaling_is_optaxs(name: str):
+    ours, theirs = SCALINGS[name]()
+    more = (4, FP32_DECAY) if "factored" in name else (20, BOUND)
+    compare(mfx.chain(ours, mfx.scale(-RATE)), optax.chain(theirs, optax.scale(-RATE)), *more)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_optaxs(name: str):
+    compare(*OPTIMIZERS[name]())
+
+
+def test_lookahead():
+    tx = mfx.contrib.lookahead(mfx.adamw(RATE, weight_decay=0.0), 4, 0.3)
+    reference = optax.lookahead(optax.adam(RATE), 4, 0.3)
+    ours = ours_seen(tx, lambda state, params: {"fast": params, "slow": state.slow}, 12)
+    theirs = theirs_seen(reference, params_only, 12, optax.LookaheadParams.init_synced)
+    for step, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        require_close(found["fast"], wanted.fast, f"step {step}, fast")
+        require_close(found["slow"], wanted.slow, f"step {step}, slow")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"patience": 2},
+        {"patience": 1, "cooldown": 2, "min_scale": 0.2},
+        {"patience": 1, "rtol": 0.0, "atol": 0.5},
+    ],
+)
+def test_reduce_on_plateau(settings: dict[str, Any]):
+    # The loss rises and falls with this rate.
+    tx = mfx.chain(mfx.scale_by_learning_rate(0.7), mfx.contrib.reduce_on_plateau(0.5, **settings))
+    reference = optax.chain(optax.sgd(0.7), optax.contrib.reduce_on_plateau(0.5, **settings))
+    ours = ours_seen(tx, lambda s, p: {**p, "scale": s["reduce_on_plateau"].scale}, 30, gives_loss=True)
+    theirs = theirs_seen(reference, lambda s, p: {**p, "scale": s[-1].scale}, 30, value=loss)
+    for step, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        require_close(found, wanted, f"step {step}")
+    assert ours[-1]["scale"] < 1.0
+
+
+def test_sam():
+    ours = ours_seen(mfx.adamw(RATE, weight_decay=0.0), params_only, 20, ascent=mfx.contrib.sam(0.3))
+    climb = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
+    reference = optax.contrib.sam(optax.adam(RATE), climb, opaque_mode=True)
+    theirs = theirs_seen(reference, params_only, 20, grad_fn=lambda params: lambda at, _: gradient(at))
+    for step, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        require_close(found, wanted, f"step {step}")
+
+
+def test_adaptive_clipping_is_optaxs_in_the_other_layout():
+    """Units are rows here and columns there, so Optax receives transposed matrices."""
+    params, grads = ({name: drawn(seed)[name] for name in ("w", "b", "s")} for seed in (0, 1))
+
+    def turned(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: leaf.mT if leaf.ndim == 2 else leaf for name, leaf in values.items()}
+
+    tx, theirs = mfx.adaptive_grad_clip(0.5, 0.1), optax.adaptive_grad_clip(0.5, 0.1)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    wanted, _ = theirs.update(to_jax(turned(grads)), theirs.init(to_jax(params)), to_jax(turned(params)))
+    require_close(turned(updates), wanted, "clipped")
+
+
+def test_noise_has_optaxs_variance():
+    """The random numbers differ, so their standard deviations are compared, to three parts in a hundred."""
+    ours, theirs = mfx.contrib.add_noise(0.3, 0.55), optax.add_noise(0.3, 0.55, 0)
+    zeros = {"w": torch.zeros(10_000, dtype=torch.float64)}
+    state, their_state = ours.init(zeros), theirs.init(to_jax(zeros))
+    for _ in range(3):
+        updates, state = ours.update(zeros, state)
+        wanted, their_state = theirs.update(to_jax(zeros), their_state)
+        assert float(updates["w"].std()) == pytest.approx(float(np.asarray(wanted["w"]).std()), rel=0.03)
+
+
+def test_polargrad_is_muon_of_optax_with_the_dual_norm():
+    keller = mfx.orthogonalize(coefficients="keller", method="standard", dtype=torch.float64)
+    ours = mfx.chain(mfx.momentum(0.9, nesterov=False, debias=True), mfx.contrib.scale_by_dual_norm(keller))
+    params, grads = ({"w": drawn(seed)["w"]} for seed in (0, 1))
+    theirs = optax.contrib.scale_by_muon(
+        beta=0.9,
+        nesterov=False,
+        adaptive=True,
+        eps=0.0,
+        weight_dimension_numbers={"w": optax.contrib.MuonDimensionNumbers()},
+    )
+    state, their_state = ours.init(params), theirs.init(to_jax(params))
+    for step in range(3):
+        updates, state = ours.update(grads, state)
+        wanted, their_state = jax.jit(theirs.update)(to_jax(grads), their_state, to_jax(params))
+        require_close(updates, wanted, f"step {step}")
+        grads = {"w": drawn(step + 2)["w"]}
+
+
+def test_trees_are_searched_mapped_and_measured_as_optax_does():
+    ours, others = drawn(0), drawn(1)
+    theirs, their_others = to_jax(ours), to_jax(others)
+    assert float(mfx.tree.norm(ours)) == pytest.approx(float(optax.tree.norm(theirs)), rel=BOUND)
+    assert float(mfx.tree.vdot(ours, others)) == pytest.approx(float(optax.tree.vdot(theirs, their_others)), rel=1e-10)
+    require_close(mfx.tree.add(ours, others), optax.tree.add(theirs, their_others), "add", 0.0)
+    require_close(mfx.tree.scale(0.3, ours), optax.tree.scale(0.3, theirs), "scale", 0.0)
+
+    tx, their_tx = mfx.chain(mfx.scale(1.0), mfx.scale_by_adam()), optax.chain(optax.scale(1.0), optax.scale_by_adam())
+    state, their_state = mfx.tree.set(tx.init(ours), "count", torch.tensor(7)), their_tx.init(theirs)
+    their_state = optax.tree.set(their_state, count=jax.numpy.asarray(7))
+    state = mfx.tree.map_params(lambda leaf, param, other: leaf + other, state, ours, others)
+    their_state = optax.tree.map_params(their_tx, lambda leaf, other: leaf + other, their_state, their_others)
+    require_close(mfx.tree.get(state, "mu"), optax.tree.get(their_state, "mu"), "mu", 0.0)
+    assert int(mfx.tree.get(state, "count")) == int(optax.tree.get(their_state, "count")) == 7
+
+
+# --------------------------------------------------------------------------------------------------------- schedules
+
+VALUES = st.floats(0.01, 4.0)
+LENGTHS = st.integers(1, 9)
+BEGINS = st.integers(0, 4)
+WAYS = st.sampled_from(("linear", "cosine"))
+
+
+def one_cycles(peak: float, steps: int, way: str, first: float, last: float) -> Any:
+    shares = {"pct_start": 0.3} | ({"pct_final": 0.85} if way == "linear" else {})
+    more = shares | {"div_factor": first, "final_div_factor": last}
+    theirs = optax.linear_onecycle_schedule if way == "linear" else optax.cosine_onecycle_schedule
+    return mfx.one_cycle(peak, steps, way, **more), theirs(steps, peak, **more)
+
+
+def restarts(peak: float, steps: int, cycles: int, growth: int, decay: float, start: float, end: float) -> Any:
+    same = {"init_value": start, "warmup_steps": 1, "end_value": end}
+    each = [same | {"peak_value": peak * decay**n, "decay_steps": steps * growth**n} for n in range(cycles)]
+    ours = mfx.sgdr(peak, steps, cycles, growth=growth, decay=decay, warmup_steps=1, start=start, end=end)
+    return ours, optax.sgdr_schedule(each)
+
+
+SCHEDULES: dict[str, st.SearchStrategy[Any]] = {
+    "exponential": st.builds(
+        lambda start, steps, rate, begin, stairs, end: (
+            mfx.exponential(start, steps, rate, begin=begin, staircase=stairs, end=end),
+            optax.exponential_decay(start, steps, rate, begin, stairs, end),
+        ),
+        *(VALUES, LENGTHS, VALUES, BEGINS, st.booleans(), st.none() | VALUES),
+    ),
+    "polynomial": st.builds(
+        lambda start, end, steps, power, begin: (
+            mfx.polynomial(start, end, steps, power, begin),
+            optax.polynomial_schedule(start, end, power, steps, begin),
+        ),
+        *(VALUES, VALUES, LENGTHS, st.sampled_from((1.0, 0.5, 3.0)), BEGINS),
+    ),
+    # From 4 steps on: with fewer steps two of Optax's boundaries coincide, and one of them is lost.
+    "one cycle": st.builds(one_cycles, VALUES, st.integers(4, 20), WAYS, VALUES, VALUES),
+    "sgdr": st.builds(
+        restarts, VALUES, st.integers(2, 6), st.integers(1, 3), st.integers(1, 2), VALUES, VALUES, VALUES
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_a_schedule_is_optaxs_at_every_step(name: str, data: st.DataObject):
+    ours, theirs = data.draw(SCHEDULES[name])
+    wanted = np.asarray([float(theirs(jax.numpy.asarray(count))) for count in range(25)])
+    found = [ours(count) for count in range(25)]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=BOUND * max(1.0, float(np.abs(wanted).max())))
