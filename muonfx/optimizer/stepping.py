@@ -20,7 +20,7 @@ from muonfx.optimizer.versions import for_groups
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import inner_of, store_of
-from muonfx.program.placement import ALONE, Arguments
+from muonfx.program.placement import Arguments
 from muonfx.tree import PyTree
 
 __all__ = ["Stepping", "add_in_place"]
@@ -38,7 +38,7 @@ class Stepping:
         self._inner = inner_of(tx)
         self._now = self._inner
         self._read: tuple[Sequence[BoundGroup], list[dict[str, Number]]] | None = None
-        self.executor = Executor(ALONE, store_of(tx), bucket_bytes)
+        self.executor = Executor(store=store_of(tx), bucket_bytes=bucket_bytes)
         self._node = program.root
         self._lowered: object = self._inner.structure  # of the node; it changes when groups begin to disagree
 

@@ -8,7 +8,7 @@ same value, so that a step advances it once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation
-from muonfx.program.placement import Store, Transfer
+from muonfx.program.offload.files import release
+from muonfx.program.offload.store import Store
+from muonfx.program.offload.transfer import BucketTransfer
+from muonfx.program.placement import device_of
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -24,9 +27,9 @@ __all__ = [
     "BucketedState",
     "can_be_shared_out",
     "cut_into_buckets",
-    "device_of",
     "init_in_buckets",
     "moves",
+    "named_leaves",
     "parameters_of",
     "sizes_of",
     "store_away",
@@ -50,6 +53,11 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
     return found
 
 
+def named_leaves(values: PyTree) -> dict[str, Any]:
+    """Return the present leaves of a tree by name."""
+    return {name: x for name, x in zip(tree.names(values), tree.leaves(values), strict=True) if x is not None}
+
+
 def moves(leaf: Any, parameter: str | None) -> bool:
     """Return True if a leaf is loaded before an update and written back after it."""
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
@@ -63,20 +71,13 @@ def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]
     )
 
 
-def sizes_of(names: Sequence[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
+def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
     """Return the bytes of moving state for each of some parameters."""
     sizes = dict.fromkeys(names, 0)
     for leaf, name in zip(tree.leaves(state), parameters, strict=True):
         if name in sizes and moves(leaf, name):
             sizes[name] += leaf.nbytes
     return sizes
-
-
-def device_of(*values: PyTree) -> torch.device:
-    """Return the device of the first tensor that is not on meta."""
-    found = [leaf.device for some in values if some is not None for leaf in tree.tensors(some)]
-    real = next((device for device in found if device.type != "meta"), None)
-    return real or (found[0] if found else torch.get_default_device())
 
 
 def store_away(store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None]) -> PyTree:
@@ -112,7 +113,7 @@ def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[
     rooms = store.allocate([tree.spec(leaves[place]) for place in places], device)
     for place, room in zip(places, rooms, strict=True):
         leaves[place] = room.copy_(leaves[place])
-        store.release(room)
+        release(room)
     return leaves
 
 
@@ -177,7 +178,7 @@ class BucketedState:
         of = {name: turn for turn, names in enumerate(buckets) for name in names}
         self._turn_of = [None if name is None else of.get(name, -1) for name in parameters]
         self._last = max(len(buckets), 1) - 1
-        self._transfer: Transfer | None = None
+        self._transfer: BucketTransfer | None = None
         self._places: list[list[int]] = [[] for _ in buckets]
         self._targets: dict[int, Tensor] = {}
         if store.is_resident:
@@ -190,18 +191,17 @@ class BucketedState:
         self._places = [[p for p in moving if self._turn_of[p] == turn] for turn in range(len(buckets))]
         self._make_room([place for places in self._places for place in places], moving)
         if any(self._places):
-            self._transfer = store.transfer(device, [[self._old[p] for p in places] for places in self._places])
+            leaves = [[self._old[p] for p in places] for places in self._places]
+            self._transfer = BucketTransfer(device, leaves, filed=store.on_disk)
 
     def _make_room(self, taken: list[int], moving: list[int]) -> None:
-        given = self._donate.state
         # Leaves loaded from a checkpoint are not in the store yet: allocate room for them too.
-        strange = {p for p in moving if not self._store.has(self._old[p], self._device)}
-        needed = [p for p in moving if (p in strange if given else True)]
+        needed = [p for p in moving if not (self._donate.state and self._store.has(self._old[p], self._device))]
         rooms = self._store.allocate([tree.spec(self._old[place]) for place in needed], self._device)
         self._targets = {place: self._old[place] for place in moving} | dict(zip(needed, rooms, strict=True))
         for place in set(needed) - set(taken):
             self._new[place] = self._targets[place].copy_(self._old[place])
-            self._store.release(self._targets[place])
+            release(self._targets[place])
 
     def run(
         self, turn: int, tx: Any, updates: PyTree, params: PyTree, extras: Mapping[str, Any], *, may_write: bool

@@ -19,22 +19,10 @@ from muonfx.core import Locality, Transform, chain
 from muonfx.core.combine import chain_entries
 from muonfx.core.contract import Declaration
 from muonfx.core.recorded import Recorded, dotted, make_factory, part_names, parts_of
-from muonfx.program.nodes import (
-    Around,
-    ChainNode,
-    Elementwise,
-    Member,
-    Node,
-    OnPieces,
-    OwnNumbers,
-    Program,
-    Stage,
-    SumOverLeaves,
-    WholeTree,
-)
+from muonfx.program.nodes import Around, ChainNode, Member, Node, OwnNumbers, Program, Stage, WholeTree
 from muonfx.tree import PyTree
 
-__all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within"]
+__all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within", "resolved"]
 
 
 def lower(tx: Transform, params: PyTree) -> Program:
@@ -96,34 +84,35 @@ def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
     made = tx.resolve(like)
     entries = chain_entries(made)
     around = entries is None and is_around(made)
+    inner: tuple[Node, ...] = ()
+    if entries is None and made.children:
+        # Only an Around node keeps its children's states apart; other transforms need real states, not placeholders.
+        calls = calls_of(made, like, replaced=around)
+        inner = tuple(
+            _lower_at(call.tx, call.params, where.of_part(tx, call.part, call.state, label))
+            for call, label in zip(calls, _labels(made, calls), strict=True)
+        )
     is_stage = entries is None and not around and made.locality in (Locality.MATRIX, Locality.LEAF)
-    outer, made = made, resolve_within(made, like) if is_stage else made
+    if is_stage:
+        made = _with_resolved(made, inner)
     place = made, tuple(tree.names(like)), where.state, where.numbers, like, _same_numbers(tx, made)
-    own = where.own_numbers(tx)
+    place = *place, where.label, where.own_numbers(tx)
     if entries is not None:
         lowered = [
             (name, _lower_at(part, like, where.of_part(tx, part_name, (name,))))
             for (name, part), part_name in zip(entries.items(), part_names(made), strict=True)
         ]
-        return ChainNode(*place, tuple(_merged(lowered)), label=where.label, own=own)
-    # Only an Around node keeps its children's states apart; other transforms need real states, not placeholders.
-    calls = calls_of(outer, like, replaced=around) if outer.children else []
-    inner = tuple(
-        _lower_at(call.tx, call.params, where.of_part(tx, call.part, call.state, label))
-        for call, label in zip(calls, _labels(outer, calls), strict=True)
-    )
+        return ChainNode(*place, tuple(_merged(lowered)), kind="chain")
     if around:
-        return Around(*place, inner, label=where.label, own=own)
+        is_route = any(child.names != place[1] for child in inner)
+        return Around(*place, inner, kind="route" if is_route else "around")
     if is_stage:
-        member = Elementwise(*place, label=where.label, own=own, within=inner)
-        return _stage([Member(made.name, member)])
+        return _stage([Member(made.name, Node(*place, within=inner))])
     if made.locality is Locality.ELEMENT:
-        kind: type[Node] = Elementwise
-    elif made.works_on_pieces and not made.children:
-        kind = SumOverLeaves if _sums(made) else OnPieces
-    else:
-        kind = WholeTree
-    return kind(*place, label=where.label, own=own, within=inner)
+        return Node(*place, within=inner)
+    if made.works_on_pieces and not made.children:
+        return Node(*place, kind="sum over leaves" if _sums(made) else "on pieces")
+    return WholeTree(*place, kind="whole tree", within=inner)
 
 
 def _own_numbers(tx: Transform) -> tuple[str, ...]:
@@ -194,8 +183,9 @@ def _stage(members: list[Member]) -> Stage:
         first.numbers,
         first.like,
         all(member.node.keeps_numbers for member in members),
-        tuple(members),
-        label=first.label,
+        first.label,
+        members=tuple(members),
+        kind="matrix stage",
     )
 
 
@@ -211,27 +201,23 @@ class ChildCall(NamedTuple):
     """The path of its state within the caller's state."""
 
 
+@dataclass(frozen=True)
 class Placeholder:
     """Marks the position of a called transform's state within the caller's state."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    place: int
 
 
 stand_in = functools.partial(make_factory, Transform, declaration=Declaration(), transparent=True)
 """Decorates a constructor of transforms that replace a called transform and keep its name and numbers."""
 
 
-class _Noted(list[tuple[int, PyTree]]):
-    """The recorded `init` calls; a list subclass, so that it is one argument of a recorder and not several."""
-
-
 @stand_in
-def _recorder(tx: Transform, place: int, noted: list[tuple[int, PyTree]], replaced: bool):
+def _recorder(tx: Transform, place: int, record: Callable[[tuple[int, PyTree]], None], replaced: bool):
     """Replace a called transform and record the argument of its `init`."""
 
     def init(params: PyTree) -> PyTree:
-        noted.append((place, params))
+        record((place, params))
         return Placeholder(place) if replaced else tx.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None):
@@ -259,9 +245,9 @@ def calls_of(tx: Transform, like: PyTree, *, replaced: bool = True) -> list[Chil
 
 def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple[PyTree, list[tuple[int, PyTree]]]:
     """Return a transform's state, by default with placeholders for its children's, and the children's `init` calls."""
-    noted = _Noted()
+    noted: list[tuple[int, PyTree]] = []
     numbered = iter(range(len(tx.children)))
-    recording = tx.with_children(lambda child: _recorder(child, next(numbered), noted, replaced))
+    recording = tx.with_children(lambda child: _recorder(child, next(numbered), noted.append, replaced))
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
         return recording.functions.init(like), noted
@@ -272,16 +258,23 @@ def fill_placeholders(state: PyTree, function: Callable[[int], PyTree]) -> PyTre
     return tree.map(lambda leaf: function(leaf.place) if isinstance(leaf, Placeholder) else leaf, state)
 
 
-def resolve_within(tx: Transform, like: PyTree) -> Transform:
-    """Resolve a transform and its children from all leaves; a later run may see some leaves as None."""
-    made = tx.resolve(like)
-    if not made.children:
-        return made
-    entries = chain_entries(made)
+def resolved(node: Node) -> Transform:
+    """Return a node's transform with its children as their nodes resolved them: a run may see some leaves as None."""
+    entries = chain_entries(node.tx)
     if entries is not None:
-        return named_chain([(name, resolve_within(part, like)) for name, part in entries.items()])
-    calls = iter(calls_of(made, like))
-    return made.with_children(lambda child: resolve_within(child, next(calls).params))
+        return named_chain(zip(entries, map(resolved, node.called), strict=True))
+    return _with_resolved(node.tx, node.called)
+
+
+def resolve_within(tx: Transform, like: PyTree) -> Transform:
+    """Resolve a transform and its children from all leaves; `like` holds meta tensors of global shapes."""
+    return resolved(lower_node(tx, like))
+
+
+def _with_resolved(tx: Transform, called: Iterable[Node]) -> Transform:
+    found = [resolved(node) for node in called]
+    inner = iter(found)
+    return tx.with_children(lambda _: next(inner)) if found else tx
 
 
 def named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from muonfx.core import Transform
 from muonfx.tree import PyTree
@@ -19,14 +19,11 @@ from muonfx.tree.display import Column, Report, Row, Shown, Table
 __all__ = [
     "Around",
     "ChainNode",
-    "Elementwise",
     "Member",
     "Node",
-    "OnPieces",
     "OwnNumbers",
     "Program",
     "Stage",
-    "SumOverLeaves",
     "WholeTree",
 ]
 
@@ -45,8 +42,6 @@ class OwnNumbers:
 class Node:
     """A transform and how it is executed."""
 
-    kind: ClassVar[str] = ""
-
     tx: Transform  # resolved for names, shapes, dtypes and the group of ranks
     names: tuple[str, ...]  # of its leaves
     state: tuple[Any, ...]  # path of its state in the program's state
@@ -54,8 +49,9 @@ class Node:
     like: PyTree  # meta tensors of global shapes, in the tree that it receives
     # True if `tx` has the numbers of the original transform, in the same order; otherwise new numbers lower it again.
     keeps_numbers: bool
-    label: str | None = field(default=None, kw_only=True)  # by which a route selects it
-    own: OwnNumbers = field(default_factory=OwnNumbers, kw_only=True)
+    label: str | None = None  # by which a route selects it
+    own: OwnNumbers = OwnNumbers()
+    kind: str = field(default="elementwise", kw_only=True)  # how it is executed, for reports
     # Nodes of the transforms that `tx` calls and runs itself: for reports, never executed.
     within: tuple[Node, ...] = field(default=(), kw_only=True)
     # The key of the node in an executor's caches, because torch.compile cannot hash a node.
@@ -77,32 +73,11 @@ class Node:
         return self.tx.name
 
 
-class Elementwise(Node):
-    """Runs on any shards of leaves, without communication."""
-
-    kind = "elementwise"
-
-
-class SumOverLeaves(Node):
-    """Runs on any shards of leaves; only its sums over leaves are reduced over all ranks."""
-
-    kind = "sum over leaves"
-
-
-class OnPieces(Node):
-    """Runs on this rank's shards of leaves; the transform communicates with other ranks itself."""
-
-    kind = "on pieces"
-
-
 class WholeTree(Node):
     """A transform about which nothing is known: it receives the whole tree."""
 
-    kind = "whole tree"
 
-
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A transform of a matrix stage and its name in the chain."""
 
     name: str
@@ -112,8 +87,6 @@ class Member:
 @dataclass(frozen=True, eq=False)
 class Stage(Node):
     """Neighbouring transforms that require whole matrices, or leaves, on one rank."""
-
-    kind: ClassVar[str] = "matrix stage"
 
     members: tuple[Member, ...] = ()
 
@@ -134,17 +107,10 @@ class Around(Node):
         """The nodes of the transforms that it calls."""
         return self.inner
 
-    @property
-    def is_route(self) -> bool:
-        """True if some child receives only some of the leaves."""
-        return any(child.names != self.names for child in self.inner)
-
 
 @dataclass(frozen=True, eq=False)
 class ChainNode(Node):
     """Transforms that run one after another."""
-
-    kind: ClassVar[str] = "chain"
 
     entries: tuple[tuple[tuple[str, ...], Node], ...] = ()
     """Each node with the names of the chain's transforms that it executes: several for a matrix stage."""
@@ -194,10 +160,6 @@ class Program(Shown):
         return Report((Table(tuple(map(Column, titles)), (_row(self.root),)),))
 
 
-def _kind_of(node: Node) -> str:
-    return ("route" if node.is_route else "around") if isinstance(node, Around) else node.kind
-
-
 def _within(node: Node) -> Iterator[Node]:
     yield node
     for child in node.children:
@@ -216,7 +178,7 @@ def _calls(node: Node) -> Iterator[Node]:
 
 def _row(node: Node) -> Row:
     cells = (
-        f"{_kind_of(node)}: {node.title}",
+        f"{node.kind}: {node.title}",
         node.tx.locality.name,
         str(len(node.names)),
         ".".join(map(str, node.state)) or "-",

@@ -4,7 +4,7 @@ A layout records which shard of each parameter each rank holds. `sharded` turns 
 these shards. See the page "Sharding" of the documentation.
 """
 
-from muonfx.program.offload import offload
+from muonfx.program.offload.transform import offload
 from muonfx.sharding.cut import Buffer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero

@@ -17,7 +17,8 @@ from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor
 from muonfx.program.lower import named_chain
 from muonfx.program.nodes import Stage
-from muonfx.program.placement import Arguments, Run, Store
+from muonfx.program.offload.store import Store
+from muonfx.program.placement import Arguments, Placement, Run
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.consensus import warn_together
 from muonfx.sharding.layout import Layout
@@ -31,7 +32,7 @@ __all__ = ["Binding"]
 
 
 @dataclass(eq=False)
-class Binding:
+class Binding(Placement):
     """The placement of an executor over the ranks of a layout."""
 
     layout: Layout

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform, chain
-from muonfx.program.buckets import BucketedState, device_of, init_in_buckets
+from muonfx.program.buckets import BucketedState, init_in_buckets
 from muonfx.program.execute import with_numbers_on
-from muonfx.program.placement import Arguments, Store
+from muonfx.program.offload.store import Store
+from muonfx.program.placement import Arguments, device_of
 from muonfx.sharding.collectives import start_exchange
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied

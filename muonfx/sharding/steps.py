@@ -19,7 +19,6 @@ from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import Recorded, parts_of
 from muonfx.core.schedules import Schedule
 from muonfx.program.nodes import Program
-from muonfx.program.offload.store import OffloadStore
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import DTYPES, UNPLACED, Facts, agree, agree_on_leaves, all_objects, check_pieces
 from muonfx.sharding.dtensors import is_dtensor, local_of
@@ -276,8 +275,8 @@ def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """Return all that must be equal on all ranks, in the order in which differences are reported."""
     layout, store, kept = binding.layout, binding.store, "in memory with the parameters"
     device = store.device(tree.device_of(local))
-    if isinstance(store, OffloadStore):
-        place = "in host memory" if store.folder is None else "on disk"
+    if not store.is_resident:
+        place = "on disk" if store.on_disk else "in host memory"
         kept = f"offloaded, {place}, in buckets of {store.bucket_bytes} bytes"
     present = {name: leaf for name, leaf in zip(tree.names(local), tree.leaves(local), strict=True) if leaf is not None}
     described = describe_state(binding, tx, local)

@@ -13,8 +13,9 @@ from muonfx.core.checks import warn_of_unmatched
 from muonfx.core.contract import Declaration, require_transform
 from muonfx.core.donation import NOTHING, copy_kept, unshared
 from muonfx.core.recorded import make_factory
+from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.offload.transform import inner_of, store_of
-from muonfx.program.placement import RESIDENT, Arguments, Store
+from muonfx.program.placement import Arguments
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.dtensors import is_dtensor, local_of, to_dtensors
@@ -222,7 +223,7 @@ def settings_of(tx: Sharded) -> Settings:
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
-def bind(layout: Layout, settings: Settings, store: Store = RESIDENT) -> Binding:
+def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
     """Return the one binding of a layout with some settings and a store."""
     key = ("binding", settings, store)
     if key not in layout.derived:

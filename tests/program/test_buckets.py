@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import muonfx as mfx
 from muonfx.optimizer.stepping import add_in_place
 from muonfx.program.execute import Executor
-from muonfx.program.placement import ALONE, Arguments
+from muonfx.program.placement import Arguments
 
 SHAPES = {
     "a.weight": (12, 40),
@@ -177,7 +177,7 @@ def stepped(tx, layout, dtype, *, absent, donate, bucket_bytes=None):
     """Parameters and state after three steps of an executor that applies updates."""
     torch.manual_seed(0)
     params = {name: layout(torch.randn(shape)).to(dtype) for name, shape in SHAPES.items()}
-    executor = Executor(ALONE, bucket_bytes=bucket_bytes)
+    executor = Executor(bucket_bytes=bucket_bytes)
     state = executor.init(tx, params)
     for step in range(3):
         grads = {name: layout(torch.randn(shape)).to(dtype) for name, shape in SHAPES.items()}

@@ -6,7 +6,7 @@ import muonfx as mfx
 from benchmarks.measure import PeakBytes
 from muonfx.polar import explain
 from muonfx.program.execute import MOST_PROGRAMS, Executor
-from muonfx.program.placement import ALONE, Arguments
+from muonfx.program.placement import Arguments
 
 
 def test_a_steady_step_takes_no_scratch_for_its_products() -> None:
@@ -16,7 +16,7 @@ def test_a_steady_step_takes_no_scratch_for_its_products() -> None:
     scratch = max(explain(shape, dtype=torch.bfloat16).scratch_bytes for shape in shapes.values())
     numbers = 16 * sum(x.numel() // x.shape[-1] for x in params.values()) + 4096  # norms of rows
 
-    executor = Executor(ALONE)
+    executor = Executor()
     state = executor.init(tx, params)
     for step in range(4):
         grads = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -38,7 +38,7 @@ def test_a_chain_made_anew_at_each_step_is_not_remembered_for_ever() -> None:
         labels = lambda tree: dict.fromkeys(tree, "x")  # noqa: E731  a function of its own at each call
         return mfx.skip_nonfinite(mfx.partition({"x": mfx.momentum()}, labels))
 
-    executor = Executor(ALONE)
+    executor = Executor()
     state = expected = executor.init(made(), params)
     for _ in range(2 * MOST_PROGRAMS):
         tx = made()

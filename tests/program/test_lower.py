@@ -58,7 +58,7 @@ def test_it_prints_what_is_done_on_which_leaves():
 
 
 def test_a_route_gives_each_child_its_own_leaves():
-    routes = [node for node in lower(WHOLE, PARAMS).nodes() if isinstance(node, Around) and node.is_route]
+    routes = [node for node in lower(WHOLE, PARAMS).nodes() if node.kind == "route"]
     assert [sorted(child.names) for route in routes for child in route.children] == [["bias"], ["a", "b"]]
 
 

@@ -14,8 +14,8 @@ from muonfx.core.contract import NOTHING, Declaration, require_transform
 from muonfx.core.factory import with_memory
 from muonfx.core.recorded import Factory, Memory, make_factory
 from muonfx.program.execute import Executor
-from muonfx.program.offload.store import OffloadStore
-from muonfx.program.placement import ALONE, RESIDENT, Arguments, Store
+from muonfx.program.offload.store import IN_MEMORY, Store
+from muonfx.program.placement import Arguments
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import bind
 
@@ -70,39 +70,38 @@ def offload(
     bucket_bytes: int = 1 << 26,
     compute: Compute = "auto",
 ):
-    """Keep a transform's state in host memory or on disk, and bring it to the device by buckets.
+    """Keep a transform's state in host memory or on disk, and load it bucket by bucket during a step.
 
-    While one bucket is computed, the next one's state is read and the last one's written: the device holds the state of
-    two buckets at a time. As many matrices are orthogonalized, and updates and states are those of ``tx`` on the same
-    device: bitwise, where buckets do not part what would be computed in one call, such as matrices of one shape. Leaves
-    of the state that belong to a parameter are offloaded; counters and other single values stay where they are. The own
+    While one bucket is computed, the next bucket's state is loaded and the previous bucket's state is written back. So
+    the device holds the state of at most two buckets. Updates and states are equal to the results of ``tx`` on the same
+    device, bit for bit unless a bucket ends between matrices of one shape, which ``tx`` would multiply in one batch.
+    State leaves that belong to a parameter are offloaded; counters and other single values stay on the device. The own
     state of a wrapper, such as the sums of `accumulate` around `clip_by_global_norm`, is loaded at once.
 
-    With ``donate=True``, as `TransformOptimizer` gives it, the state is written in place. Without, the next state is a
-    second one, in host memory or in a file of its own; the old one's room is given back with its last tensor.
+    With ``donate=True``, which `TransformOptimizer` passes, the state is overwritten in place. Otherwise the next state
+    is a second copy in host memory or in a new file, and the old copy is freed with its last tensor.
 
     Args:
-        tx: any transform. What `muonfx.sharding.sharded` has made may be given too: ``offload(sharded(tx, layout))`` is
-            ``sharded(offload(tx), layout)``.
-        to: "cpu" for host memory, pinned where parameters are on a CUDA device; or a folder on the disk to use, made if
-            there is none. In it lie files without a name, which take up room until the state is no more or the process
-            ends, however it does, and which ranks and runs can share a folder for.
-        bucket_bytes: about how many bytes of state are brought in at a time; a single larger leaf stands alone. Runs of
-            matrices of a sharded transform go by the buckets of their exchange instead.
-        compute: "device" computes where the gradients are; "auto" does too, as only that gives the same bits; "cpu"
-            brings the gradients to the CPU, and no state to the device. A matrix is orthogonalized there in the dtype
-            that is best on that CPU: fp32, unless it multiplies bf16 in hardware.
+        tx: any transform, also a sharded one: ``offload(sharded(tx, layout))`` is ``sharded(offload(tx), layout)``.
+        to: "cpu" for host memory, which is pinned if parameters are on a CUDA device; or a folder on a disk, which is
+            created if necessary. Its files have no names, several ranks and runs can use one folder, and the disk space
+            is freed when the state is deleted or the process ends.
+        bucket_bytes: about how many bytes of state are loaded at a time; a larger leaf is a bucket of its own. The
+            matrices of a sharded transform are loaded in the buckets of their exchange instead.
+        compute: "auto" and "device" compute on the gradients' device. "cpu" copies the gradients to the CPU, and no
+            state to the device; matrices are then orthogonalized in the best dtype of that CPU, which is fp32 unless
+            the CPU multiplies bf16 in hardware.
 
     Returns:
-        A transform with the numbers, the fingerprint and the structure of state of ``tx``.
+        A transform with the numbers, the fingerprint and the state structure of ``tx``.
 
     Raises:
-        TypeError: ``tx`` is no transform, or ``to`` no path.
-        ValueError: a setting is none of those above.
-        OSError: at `init`, or at an `update` that makes a second state: the folder cannot be made or written to, or its
-            disk has no room. Nothing has been changed then.
+        TypeError: ``tx`` is not a transform, or ``to`` is not a path.
+        ValueError: a setting has another value than the values above.
+        OSError: at `init`, or at an `update` that makes a second copy: the folder cannot be created or written to, or
+            its disk has no room. Nothing has been changed then.
 
-    Follows ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857) in what lies where.
+    The division of work follows ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857).
 
     Example:
         >>> import muonfx as mfx
@@ -115,7 +114,7 @@ def offload(
     require_transform("tx", tx)
     store = _store(to, bucket_bytes, compute)
 
-    executor = _memory.get("executor") or _memory.setdefault("executor", Executor(ALONE, store))
+    executor = _memory.get("executor") or _memory.setdefault("executor", Executor(store=store))
 
     def init(params: PyTree) -> PyTree:
         return executor.init(tx, params)
@@ -131,7 +130,7 @@ def offload(
 def store_of(tx: Transform) -> Store:
     """Return the store of a transform's state."""
     if not isinstance(tx, Offloaded):
-        return RESIDENT
+        return IN_MEMORY
     return _store(**{name: value for name, value in tx.arguments.items() if name != "tx"})
 
 
@@ -140,13 +139,15 @@ def inner_of(tx: Transform) -> Transform:
     return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
 
 
-def _store(to: str, bucket_bytes: int, compute: str) -> OffloadStore:
+def _store(to: str, bucket_bytes: int, compute: str) -> Store:
     if not isinstance(to, str):
         raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
     if not to or to.split(":")[0] in DEVICES:
-        raise ValueError(f'to: found {to!r}, expected "cpu" or the path of a folder; one of that name is "./{to}"')
+        raise ValueError(
+            f'to: found {to!r}, expected "cpu" or the path of a folder; for a folder of this name write "./{to}"'
+        )
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
     if compute not in ("auto", "device", "cpu"):
         raise ValueError(f"compute: found {compute!r}, expected 'auto', 'device' or 'cpu'")
-    return OffloadStore(None if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")
+    return Store(to if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")

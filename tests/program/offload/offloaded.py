@@ -28,7 +28,7 @@ def at_home(kind: str) -> Iterator[str]:
         if kind == "memory":
             yield "cpu"
         elif kind == "lane":
-            with mock.patch.object(store.OffloadStore, "is_direct", return_value=False):
+            with mock.patch.object(store.Store, "is_direct", return_value=False):
                 yield "cpu"
         else:
             with mock.patch.object(store, "PAGE", 1):  # also what is smaller than a page goes to the disk

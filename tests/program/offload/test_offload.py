@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from muonfx.testing.transforms import every_other
 from tests.processes import World
 from tests.program.offload import offloaded
 from tests.program.offload.offloaded import HOMES, all_bits, at_home, on_disk
+from tests.program.test_buckets import by_place
 from tests.sharding.cases import Case, Leaf, Replicated, Zero, model, muon, two_groups
 from tests.sharding.strategies import cases
 from tests.sharding.test_law import dtensor_cases
@@ -169,14 +171,14 @@ def summing(decay: float = 0.9):
 
 @pytest.mark.parametrize("constructor", [tree_wide, summing])
 @pytest.mark.parametrize("home", HOMES)
-def test_what_looks_at_the_whole_tree_gets_its_whole_state_and_says_so(constructor: Any, home: str):
+def test_a_transform_of_the_whole_tree_gets_its_whole_state_with_a_warning(constructor: Any, home: str):
     tx = mfx.chain(mfx.transform(constructor)(), mfx.momentum())
-    with at_home(home) as to:
-        away = sharding.offload(tx, to, bucket_bytes=3 + HOMES.index(home))
-        if home != "memory":  # there nothing has to be brought
-            with pytest.warns(UserWarning, match=f"{constructor.__name__} looks at the whole tree"):
-                away.update(drawn(0), away.init(PARAMS), PARAMS)
-        check(tx, away, PARAMS, [drawn(1), drawn(2)], donate=False)  # a warning would be an error: it comes once
+    with at_home(home) as to, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        away = sharding.offload(tx, to, bucket_bytes=3)
+        check(tx, away, PARAMS, [drawn(1), drawn(2)], donate=False)
+    said = [] if home == "memory" else [f"{constructor.__name__} looks at the whole tree"]  # there nothing is loaded
+    assert [str(one.message).partition(" and keeps")[0] for one in found] == said
 
 
 def late(first: float = 0.0):
@@ -193,8 +195,10 @@ def late(first: float = 0.0):
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_updates_may_be_the_old_state(home: str):
-    tx = mfx.transform(late, locality=mfx.Locality.ELEMENT)()
+@pytest.mark.parametrize(
+    "tx", [mfx.transform(late, locality=mfx.Locality.ELEMENT)(), mfx.chain(by_place(), mfx.momentum())]
+)
+def test_updates_may_be_the_old_state_and_a_state_may_know_leaves_by_place(tx: mfx.Transform, home: str):
     with at_home(home) as to:
         check(tx, sharding.offload(tx, to, bucket_bytes=1), PARAMS, [drawn(n) for n in range(3)], donate=False)
         check(tx, sharding.offload(tx, to, bucket_bytes=1), PARAMS, [drawn(n) for n in range(3)], donate=True)
