@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,8 +196,7 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     if name in OVERFLOWS:
         return overflown(name, case, here)
     if name in OTHERS:
-        DONE[name] = OTHERS[name](here)
-        return DONE[name]
+        return OTHERS[name](here)
     from muonfx.engines import deepspeed as ours
 
     rank, size, folder = here
@@ -218,7 +215,6 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         run.step(batch)
         rates.append(run.rates)
     whole = run.params()
-    torch.save(whole, folder / f"{tag}_{rank}.pt")
     state = run.full_state("up.weight", "muon/momentum/trace") if run.stage and not case.get("normuon") else None
     again = Run(name, case, rank, size, folder)
     again.engine.load_checkpoint(str(folder), tag=tag)
@@ -273,27 +269,6 @@ def refused(here: Rank) -> dict[str, Any]:
     return {}
 
 
-def from_another_size(here: Rank) -> dict[str, Any]:
-    """The errors of DeepSpeed for checkpoints of two ranks, and of making them universal."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    saved, said = here.folder.parent / "ranks_2", {}
-    for name in ("stage 2", "normuon, stage 2", "stage 3"):
-        run = Run(name, CASES[name], *here)
-        try:
-            run.engine.load_checkpoint(str(saved), tag=tag_of(name))
-        except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
-        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-        options |= {"strict": True, "inject_missing_state": True}
-        source, goal = str(saved / tag_of(name)), str(here.folder / f"universal_{tag_of(name)}")
-        try:
-            ds_to_universal.main(Namespace(input_folder=source, output_folder=goal, **options))
-        except Exception as error:
-            said[f"{name}, universal"] = f"{type(error).__name__}: {error}"
-    return said
-
-
 def under_another_layout(here: Rank) -> dict[str, Any]:
     """Runs that two ranks have begun, continued by another number of them at another stage: how far off they end."""
     from muonfx.engines import deepspeed as ours
@@ -335,72 +310,10 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
     return found
 
 
-def exchanged(_: Rank) -> dict[str, Any]:
-    """The error of the optimizer that accelerate makes of ours when DeepSpeed offloads, and whether it came in time."""
-    import deepspeed
-    from accelerate.utils import map_pytorch_optim_to_deepspeed
-
-    from muonfx.engines import deepspeed as ours
-
-    class DeepSpeedCPUAdam(torch.optim.AdamW):  # the real one has to be compiled, which takes minutes
-        def __init__(self, params: Any, adamw_mode: bool, **options: Any) -> None:
-            super().__init__(params, **options)
-
-    real, deepspeed.ops.adam.DeepSpeedCPUAdam = deepspeed.ops.adam.DeepSpeedCPUAdam, DeepSpeedCPUAdam
-    try:
-        model = made({})
-        optimizer = map_pytorch_optim_to_deepspeed(ours.Muon(model))
-    finally:
-        deepspeed.ops.adam.DeepSpeedCPUAdam = real
-    loss_of(model, batches()[0]).backward()
-    before = [param.detach().clone() for param in model.parameters()]
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return {"said": str(error), "unchanged": all(map(torch.equal, before, model.parameters()))}
-    return {}
-
-
-def in_fresh_processes(here: Rank) -> dict[str, Any]:
-    """Runs that other processes have begun, continued: those that ended where they were not stopped."""
-    saved, found = here.folder.parent / "ranks_2", {}
-    for name in ("stage 0", "normuon, stage 2", "stage 3", "bf16, stage 3"):
-        run = Run(name, CASES[name], *here)
-        run.engine.load_checkpoint(str(saved), tag=tag_of(name))
-        for batch in batches()[SAVED_AFTER:]:
-            run.step(batch)
-        found[name] = same(run.params(), torch.load(saved / f"{tag_of(name)}_{here.rank}.pt"))
-    return found
-
-
-def killed(here: Rank) -> dict[str, Any]:
-    """Rank 1 dies when gradients are reduced and our step begins: the other ends with an error."""
-    run = Run("stage 2", CASES["stage 2"], *here)
-    run.step(batches()[0])
-    if here.rank == 1:
-
-        def die(*_: Any) -> None:
-            (here.folder / f"found_{here.rank}.json").write_text(json.dumps(DONE | {"killed": {"ended": True}}))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        run.optimizer.register_step_pre_hook(die)
-    try:
-        run.step(batches()[1])
-    except Exception:
-        return {"ended": True}
-    return {"ended": False}
-
-
-DONE: dict[str, dict[str, Any]] = {}
-"""The results of `OTHERS`, for a rank that does not live to write them down."""
 OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "round robin": refused,
-    "from another size": from_another_size,
     "under another layout": under_another_layout,
     "saved and loaded": saved_and_loaded,
-    "exchanged": exchanged,
-    "in fresh processes": in_fresh_processes,
-    "killed": killed,
 }
 PORTABLE = {
     "normuon, stage 2": ("stage 0", "stage 1", "stage 2, offload", "stage 3", "stage 3, sub-groups"),

@@ -86,7 +86,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     params, state = _global(own, units)
     params = checkpoint.load_params(path, like=params, group=group)
     leaves = tree.leaves(checkpoint.load(path, like=state, tx=own.tx, group=group))
-    zero, is_cut = engine.optimizer, own.stage_3() is not None
+    zero, is_cut = engine.optimizer, any(unit.pieces.layout and unit.pieces.layout.stage == 3 for unit in units)
     if is_cut:
         zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
     for unit in units:

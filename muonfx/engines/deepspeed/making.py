@@ -11,6 +11,7 @@ from torch import nn
 
 from muonfx.core import Transform
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
+from muonfx.engines.deepspeed.pieces import trained_parameters
 from muonfx.engines.parts import with_parts
 from muonfx.optimizer import muon
 
@@ -64,9 +65,7 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
     >>> [group["label"] for group in Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).param_groups]
     ['muon', 'adamw']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    trained = trained_parameters(model)
     return ZeroOptimizer(model, muon.Muon.transform_for(trained, lr, model=model, **with_parts(options)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,18 +12,9 @@ from torch import Tensor, nn
 from muonfx.core import Locality, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.hyperparams import hyperparams
-from muonfx.engines.deepspeed.pieces import (
-    Pieces,
-    check_values,
-    cut_buffer,
-    cut_parameters,
-    flats_of,
-    global_parameters,
-    untyped,
-    whole_parameters,
-)
+from muonfx.engines.deepspeed.pieces import Pieces, flats_of, locate, shape_of, stage_3_of, trained_parameters
 from muonfx.engines.deepspeed.unit import Unit
-from muonfx.optimizer.groups import Route, defaults_for_schedulers, routes_of, split_by_route
+from muonfx.optimizer.groups import defaults_for_schedulers, routes_of, split_by_route
 from muonfx.optimizer.ownership import GroupOwner
 from muonfx.optimizer.values import GroupNumbers
 from muonfx.program.lower import lower
@@ -35,10 +26,10 @@ class ZeroOptimizer(GroupOwner):
     """The client optimizer that `optimizer` makes.
 
     Raises:
-        ValueError: at the first step, a flat tensor in which the parameters of its group are not found again, or in
-            which other values lie where a parameter should be (``round_robin_gradients``); the message names it. At
-            any step, a parameter that was frozen, unfrozen or added after the optimizer was made.
-        RuntimeError: another optimizer steps on these groups, since an engine has exchanged the optimizer.
+        ValueError: at the first step, DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as with
+            ``round_robin_gradients``; the message names the parameter. At any step, a parameter was frozen, unfrozen,
+            added or removed after the optimizer was made.
+        RuntimeError: another optimizer steps on these groups, because an engine has exchanged the optimizer.
 
     Example:
         >>> import muonfx as mfx
@@ -51,17 +42,15 @@ class ZeroOptimizer(GroupOwner):
     """
 
     def __init__(self, model: nn.Module, tx: Transform) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
         require_transform("tx", tx)
         if tx.locality is Locality.TREE:
             raise ValueError(
-                f"{tx!r} looks at the whole tree, and DeepSpeed steps one flat tensor at a time: leave clipping to its "
-                '"gradient_clipping", and skipping of overflows to its loss scaler'
+                f"{tx!r} reads the whole tree, and DeepSpeed steps one flat tensor at a time: use DeepSpeed's "
+                '"gradient_clipping" for clipping, and its loss scaler for skipping overflows'
             )
         self.tx, self._model = tx, model
-        self._like = global_parameters(model)
-        self._params = {name: param for name, param in model.named_parameters() if name in self._like}
+        self._params = trained_parameters(model)
+        self._like = {n: torch.empty(shape_of(x), dtype=x.dtype, device="meta") for n, x in self._params.items()}
         tx.init(self._like)  # raises if the transform cannot handle the parameters
         routes = routes_of(lower(tx, self._like))
         if left_out := [name for name in self._like if name not in routes or routes[name].is_left_out]:
@@ -73,7 +62,7 @@ class ZeroOptimizer(GroupOwner):
         self._units: dict[Tensor, Unit] = {}
         groups: list[dict[str, Any]] = []
         for part in split_by_route(list(self._params.items()), routes):
-            route: Route = routes[part[0][0]]
+            route = routes[part[0][0]]
             numbers = GroupNumbers(route.hyperparams)
             self._numbers[tuple(name for name, _ in part)] = numbers
             values = numbers.entries({name: defaults[name] for name in numbers.names})
@@ -86,7 +75,7 @@ class ZeroOptimizer(GroupOwner):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on what DeepSpeed has put into the groups; all ranks that share its parts together."""
+        """Step on the tensors that DeepSpeed has put into the groups; all ranks of their layouts call this together."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,80 +102,60 @@ class ZeroOptimizer(GroupOwner):
     def _require_same_trained(self) -> None:
         """Require that the model trains the same parameters as at construction."""
         # DeepSpeed's flat tensors contain the parameters from construction only.
-        now = {param: name for name, param in self._model.named_parameters() if param.requires_grad}
-        own = {param: name for name, param in self._params.items()}
-        if late := [name for param, name in now.items() if param not in own]:
-            raise ValueError(
-                f"{late[0]!r} requires grad now, but was frozen or absent when the optimizer was made, so it would "
-                "never be trained: unfreeze or add it first, then make the optimizer and DeepSpeed's engine"
-            )
-        if gone := [name for param, name in own.items() if param not in now]:
-            raise ValueError(
-                f"{gone[0]!r} required grad when the optimizer was made, but is frozen or removed now; DeepSpeed "
-                "would step on zeros for its gradient: freeze it first, then make the optimizer and DeepSpeed's engine"
-            )
+        now, own = ({param: name for name, param in x.items()} for x in (trained_parameters(self._model), self._params))
+        for these, others, when in ((now, own, "requires grad now, but did not"), (own, now, "required grad")):
+            if changed := [name for param, name in these.items() if param not in others]:
+                raise ValueError(
+                    f"{changed[0]!r} {when} when the optimizer was made; DeepSpeed steps on the parameters from then: "
+                    "freeze, unfreeze, add or remove it first, then make the optimizer and DeepSpeed's engine"
+                )
 
     def all_units(self) -> list[Unit]:
-        """The parts that are stepped on, also those of other groups and before the first step; all ranks together."""
+        """Return the units of all groups, also before the first step; all ranks call this together."""
         self._require_same_trained()
         units: list[Unit] = []
         for group in self.param_groups:
             names: list[str] = group["param_names"]
-            engine = self.stage_3(names)
-            given = group["params"] if engine is None else flats_of(engine, [self._params[name] for name in names])
+            params = [self._params[name] for name in names]
+            engine = stage_3_of(params)
+            given = group["params"] if engine is None else flats_of(engine, params)
             units += self._units_of(names, given, without_grads=True)
         return units
 
-    def stage_3(self, names: Iterable[str] | None = None) -> Any:
-        """DeepSpeed's optimizer of stage 3; None at other stages."""
-        params = (self._params[name] for name in (self._params if names is None else names))
-        return next((x._z3_optimizer for x in map(untyped, params) if hasattr(x, "_z3_optimizer")), None)
-
     @torch.no_grad()
     def update_working_copy(self) -> None:
-        """Round the values that are stepped on to the model's dtype: at stage 0 whole, at stage 3 this rank's parts."""
+        """Round the values that are stepped on to the model's dtype, at stage 3 in this rank's shards."""
         for unit in self.all_units():
             for name, piece in unit.pieces.views(unit.pieces.flat).items():
-                param = untyped(self._params[name])
-                if hasattr(param, "ds_tensor"):
-                    param.ds_tensor.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
+                held = getattr(self._params[name], "ds_tensor", None)
+                if held is None:
+                    self._params[name].copy_(piece)
                 else:
-                    param.copy_(piece)
+                    held.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
 
     def _units_of(self, names: Sequence[str], given: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
         if [tuple(x.shape) for x in given] == [tuple(self._like[name].shape) for name in names]:
-            found = [whole_parameters(names, given)]  # stage 0
-        else:
-            found = [self._pieces_in(flat, names) for flat in given if without_grads or flat.grad is not None]
-        units: list[Unit] = []
-        for pieces in found:
-            first = pieces.flat[0]
-            if first not in self._units:
-                self._units[first] = Unit(self.tx, self._like, pieces, self.state)
-            units.append(self._units[first])
-        return units
-
-    def _pieces_in(self, flat: Tensor, names: Sequence[str]) -> Pieces:
-        if flat in self._units:
-            return self._units[flat].pieces
+            if given and given[0] not in self._units:
+                self._units[given[0]] = Unit(self.tx, self._like, Pieces(tuple(names), given), self.state)
+            return [self._units[x] for x in given[:1]]  # stage 0
         params = {name: self._params[name] for name in names}
-        engine = self.stage_3(names)
-        pieces = cut_buffer(flat, params) if engine is None else cut_parameters(flat, params, engine)
-        pieces = pieces.among(self._like)
-        check_values(pieces, params)
-        return pieces
+        flats = [flat for flat in given if without_grads or flat.grad is not None]
+        for flat in flats:
+            if flat not in self._units:
+                self._units[flat] = Unit(self.tx, self._like, locate(flat, params, self._like), self.state)
+        return [self._units[flat] for flat in flats]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned, in the dtypes that it has; DeepSpeed calls it with a rank's own part.
+        """Load a state dict with its dtypes; DeepSpeed calls this with the state of this rank.
 
         Raises:
-            ValueError: groups of other parameters, or without one of the hyperparameters; nothing has been loaded then.
-                A state of another transform is found at the next step.
+            ValueError: the groups have other parameters, or a group lacks a hyperparameter; nothing has been loaded
+                then. The next step refuses the state of another transform.
         """
         saved: list[dict[str, Any]] = state_dict["param_groups"]
         own = [group["param_names"] for group in self.param_groups]
         if (theirs := [group.get("param_names") for group in saved]) != own:
-            raise ValueError(f"the state is of groups with the parameters {theirs}, and here they are {own}")
+            raise ValueError(f"the state has groups with the parameters {theirs}, expected {own}")
         for names, old in zip(own, saved, strict=True):
             if missing := [one.key for one in self._numbers[tuple(names)].hyperparams if one.key not in old]:
                 raise ValueError(f"the state has no hyperparameter {missing[0]!r} for the group of {names[0]!r}")
