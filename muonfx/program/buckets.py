@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation
+from muonfx.core import Donation, Transform
 from muonfx.program.offload.files import release
 from muonfx.program.offload.store import Store
 from muonfx.program.offload.transfer import BucketTransfer
@@ -28,12 +28,14 @@ __all__ = [
     "can_be_shared_out",
     "cut_into_buckets",
     "init_in_buckets",
+    "init_in_store",
     "moves",
     "named_leaves",
     "parameters_of",
     "sizes_of",
     "store_away",
     "stored_again",
+    "with_numbers_on",
 ]
 
 
@@ -115,6 +117,17 @@ def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[
         leaves[place] = room.copy_(leaves[place])
         release(room)
     return leaves
+
+
+def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """Return the state of a leafwise transform, built bucket by bucket in a store."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shown = init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
+    sizes = sizes_of(tree.names(params), shown, parameters_of(shown, params))
+    buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
+    # Leaves of other buckets are meta tensors, so that decisions by names and shapes see the whole tree.
+    return init_in_buckets(store, buckets, params, init, outside="meta")
 
 
 def init_in_buckets(
@@ -245,29 +258,36 @@ class BucketedState:
 
     def _given(self, turn: int, *, own: bool) -> list[Any]:
         """Return the state for a bucket; copy leaves that may be overwritten but are still needed."""
+        fetched: dict[int, Tensor] = {}
+        if self._transfer is not None:
+            fetched = dict(zip(self._places[turn], self._transfer.fetch(turn), strict=True))
 
-        def at(old: Any, whose: int | None) -> Any:
-            if whose is not None and whose != turn:
+        def at(place: int) -> Any:
+            old, whose = self._old[place], self._turn_of[place]
+            if place in fetched:
+                return fetched[place]
+            if whose not in (None, turn):
                 return old  # not updated in this bucket; a wrapper may read its shape
-            free = self._donate.state and (whose is not None or turn == self._last)
-            return old.clone() if own and not free and isinstance(old, Tensor) else old
+            is_free = self._donate.state and (whose is not None or turn == self._last)
+            return old.clone() if own and not is_free and isinstance(old, Tensor) else old
 
-        fetched = (
-            {} if self._transfer is None else dict(zip(self._places[turn], self._transfer.fetch(turn), strict=True))
-        )
-        return [
-            fetched[place] if place in fetched else at(old, whose)
-            for place, (old, whose) in enumerate(zip(self._old, self._turn_of, strict=True))
-        ]
+        return [at(place) for place in range(len(self._old))]
 
     def _take(self, turn: int, after: list[Any]) -> None:
-        places = self._places[turn] if self._transfer is not None else []
-        mine = set(places)
-        for place, (leaf, whose) in enumerate(zip(after, self._turn_of, strict=True)):
-            if (whose is None or whose == turn) and place not in mine:
+        for place, leaf in enumerate(after):
+            if self._turn_of[place] in (None, turn):
                 self._new[place] = leaf
         if self._transfer is not None:
+            places = self._places[turn]
             targets = [self._targets[place] for place in places]
             self._transfer.put(turn, [after[place] for place in places], targets)
             for place, target in zip(places, targets, strict=True):
                 self._new[place] = target
+
+
+def with_numbers_on(device: torch.device, tx: Transform) -> Transform:
+    """Copy tensor numbers to the compute device if that device is the CPU."""
+    strange = [leaf for leaf in tree.tensors(tx) if leaf.device != device]
+    if not strange or device.type != "cpu":
+        return tx
+    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tx)

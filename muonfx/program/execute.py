@@ -8,67 +8,41 @@ optimizer, the same executor runs with other arguments.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Locality, Transform
 from muonfx.core.combine import is_new
-from muonfx.core.contract import NOTHING, EmptyState, sum_over_leaves
+from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.core.recorded import with_numbers
 from muonfx.polar import Workspace
 from muonfx.program.buckets import (
     BucketedState,
     can_be_shared_out,
     cut_into_buckets,
-    init_in_buckets,
+    init_in_store,
     moves,
     named_leaves,
     parameters_of,
     sizes_of,
     store_away,
     stored_again,
+    with_numbers_on,
 )
-from muonfx.program.lower import Placeholder, lower_node, named_chain, resolved, stand_in, state_around
-from muonfx.program.nodes import Around, ChainNode, Node, Program, Stage, WholeTree
+from muonfx.program.lower import OwnState, lower_node, resolved, stand_in
+from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.placement import SINGLE_PROCESS, Arguments, Placement, Run, device_of
-from muonfx.tree import PyTree, Structure
+from muonfx.program.spans import Now, Span, spans_of
+from muonfx.tree import PyTree
 
-__all__ = ["Executor", "with_numbers_on"]
+__all__ = ["Executor"]
 
 MOST_PROGRAMS = 64
 """The number of structures cached at once: a chain that is recreated at each step may have a new one each time."""
-
-Now = Transform | tuple[Transform, ...]
-"""The transform that a node was lowered from, with its current numbers; a tuple for several members of a chain."""
-
-
-class _Span(NamedTuple):
-    """Neighbouring members of a chain that one node executes."""
-
-    names: tuple[str, ...]
-    first: int
-    """The index of the first member in the chain."""
-    node: Node
-
-    @property
-    def is_run(self) -> bool:
-        """True if the node's state is a dict of the members' states, also for one member."""
-        return isinstance(self.node, Stage | _Joined)
-
-    def now(self, chain: Now) -> Now:
-        """Return the members with their current numbers."""
-        children = chain if isinstance(chain, tuple) else chain.children
-        parts = children[self.first : self.first + len(self.names)]
-        return parts if self.is_run else parts[0]
-
-
-class _Joined(ChainNode):
-    """Neighbouring units of a chain that run as one node."""
 
 
 class Executor:
@@ -79,13 +53,14 @@ class Executor:
     ) -> None:
         # bucket_bytes: parameter bytes per bucket of leafwise transforms with a resident state; None: one bucket
         self.placement, self.store, self.bucket_bytes = placement, store, bucket_bytes
+        self._is_resident = store.is_resident
         # Over ranks a state that is loaded at once is loaded to the updates' device, which can communicate.
         self._store_at_once = store if placement.size == 1 else store._replace(on_host=False)
         self._programs: dict[Any, list[Node]] = {}
         self._current: dict[int, tuple[tuple[Transform, ...], Transform]] = {}
-        self._spans: dict[int, list[_Span]] = {}
+        self._spans: dict[int, list[Span]] = {}
         self._parameters: dict[Any, list[str | None]] = {}
-        self._own_states: dict[int, tuple[Structure, list[bool]]] = {}
+        self._own_states: dict[int, OwnState] = {}
         self._extras: Mapping[str, Any] = {
             "workspace": Workspace(),
             "shard": placement.shard,
@@ -105,14 +80,6 @@ class Executor:
         made = lower_node(tx, self.placement.global_like(params))
         self._programs.setdefault(key, []).append(made)
         return made
-
-    def check_extras(self, node: Node, extras: Mapping[str, Any]) -> None:
-        """Run the checks of named extras that the resolved transforms of a program declare."""
-        if not extras or torch.compiler.is_compiling():
-            return
-        for own in Program(node).transforms():
-            if own.tx.declaration.check_extras is not None:
-                own.tx.declaration.check_extras(own.tx, extras)
 
     def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
         """Raise OSError unless the store has room for the next state in addition to this one."""
@@ -150,12 +117,13 @@ class Executor:
         if store.is_resident:
             return tx.functions.init(params)
         if self._is_unit(node):
-            return _init_in_store(store, tx, params)
+            return init_in_store(store, tx.functions.init, params)
         device = self._store_at_once.device(given)
         if isinstance(node, Around):
             params = tree.map(lambda leaf: leaf.to(device), params)
-            own, called = self._split(node, tx.functions.init(params))
-            return self._merged(node, store_away(store, device, own, parameters_of(own, params)), called)
+            own_state = self._own_state(node)
+            own, called = own_state.split(tx.functions.init(params))
+            return own_state.merge(store_away(store, device, own, parameters_of(own, params)), called)
         state = tx.functions.init(params)
         parameters = parameters_of(state, params)
         nbytes = sum(sizes_of(tree.names(params), state, parameters).values())
@@ -194,10 +162,10 @@ class Executor:
             out = self.placement.shard(out)
         else:
             tx = self._transform(node, now)
-            if not (is_unit or self.store.is_resident):
+            if not (is_unit or self._is_resident):
                 return self._update_at_once(node, tx, call)
             if is_unit and (buckets := self._buckets(node, call)) is not None:
-                here = tx if self.store.is_resident else with_numbers_on(self.store.device(call.device), tx)
+                here = tx if self._is_resident else with_numbers_on(self.store.device(call.device), tx)
                 return self._in_buckets(node, here.run, buckets, call, self.store)
             out, after = call.run(tx)
         call.finish(out)
@@ -237,7 +205,7 @@ class Executor:
 
     def _buckets(self, node: Node, call: Arguments) -> list[list[str]] | None:
         """Split the names of a unit's leaves into buckets; None runs all leaves at once."""
-        if not self.store.is_resident:
+        if not self._is_resident:
             sizes = sizes_of(named_leaves(call.updates), call.state, self._parameters_of(node, call))
             buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
         elif self.bucket_bytes is not None and call.params is not None:
@@ -248,7 +216,7 @@ class Executor:
             return None
         if len(buckets) > 1 and can_be_shared_out(tree.leaves(call.state), self._parameters_of(node, call)):
             return buckets
-        return None if self.store.is_resident else [tree.names(call.updates)]
+        return None if self._is_resident else [tree.names(call.updates)]
 
     def _in_buckets(
         self,
@@ -262,7 +230,7 @@ class Executor:
         leaves, treedef = tree.flatten(call.updates)
         names = tree.names(call.updates)
         device = store.device(call.device)
-        reads_params = node.tx.reads_params and call.params is not None and not self.store.is_resident
+        reads_params = node.tx.reads_params and call.params is not None and not self._is_resident
         weights = tree.leaves(call.params) if reads_params else []
         are_elsewhere = any(weight is not None and weight.device != device for weight in weights)
         parameters = self._parameters_of(node, call)
@@ -295,34 +263,21 @@ class Executor:
         if not isinstance(node, Around):
             keeps_state = any(map(moves, tree.leaves(call.state), self._parameters_of(node, call)))
             return self._in_buckets(node, tx.run, everything, call, store if keeps_state else IN_MEMORY)
-        own, called = self._split(node, call.state)
+        own_state = self._own_state(node)
+        own, called = own_state.split(call.state)
         device = store.device(call.device)
 
         def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any) -> Any:
             # The loaded copies are ours to overwrite, but the states of called transforms are still the caller's.
             donate = Donation(donate.updates, call.donate.state)
-            out, after = tx.run(updates, self._merged(node, state, called), params, donate=donate, **extras)
-            after, new = self._split(node, after)
+            out, after = tx.run(updates, own_state.merge(state, called), params, donate=donate, **extras)
+            after, new = own_state.split(after)
             pairs = zip(called, new, strict=True)
             called[:] = [stored_again(store, device, old, part, call.donate) for old, part in pairs]
             return out, after
 
         out, own = self._in_buckets(node, run, everything, call._replace(state=own), store)
-        return out, self._merged(node, own, called)
-
-    def _split(self, node: Around, state: PyTree) -> tuple[PyTree, list[PyTree]]:
-        """Return a wrapper's own state, and the states of the transforms that it calls, in the order of its state."""
-        treedef, is_called = self._own_state(node)
-        parts = tree.subtrees(treedef, state)
-        own = [EmptyState() if inner else part for part, inner in zip(parts, is_called, strict=True)]
-        return tree.unflatten(treedef, own), [p for p, inner in zip(parts, is_called, strict=True) if inner]
-
-    def _merged(self, node: Around, own: PyTree, called: list[PyTree]) -> PyTree:
-        """Put the states of called transforms back into a wrapper's own state: the inverse of `_split`."""
-        treedef, is_called = self._own_state(node)
-        inner = iter(called)
-        parts = zip(tree.subtrees(treedef, own), is_called, strict=True)
-        return tree.unflatten(treedef, [next(inner) if called else part for part, called in parts])
+        return out, own_state.merge(own, called)
 
     # ----------------------------------------------------------------------------------------- cached by structure
 
@@ -338,37 +293,22 @@ class Executor:
         else:
             self._transform(node, now).prepare_all()
             if isinstance(node, Around) and isinstance(now, Transform) and not is_unit:
-                for child, inner in zip(node.inner, now.children, strict=True):
+                for child, inner in zip(node.children, now.children, strict=True):
                     self.prepare(child, inner)
 
     def _is_unit(self, node: Node) -> bool:
         """Return True if a node, with all nodes within it, can run on any subset of the leaves."""
         return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
 
-    def _spans_of(self, node: ChainNode) -> list[_Span]:
-        """Return the nodes of a chain with neighbouring units joined: a bucket passes through a span at once."""
+    def _spans_of(self, node: ChainNode) -> list[Span]:
         if node.number not in self._spans:
-            spans = self._spans[node.number] = list[_Span]()
-            first = 0
-            for names, child in self._entries(node):
-                before = spans[-1] if spans else None
-                if before is not None and self._can_join(before.node) and self._can_join(child):
-                    spans[-1] = _Span((*before.names, *names), before.first, _joined(before, names, child))
-                else:
-                    spans.append(_Span(names, first, child))
-                first += len(names)
+            self._spans[node.number] = spans_of(node, self._is_unit)
         return self._spans[node.number]
 
-    def _can_join(self, node: Node) -> bool:
-        return self._is_unit(node) and node.keeps_numbers
-
-    def _entries(self, node: ChainNode) -> Iterator[tuple[tuple[str, ...], Node]]:
-        """Yield the nodes of a chain; if leaves are whole already, yield the members of a matrix stage one by one."""
-        for names, child in node.entries:
-            if isinstance(child, Stage) and self._is_unit(child):
-                yield from (((member.name,), member.node) for member in child.members)
-            else:
-                yield names, child
+    def _own_state(self, node: Around) -> OwnState:
+        if node.number not in self._own_states:
+            self._own_states[node.number] = OwnState.of(node.tx, node.like)
+        return self._own_states[node.number]
 
     def _run_of(self, stage: Stage, now: Now) -> Run:
         parts = now if isinstance(now, tuple) else (now,)
@@ -386,7 +326,7 @@ class Executor:
             made = with_numbers(base, iter([number for part in parts for number in tree.leaves(part)]))
         else:
             (part,) = parts
-            made = self._base(lower_node(part, node.like, numbers=node.numbers))
+            made = self._base(lower_node(part, node.like))
         self._current[node.number] = parts, made
         return made
 
@@ -394,8 +334,8 @@ class Executor:
         if self._is_unit(node):
             return resolved(node)
         if isinstance(node, Around):
-            inner = iter(node.inner)
-            executed = _executed if self.store.is_resident else _executed_in_store
+            inner = iter(node.children)
+            executed = _executed if self._is_resident else _executed_in_store
             return node.tx.with_children(lambda child: executed(child, _Bound(self, next(inner))))
         return node.tx
 
@@ -405,24 +345,6 @@ class Executor:
         if key not in self._parameters:
             self._parameters[key] = parameters_of(call.state, call.updates)
         return self._parameters[key]
-
-    def _own_state(self, node: Around) -> tuple[Structure, list[bool]]:
-        """Return the structure of a wrapper's state, and which of its leaves stand for states of called transforms."""
-        if node.number not in self._own_states:
-            leaves, treedef = tree.flatten(state_around(node.tx, node.like)[0])
-            self._own_states[node.number] = treedef, [isinstance(leaf, Placeholder) for leaf in leaves]
-        return self._own_states[node.number]
-
-
-def _init_in_store(store: Store, tx: Transform, params: PyTree) -> PyTree:
-    """Return the state of a leafwise transform, built bucket by bucket in a store."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shown = tx.functions.init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
-    sizes = sizes_of(tree.names(params), shown, parameters_of(shown, params))
-    buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
-    # Leaves of other buckets are meta tensors, so that decisions by names and shapes see the whole tree.
-    return init_in_buckets(store, buckets, params, tx.functions.init, outside="meta")
 
 
 class _Bound(NamedTuple):
@@ -464,21 +386,3 @@ def _executed_in_store(tx: Transform, bound: Any):
         return run(updates, state, params, **extras)
 
     return init, update
-
-
-def _joined(before: _Span, names: tuple[str, ...], child: Node) -> Node:
-    """Join two neighbouring units to one node."""
-    first = before.node
-    known = first.entries if isinstance(first, _Joined) else ((before.names, first),)
-    entries = (*known, (names, child))
-    tx = named_chain([(own[0], node.tx) for own, node in entries])
-    keeps = all(node.keeps_numbers for _, node in entries)
-    return _Joined(tx, first.names, first.state, first.numbers, first.like, keeps, entries=entries)
-
-
-def with_numbers_on(device: torch.device, tx: Transform) -> Transform:
-    """Copy tensor numbers to the compute device if that device is the CPU."""
-    strange = [leaf for leaf in tree.tensors(tx) if leaf.device != device]
-    if not strange or device.type != "cpu":
-        return tx
-    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tx)

@@ -17,10 +17,10 @@ import torch
 from muonfx import tree
 from muonfx.core import Locality, Transform, chain
 from muonfx.core.combine import chain_entries
-from muonfx.core.contract import Declaration
+from muonfx.core.contract import Declaration, EmptyState
 from muonfx.core.recorded import Recorded, dotted, make_factory, part_names, parts_of
 from muonfx.program.nodes import Around, ChainNode, Member, Node, OwnNumbers, Program, Stage, WholeTree
-from muonfx.tree import PyTree
+from muonfx.tree import PyTree, Structure
 
 __all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within", "resolved"]
 
@@ -75,9 +75,9 @@ class _Where:
         )
 
 
-def lower_node(tx: Transform, like: PyTree, *, numbers: str = "") -> Node:
+def lower_node(tx: Transform, like: PyTree) -> Node:
     """Lower one transform and the transforms that it calls; `like` holds meta tensors of global shapes."""
-    return _lower_at(tx, like, _Where(numbers=numbers, key=numbers))
+    return _lower_at(tx, like, _Where())
 
 
 def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
@@ -102,10 +102,11 @@ def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
             (name, _lower_at(part, like, where.of_part(tx, part_name, (name,))))
             for (name, part), part_name in zip(entries.items(), part_names(made), strict=True)
         ]
-        return ChainNode(*place, tuple(_merged(lowered)), kind="chain")
+        merged = tuple(_merged(lowered))
+        return ChainNode(*place, merged, kind="chain", children=tuple(node for _, node in merged))
     if around:
         is_route = any(child.names != place[1] for child in inner)
-        return Around(*place, inner, kind="route" if is_route else "around")
+        return Around(*place, kind="route" if is_route else "around", children=inner)
     if is_stage:
         return _stage([Member(made.name, Node(*place, within=inner))])
     if made.locality is Locality.ELEMENT:
@@ -251,6 +252,32 @@ def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
         return recording.functions.init(like), noted
+
+
+class OwnState(NamedTuple):
+    """Separates a wrapper's own state from the states of the transforms that it calls."""
+
+    structure: Structure
+    is_called: list[bool]
+    """For each leaf of the structure, True if it stands for the state of a called transform."""
+
+    @classmethod
+    def of(cls, tx: Transform, like: PyTree) -> OwnState:
+        """Find the states of called transforms by their placeholders."""
+        leaves, treedef = tree.flatten(state_around(tx, like)[0])
+        return cls(treedef, [isinstance(leaf, Placeholder) for leaf in leaves])
+
+    def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
+        """Return a wrapper's own state, and the states of the transforms that it calls, in the order of its state."""
+        parts = list(zip(tree.subtrees(self.structure, state), self.is_called, strict=True))
+        own = tree.unflatten(self.structure, [EmptyState() if called else part for part, called in parts])
+        return own, [part for part, called in parts if called]
+
+    def merge(self, own: PyTree, called: Iterable[PyTree]) -> PyTree:
+        """Put the states of called transforms back into a wrapper's own state: the inverse of `split`."""
+        inner = iter(called)
+        parts = zip(tree.subtrees(self.structure, own), self.is_called, strict=True)
+        return tree.unflatten(self.structure, [next(inner) if called else part for part, called in parts])
 
 
 def fill_placeholders(state: PyTree, function: Callable[[int], PyTree]) -> PyTree:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
+
+import torch
 
 from muonfx.core import Transform
 from muonfx.tree import PyTree
@@ -52,25 +55,21 @@ class Node:
     label: str | None = None  # by which a route selects it
     own: OwnNumbers = OwnNumbers()
     kind: str = field(default="elementwise", kw_only=True)  # how it is executed, for reports
+    children: tuple[Node, ...] = field(default=(), kw_only=True)  # the nodes that are executed within this node
     # Nodes of the transforms that `tx` calls and runs itself: for reports, never executed.
     within: tuple[Node, ...] = field(default=(), kw_only=True)
     # The key of the node in an executor's caches, because torch.compile cannot hash a node.
     number: int = field(default_factory=itertools.count().__next__, kw_only=True, repr=False)
 
-    @property
-    def children(self) -> tuple[Node, ...]:
-        """The nodes that are executed within this node."""
-        return ()
-
-    @property
+    @cached_property
     def called(self) -> tuple[Node, ...]:
         """One node for each transform that `tx` calls, in order; a matrix stage counts as its members."""
         return tuple(one for child in self.children or self.within for one in _one_by_one(child))
 
     @property
     def title(self) -> str:
-        """The name of its transform."""
-        return self.tx.name
+        """The name of its transform, or of the transforms of a matrix stage."""
+        return ", ".join(one.tx.name for one in _one_by_one(self))
 
 
 class WholeTree(Node):
@@ -90,22 +89,9 @@ class Stage(Node):
 
     members: tuple[Member, ...] = ()
 
-    @property
-    def title(self) -> str:
-        """The names of the members' transforms."""
-        return ", ".join(member.node.tx.name for member in self.members)
 
-
-@dataclass(frozen=True, eq=False)
 class Around(Node):
     """A transform whose own work is elementwise or a sum over leaves, and whose children the executor runs."""
-
-    inner: tuple[Node, ...] = ()
-
-    @property
-    def children(self) -> tuple[Node, ...]:
-        """The nodes of the transforms that it calls."""
-        return self.inner
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,11 +100,6 @@ class ChainNode(Node):
 
     entries: tuple[tuple[tuple[str, ...], Node], ...] = ()
     """Each node with the names of the chain's transforms that it executes: several for a matrix stage."""
-
-    @property
-    def children(self) -> tuple[Node, ...]:
-        """The nodes of the chain, in order."""
-        return tuple(node for _, node in self.entries)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -151,8 +132,17 @@ class Program(Shown):
         >>> [node.tx.name for node in program.transforms()]
         ['chain', 'cautious', 'momentum', 'orthogonalize']
         """
-        for node in _one_by_one(self.root):
-            yield from _calls(node)
+        yield from self._transforms
+
+    @cached_property
+    def _transforms(self) -> tuple[Node, ...]:
+        return tuple(called for node in _one_by_one(self.root) for called in _calls(node))
+
+    def check_extras(self, extras: Mapping[str, Any]) -> None:
+        """Run the checks of named extras that the resolved transforms declare."""
+        for node in self._transforms if extras and not torch.compiler.is_compiling() else ():
+            if (check := node.tx.declaration.check_extras) is not None:
+                check(node.tx, extras)
 
     def report(self) -> Report:
         """The program as a table: a row for each node, with those within it under it."""

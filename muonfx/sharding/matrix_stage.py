@@ -15,8 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform, chain
-from muonfx.program.buckets import BucketedState, init_in_buckets
-from muonfx.program.execute import with_numbers_on
+from muonfx.program.buckets import BucketedState, init_in_buckets, with_numbers_on
 from muonfx.program.offload.store import Store
 from muonfx.program.placement import Arguments, device_of
 from muonfx.sharding.collectives import start_exchange

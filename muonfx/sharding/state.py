@@ -86,7 +86,7 @@ def _held(binding: Binding, node: Node) -> PyTree:
     if isinstance(node, Around):
         state, _ = state_around(node.tx, node.like)
         described = _described(binding, state, node.like)
-        return fill_placeholders(described, lambda place: _held(binding, node.inner[place]))
+        return fill_placeholders(described, lambda place: _held(binding, node.children[place]))
     gathers = isinstance(node, WholeTree) and not binding.holds_all
     return _described(binding, node.tx.functions.init(node.like), {} if gathers else node.like)
 

@@ -62,7 +62,7 @@ def agreed_updates(
         _check_step(binding, tx, updates, state, params, check=check)
         local = tree.map(local_of, like)
         if extras:
-            binding.executor.check_extras(binding.executor.program(tx, local), extras)
+            Program(binding.executor.program(tx, local)).check_extras(extras)
         binding.executor.require_room(state, local, donate)
         if tx.treedef not in binding.likes:
             binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)

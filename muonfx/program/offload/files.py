@@ -89,8 +89,6 @@ def require_room(folder: str, nbytes: int) -> None:
 
 def _explained(error: OSError, folder: str, nbytes: int) -> OSError:
     why = error.strerror or str(error)
-    if why.startswith("offload: "):
-        return error
     return type(error)(error.errno, f"offload: to={folder!r} cannot take {nbytes / 2**20:.1f} MiB of state: {why}")
 
 

@@ -7,6 +7,7 @@ before its state is written back, and there are never more than two.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -95,7 +96,7 @@ class BucketTransfer:
             with torch.no_grad():
                 return job()
 
-        future = _worker().submit(safely)
+        future = _worker_of(os.getpid()).submit(safely)
         self._under_way.append(future)
         return future
 
@@ -160,20 +161,10 @@ def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-_WORKERS: dict[int, ThreadPoolExecutor] = {}
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+@functools.cache
+def _worker_of(process: int) -> ThreadPoolExecutor:
+    """Return the single thread of a process that moves state; a forked process starts its own."""
+    return ThreadPoolExecutor(1, thread_name_prefix="muonfx-offload")
 
 
-def _worker() -> ThreadPoolExecutor:
-    """Return the single thread that moves state; a forked process starts its own."""
-    process = os.getpid()
-    if process not in _WORKERS:
-        _WORKERS.clear()
-        _WORKERS[process] = ThreadPoolExecutor(1, thread_name_prefix="muonfx-offload")
-    return _WORKERS[process]
-
-
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
-    return _STREAMS[device]
+_stream_of = functools.cache(torch.cuda.Stream)

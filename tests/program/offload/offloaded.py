@@ -103,25 +103,3 @@ def init_in(here: Here, folders: list[str]) -> None:
     layout = sharding.zero(params, here.group, partition="whole")
     tx = sharding.sharded(sharding.offload(mfx.scale_by_adam(), folders[here.rank]), layout)
     tx.init(layout.shard(params))
-
-
-def saved_and_loaded(here: Here, folder: str) -> Any:
-    """Steps with the state on disk, saved and gone on with elsewhere; the whole update of the last step of each."""
-    torch.manual_seed(0)
-    params = {"w": torch.randn(64, 40), "u": torch.randn(40, 64), "v": torch.randn(5000)}
-    chain = mfx.chain(
-        mfx.momentum(), mfx.masked(mfx.orthogonalize(dtype=torch.float32), mfx.select.ndim(min=2)), mfx.scale(0.1)
-    )
-    layout = sharding.zero(params, here.group, partition="flat")
-    local = layout.shard(params)
-    tx = sharding.sharded(sharding.offload(chain, f"{folder}/state", bucket_bytes=4096), layout)
-    state = tx.init(local)
-    _, state = tx.update(local, state, local, donate=mfx.Donation(False, True))
-    mfx.checkpoint.save(f"{folder}/saved", sharding.to_global(tx, state), tx=tx, group=here.group)
-    wanted, _ = tx.update(local, state, local)
-    like = sharding.to_global(tx, tx.init(local))
-    found = sharding.from_global(tx, mfx.checkpoint.load(f"{folder}/saved", like=like, tx=tx, group=here.group))
-    updates, found = tx.update(local, found, local, donate=mfx.Donation(False, True))
-    whole, other = layout.gather(wanted), layout.gather(updates)
-    big = [leaf for leaf in mfx.tree.tensors(found) if leaf.numel() * 4 >= files.PAGE]
-    return all_bits(whole) == all_bits(other), [files.folder_of(leaf) == f"{folder}/state" for leaf in big]
