@@ -6,7 +6,7 @@ This file alone chooses how each transform is executed.
 from __future__ import annotations
 
 import functools
-import operator
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from muonfx.core.recorded import Recorded, dotted, make_factory, part_names, par
 from muonfx.program.nodes import Around, ChainNode, Member, Node, OwnNumbers, Program, Stage, WholeTree
 from muonfx.tree import PyTree, Structure
 
-__all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within", "resolved"]
+__all__ = ["OwnState", "lower", "lower_node", "named_chain", "resolve_within", "resolved", "state_around"]
 
 
 def lower(tx: Transform, params: PyTree) -> Program:
@@ -83,15 +83,9 @@ def lower_node(tx: Transform, like: PyTree) -> Node:
 def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
     made = tx.resolve(like)
     entries = chain_entries(made)
-    around = entries is None and is_around(made)
-    inner: tuple[Node, ...] = ()
-    if entries is None and made.children:
-        # Only an Around node keeps its children's states apart; other transforms need real states, not placeholders.
-        calls = calls_of(made, like, replaced=around)
-        inner = tuple(
-            _lower_at(call.tx, call.params, where.of_part(tx, call.part, call.state, label))
-            for call, label in zip(calls, _labels(made, calls), strict=True)
-        )
+    around = entries is None and _is_around(made)
+    # Only an Around node keeps its children's states apart; other transforms need real states, not placeholders.
+    inner = _lower_children(made, like, where, replaced=around) if entries is None and made.children else ()
     is_stage = entries is None and not around and made.locality in (Locality.MATRIX, Locality.LEAF)
     if is_stage:
         made = _with_resolved(made, inner)
@@ -127,22 +121,32 @@ def _own_numbers(tx: Transform) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _labels(tx: Transform, calls: list[ChildCall]) -> list[str | None]:
-    """Return the label that selects each called transform for some of the leaves, or None without a label."""
-    given = [set(tree.names(call.params)) for call in calls]
-    chosen = {
-        str(key)
-        for argument in tx.arguments.values()
-        if type(argument) is dict
-        for key, value in argument.items()
-        if isinstance(value, Transform)
-    }
-    if sum(map(len, given)) > len(set[str]().union(*given)):  # a leaf has several: no choice
-        chosen = set()
-    return [call.part if call.part in chosen else None for call in calls]
+def _lower_children(tx: Transform, like: PyTree, where: _Where, *, replaced: bool) -> tuple[Node, ...]:
+    """Lower the children of a resolved transform for the leaves that its `init` gives them."""
+    state, noted = state_around(tx, like, replaced=replaced)
+    # without placeholders (replaced=False) the paths of the children's states are unknown
+    named = zip(tree.leaves(state), tree.paths(state), strict=True)
+    paths = {leaf.place: path for leaf, path in named if isinstance(leaf, Placeholder)}
+    names = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
+    given = [dict(noted).get(place, like) for place in range(len(names))]
+    labels = _labels(tx, names, given)
+    return tuple(
+        _lower_at(child, given[place], where.of_part(tx, names[place], paths.get(place, ()), labels[place]))
+        for place, child in enumerate(tx.children)
+    )
 
 
-def is_around(tx: Transform) -> bool:
+def _labels(tx: Transform, names: list[str], given: list[PyTree]) -> list[str | None]:
+    """Return the label that selects each child for some of the leaves, or None without a label."""
+    dicts = [argument for argument in tx.arguments.values() if type(argument) is dict]
+    labels = {str(key) for one in dicts for key, value in one.items() if isinstance(value, Transform)}
+    leaves = [tree.names(params) for params in given]
+    if sum(map(len, leaves)) > len(set[str]().union(*leaves)):  # a leaf has several: no choice
+        labels = set()
+    return [name if name in labels else None for name in names]
+
+
+def _is_around(tx: Transform) -> bool:
     """Return True if a transform's own work, without its children, is elementwise or a sum over leaves."""
     own = tx.declaration.combinator.own_locality
     return bool(tx.children) and (own is Locality.ELEMENT or (own is Locality.TREE and _sums(tx)))
@@ -153,25 +157,19 @@ def _sums(tx: Transform) -> bool:
 
 
 def _same_numbers(tx: Transform, made: Transform) -> bool:
-    if made is tx:
-        return True
-    before, after = tree.leaves(tx), tree.leaves(made)
-    return len(before) == len(after) and all(map(operator.is_, before, after))
+    return made is tx or list(map(id, tree.leaves(tx))) == list(map(id, tree.leaves(made)))
 
 
 def _merged(lowered: list[tuple[str, Node]]) -> list[tuple[tuple[str, ...], Node]]:
     """Merge neighbouring matrix stages of a chain, so that each matrix is sent to its owner only once."""
     found: list[tuple[tuple[str, ...], Node]] = []
-    for name, node in lowered:
-        if not isinstance(node, Stage):
-            found.append(((name,), node))
-            continue
-        own = Member(name, node.members[0].node)
-        names, before = found[-1] if found else ((), None)
-        if isinstance(before, Stage):
-            found[-1] = (*names, name), _stage([*before.members, own])
+    for is_stage, group in itertools.groupby(lowered, lambda pair: isinstance(pair[1], Stage)):
+        pairs = list(group)
+        if is_stage:
+            members = [Member(name, node.members[0].node) for name, node in pairs if isinstance(node, Stage)]
+            found.append((tuple(own.name for own in members), _stage(members)))
         else:
-            found.append(((name,), _stage([own])))
+            found += [((name,), node) for name, node in pairs]
     return found
 
 
@@ -188,18 +186,6 @@ def _stage(members: list[Member]) -> Stage:
         members=tuple(members),
         kind="matrix stage",
     )
-
-
-class ChildCall(NamedTuple):
-    """A transform that another transform calls."""
-
-    tx: Transform
-    part: str
-    """The name of `tx` among the caller's parts."""
-    params: PyTree
-    """Meta tensors of the leaves that it is given."""
-    state: tuple[object, ...]
-    """The path of its state within the caller's state."""
 
 
 @dataclass(frozen=True)
@@ -225,23 +211,6 @@ def _recorder(tx: Transform, place: int, record: Callable[[tuple[int, PyTree]], 
         raise AssertionError("a recorder is never run")
 
     return init, update
-
-
-def calls_of(tx: Transform, like: PyTree, *, replaced: bool = True) -> list[ChildCall]:
-    """Find the leaves given to each called transform by running `init` of a resolved transform on recorders."""
-    state, noted = state_around(tx, like, replaced=replaced)
-    given = dict(noted)
-    # without placeholders (replaced=False) the paths of the children's states are unknown
-    paths = {
-        leaf.place: path
-        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True)
-        if isinstance(leaf, Placeholder)
-    }
-    children = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
-    return [
-        ChildCall(child, name, given.get(place, like), paths.get(place, ()))
-        for place, (child, name) in enumerate(zip(tx.children, children, strict=True))
-    ]
 
 
 def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple[PyTree, list[tuple[int, PyTree]]]:
