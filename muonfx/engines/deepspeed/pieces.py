@@ -114,13 +114,11 @@ def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
         )
     size, length = dist.get_world_size(group), flat.numel()
     found: list[Any] = [None] * size
-    dist.all_gather_object(found, (length, own), group=group)
-    if any(theirs != length for theirs, _ in found):
-        raise ValueError(f"ranks have flat tensors of {[theirs for theirs, _ in found]} elements; expected equal parts")
+    dist.all_gather_object(found, own, group=group)
     borders = tuple(rank * length for rank in range(size + 1))
     cuts: dict[str, Intervals] = {}
     for name, param in params.items():
-        parts = [(rank, pieces[name]) for rank, (_, pieces) in enumerate(found) if pieces[name].length]
+        parts = [(rank, pieces[name]) for rank, pieces in enumerate(found) if pieces[name].length]
         starts = {rank * length + part.start - part.begin for rank, part in parts}
         if len(starts) != 1 or sum(part.length for _, part in parts) != prod(shape_of(param)):
             raise _misplaced(name)

@@ -22,21 +22,19 @@ from muonfx.optimizer.muon import Muon
 __all__ = ["muon", "register"]
 
 NAME = "muonfx"
-PLACES = ("optimizer", "optimizers.optimizer")
-"""The modules of the registry, by version, in ``llamafactory.v1.plugins.trainer_plugins``."""
 
 
 def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muon:
     """Make the optimizer, as LLaMA-Factory calls it.
 
     Args:
-        model: as LLaMA-Factory has sharded it.
+        model: the model, sharded by LLaMA-Factory.
         optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon`, with parts as mappings
             (`muonfx.engines.parts`): ``orthogonalize: {coefficients: keller}``.
-        given: what versions of LLaMA-Factory hand over beside; ``learning_rate`` counts where there is no ``lr``.
+        given: further arguments of LLaMA-Factory; ``learning_rate`` is used if ``optim_config`` has no ``lr``.
 
     Raises:
-        ValueError: there is no learning rate.
+        ValueError: the learning rate is missing.
 
     >>> config = {"name": "muonfx", "lr": 0.02, "adamw_lr": 3e-4}
     >>> optimizer = muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config)
@@ -45,7 +43,7 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muo
     """
     options = {key: value for key, value in optim_config.items() if key != "name"}
     if (lr := options.pop("lr", given.get("learning_rate"))) is None:
-        raise ValueError("optim_config: found no lr; LLaMA-Factory does not hand on its learning_rate, so say it here")
+        raise ValueError("optim_config: found no lr; set it there: LLaMA-Factory does not pass its learning_rate")
     return Muon(model, lr, **with_parts(options))
 
 
@@ -53,19 +51,9 @@ def register() -> None:
     """Register `muon` in LLaMA-Factory.
 
     Raises:
-        ModuleNotFoundError: no LLaMA-Factory with a v1 is installed.
+        ModuleNotFoundError: LLaMA-Factory 0.9.5 or later is not installed.
 
     >>> register()  # doctest: +SKIP
     """
-    for place in PLACES:
-        try:
-            module: Any = import_module(f"llamafactory.v1.plugins.trainer_plugins.{place}")
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith("llamafactory"):
-                raise  # a missing dependency of LLaMA-Factory
-            continue
-        module.OptimizerPlugin(NAME).register()(muon)
-        return
-    raise ModuleNotFoundError(
-        "llamafactory: found no v1 with a registry of optimizers; pip install llamafactory>=0.9.5"
-    )
+    plugins: Any = import_module("llamafactory.v1.plugins.trainer_plugins.optimizer")
+    plugins.OptimizerPlugin(NAME).register()(muon)
