@@ -36,7 +36,6 @@ class Net(nn.Module):
         """True to leave out `up` and `down`, which then get no gradients."""
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits."""
         h = self.emb(words)
         return self.head(self.norm(h if self.is_short else h + self.down(torch.relu(self.up(h)))))
 
@@ -77,7 +76,6 @@ WARMUP = [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
 def made(case: dict[str, Any]) -> nn.Module:
-    """The model of a case, the same in every process."""
     torch.manual_seed(0)
     model = Net()
     model.is_short = case.get("unused", False)
@@ -100,18 +98,15 @@ def transform_for(model: nn.Module, case: dict[str, Any]) -> Any:
 
 
 def batches() -> list[Tensor]:
-    """The batches of all steps."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, WORDS, (BATCH, 4), generator=generator) for _ in range(STEPS)]
 
 
 def loss_of(model: Callable[[Tensor], Tensor], words: Tensor) -> Tensor:
-    """A task that can be learned."""
     return functional.cross_entropy(model(words).reshape(-1, WORDS).float(), (words.reshape(-1) * 3 + 1) % WORDS)
 
 
 def in_one_process(case: dict[str, Any]) -> dict[str, Tensor]:
-    """The parameters that one process gets without DeepSpeed."""
     import muonfx as mfx
 
     model = made(case)
@@ -171,20 +166,17 @@ class Run:
         self.engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)[0]
 
     def step(self, words: Tensor, factor: float = 1.0) -> None:
-        """One step on this rank's part of a batch."""
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         for micro in words.chunk(self.size)[self.rank].chunk(self.accumulate):
             self.engine.backward(loss_of(self.engine, micro) * factor)
             self.engine.step()
 
     def params(self) -> dict[str, Tensor]:
-        """The whole parameters."""
         params = dict(self.engine.module.named_parameters())
         with self.deepspeed.zero.GatheredParameters(list(params.values()), enabled=self.stage == 3):
             return {name: param.detach().float().clone() for name, param in params.items()}
 
     def full_state(self, name: str, key: str) -> Tensor | None:
-        """A state as DeepSpeed's own tool gathers it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         params = dict(self.engine.module.named_parameters())
@@ -192,7 +184,6 @@ class Run:
 
 
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
-    """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
     if name in OVERFLOWS:
         return overflown(name, case, here)
     if name in OTHERS:
@@ -234,12 +225,10 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
 
 
 def tag_of(name: str) -> str:
-    """The folder of a case's checkpoint."""
     return name.replace(" ", "_").replace(",", "")
 
 
 def is_exported(run: Run, tag: str) -> bool:
-    """True if the weights that DeepSpeed's own tool makes of the last checkpoint are those here."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found = get_fp32_state_dict_from_zero_checkpoint(str(run.folder), tag=tag)
@@ -260,7 +249,6 @@ def overflown(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
 
 
 def refused(here: Rank) -> dict[str, Any]:
-    """The error that a wrong mapping of DeepSpeed's own gives."""
     run = Run("round robin", ROUND_ROBIN, *here)
     try:
         run.step(batches()[0])
@@ -324,14 +312,9 @@ PORTABLE = {
 EXPORTED = ("stage 2", "stage 3", "bf16, stage 3")
 
 
-def main() -> None:
-    """Be one rank."""
+if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     serve(CASES | OVERFLOWS | {name: {} for name in OTHERS}, carried_out)
-
-
-if __name__ == "__main__":
-    main()

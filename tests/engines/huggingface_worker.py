@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.engines.processes import Rank, same, serve, trained_alone, values_of, worst
+from tests.engines.processes import Rank, same, serve, small_llama, trained_alone, values_of, worst
 
 STEPS, SAVED_AFTER = 5, 3
 BATCH, WORDS, LENGTH = 4, 17, 6
@@ -28,7 +28,6 @@ SHARDED_FILES = {"fsdp": True, "fsdp_config": {**FSDP2["fsdp_config"], "state_di
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """Arguments for a stage of DeepSpeed's, with no word of an optimizer."""
     auto = dict.fromkeys(
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
         "auto",
@@ -54,26 +53,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def model_for(folder: Path | None = None) -> Any:
-    """A small Llama, the same in every process; with a folder, the one that lies there."""
+    if folder is None:
+        return small_llama(WORDS)
     import transformers
 
-    if folder is not None:
-        return transformers.LlamaForCausalLM.from_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM.from_pretrained(folder)
 
 
 def adapted(model: Any) -> Any:
-    """A model with adapters of PEFT, that are alone to be trained."""
     import peft
 
     found = peft.get_peft_model(
@@ -87,7 +74,6 @@ def adapted(model: Any) -> Any:
 
 
 def data() -> Tensor:
-    """The sequences of all steps."""
     return torch.randint(WORDS, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
@@ -137,7 +123,6 @@ def is_configured(case: Mapping[str, Any]) -> bool:
 
 
 def trainer_for(args: Any, model: nn.Module, kind: Any = None, **more: Any) -> Any:
-    """A Trainer with Muon, if nothing else is said."""
     import transformers
 
     import muonfx as mfx
@@ -153,7 +138,6 @@ def trainer_for(args: Any, model: nn.Module, kind: Any = None, **more: Any) -> A
 
 
 def optimizer_for(model: nn.Module) -> Any:
-    """The optimizer that the arguments mean."""
     import muonfx as mfx
 
     optimizer = mfx.Muon(
@@ -166,7 +150,6 @@ def optimizer_for(model: nn.Module) -> Any:
 
 
 def by_hand(model: Any = None) -> dict[str, Tensor]:
-    """The parameters that one process gets without a Trainer."""
     model = model_for() if model is None else model
     optimizer = optimizer_for(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
@@ -181,7 +164,6 @@ def by_hand(model: Any = None) -> dict[str, Tensor]:
 
 
 def params_of(trainer: Any) -> dict[str, Tensor]:
-    """The whole parameters that a Trainer has trained."""
     if not trainer.is_deepspeed_enabled:
         return values_of(trainer.accelerator.unwrap_model(trainer.model))
     import deepspeed
@@ -192,14 +174,12 @@ def params_of(trainer: Any) -> dict[str, Tensor]:
 
 
 def rates_of(trainer: Any) -> dict[str, Any]:
-    """The rates that a Trainer says that it has, and those that it had at the beginning."""
     logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     groups = [[group["label"], group["initial_lr"]] for group in trainer.optimizer.param_groups]
     return {"logged": [round(rate, 9) for rate in logged], "groups": groups}
 
 
 def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | None = None, **options: Any) -> Any:
-    """A Trainer after its run, with all objects new; from a checkpoint, if one is given."""
     import muonfx as mfx
     from muonfx.engines import huggingface
 
@@ -232,7 +212,6 @@ def converted(checkpoint: Path, made: Path) -> Path:
 
 
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
-    """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
     import muonfx as mfx
 
     folder = here.folder / name.replace(" ", "_").replace(",", "")
@@ -257,12 +236,7 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Be one rank."""
+if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.distributed.init_process_group("gloo")
     serve(CASES, carried_out)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,12 +26,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp, replicated": {"strategy": DDPStrategy, "layout": mfx.sharding.replicated},
     "fsdp2": {"strategy": ModelParallelStrategy},
     "fsdp2, one file": {"strategy": ModelParallelStrategy, "options": {"save_distributed_checkpoint": False}},
-    "one process, from two": {"file of": "fsdp2, one file"},
 }
 
 
 def halving(step: int) -> float:
-    """The factor of a rate at a step."""
     return 0.5**step
 
 
@@ -64,11 +62,9 @@ class Batches:
             yield self.words[self.given - 1]
 
     def state_dict(self) -> dict[str, int]:
-        """The place."""
         return {"given": self.given}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go there."""
         self.given = state_dict["given"]
 
 
@@ -80,7 +76,6 @@ class Task(L.LightningModule):
         self.net, self.case = net(), case
 
     def configure_model(self) -> None:
-        """Shard the model where the strategy leaves that to the module."""
         if self.case.get("strategy") is ModelParallelStrategy:
             mesh = self.device_mesh["data_parallel"]
             for layer in self.net:
@@ -88,7 +83,6 @@ class Task(L.LightningModule):
             fully_shard(self.net, mesh=mesh)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Muon, and a rate that halves at every step."""
         optimizer = mfx.Muon(
             self, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), layout=self.case.get("layout")
         )
@@ -98,14 +92,12 @@ class Task(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def training_step(self, words: Tensor) -> Tensor:
-        """One batch."""
         return loss_of(self.net, words)
 
 
 def trained(
     case: dict[str, Any], here: Rank, folder: Path, ckpt_path: str | None = None
 ) -> tuple[Task, dict[str, Any]]:
-    """A run in new objects, which leaves a checkpoint on its way, and what was logged."""
     strategy = "auto"
     if "strategy" in case:
         sizes = {"data_parallel_size": here.size, "tensor_parallel_size": 1}
@@ -130,25 +122,14 @@ def trained(
 
 
 def in_one_process() -> dict[str, Tensor]:
-    """The parameters that one process gets without Lightning."""
     model = net()
     optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
     return trained_alone(model, optimizer, scheduler, batches(), loss_of, CLIP)
 
 
-def folder_of(name: str) -> str:
-    """The name of a case's folder, in that of its group of processes."""
-    return name.replace(" ", "_").replace(",", "")
-
-
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
-    """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
-    if "file of" in case:
-        there = here.folder.parent / "2" / folder_of(case["file of"]) / "saved.ckpt"
-        again, logged = trained(case, here, here.folder / "elsewhere", str(there))
-        return {"worst": worst(values_of(again.net), in_one_process()), "logged again": logged}
-    folder = here.folder / folder_of(name)
+    folder = here.folder / name.replace(" ", "_").replace(",", "")
     whole, logged = trained(case, here, folder)
     again, logged_again = trained(case, here, folder / "again", str(folder / "saved.ckpt"))
     return {

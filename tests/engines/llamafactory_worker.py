@@ -26,7 +26,7 @@ from torch.utils.data import default_collate
 
 import muonfx as mfx
 from muonfx.engines import llamafactory as ours
-from tests.engines.processes import Rank, same, serve, trained_alone, values_of, worst
+from tests.engines.processes import Rank, same, serve, small_llama, trained_alone, values_of, worst
 
 STEPS, SAVED_AFTER, BATCH, CLIP = 5, 3, 4, 0.5
 WORDS = [*"abcdefghijkl", "user", "assistant", "<", "|", "im_start", "im_end", "?"]
@@ -35,36 +35,16 @@ OPTIM = {"name": "muonfx", "lr": 0.02, "adamw_lr": 0.004, "orthogonalize": {"dty
 
 @LRSchedulerPlugin("halving").register()
 def halving(optimizer: torch.optim.Optimizer, *_: Any) -> torch.optim.lr_scheduler.LambdaLR:
-    """A rate that halves at every step."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def model_for() -> nn.Module:
-    """A small Llama, the same in every process."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 def renderer_for() -> Renderer:
-    """The renderer of a tokenizer of a few words."""
     words = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return Renderer("chatml", transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?"))
 
 
 def samples() -> list[dict[str, Any]]:
-    """Conversations of one length, with an answer that can be learned."""
-
     def turn(role: str, *letters: str) -> dict[str, Any]:
         return {"role": role, "content": [{"type": "text", "value": " ".join(letters)}]}
 
@@ -76,7 +56,6 @@ def samples() -> list[dict[str, Any]]:
 
 
 def trainer_for(here: Rank, folder: Path, **more: Any) -> SFTTrainer:
-    """The real trainer on a model of its own."""
     args = TrainingArguments(
         output_dir=str(folder),
         micro_batch_size=BATCH // here.size,
@@ -89,24 +68,21 @@ def trainer_for(here: Rank, folder: Path, **more: Any) -> SFTTrainer:
         save_steps=SAVED_AFTER,
         **more,
     )
-    return SFTTrainer(args, model_for(), renderer_for(), samples())
+    return SFTTrainer(args, small_llama(len(WORDS), attn_implementation="eager"), renderer_for(), samples())
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of an answer's tokens."""
     logits = model(**{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
 
 
 def in_one_process(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The parameters that one process gets without LLaMA-Factory."""
-    model = model_for()
+    model = small_llama(len(WORDS), attn_implementation="eager")
     optimizer = mfx.Muon(model, lr=0.02, adamw_lr=0.004, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     return trained_alone(model, optimizer, halving(optimizer), batches, loss_of, CLIP)
 
 
 def launched_with(*args: str) -> str:
-    """The output of LLaMA-Factory when our launcher, which registers the optimizer, hands these arguments over."""
     said = io.StringIO()
     sys.argv = ["launcher", *args]
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
@@ -115,7 +91,6 @@ def launched_with(*args: str) -> str:
 
 
 def alone(here: Rank) -> dict[str, Any]:
-    """The launcher, the trainer's own loop, and again from its own checkpoint, with new objects."""
     del os.environ["RANK"]  # LLaMA-Factory takes it for several processes
     said = launched_with("sft", "-h")
     whole = trainer_for(here, here.folder / "whole")
@@ -134,7 +109,6 @@ def alone(here: Rank) -> dict[str, Any]:
 
 
 def batches_of(size: int, rank: int) -> list[dict[str, Tensor]]:
-    """A rank's part of all batches."""
     renderer = renderer_for()
     mine = [samples()[begin + rank : begin + BATCH : size] for begin in range(0, STEPS * BATCH, BATCH)]
     return [default_collate(pad_and_truncate(renderer.process_samples(part), 100)) for part in mine]
@@ -151,7 +125,6 @@ def train(trainer: SFTTrainer, batches: list[dict[str, Tensor]]) -> None:
 
 
 def over_ranks(here: Rank) -> dict[str, Any]:
-    """A model that the trainer has sharded, saved and loaded by LLaMA-Factory's own FSDP2."""
     ours.register()
     batches = batches_of(here.size, here.rank)
     dist_config = {"name": "fsdp2"}
@@ -174,7 +147,6 @@ def over_ranks(here: Rank) -> dict[str, Any]:
 
 
 def carried_out(_name: str, case: Any, here: Rank) -> dict[str, Any]:
-    """A case."""
     return case(here)
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rank", "launched", "result_of", "same", "serve", "trained_alone", "values_of", "worst"]
+__all__ = ["Rank", "launched", "result_of", "same", "serve", "small_llama", "trained_alone", "values_of", "worst"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,6 +122,16 @@ def serve(cases: Mapping[str, Any], carried_out: Callable[[str, Any, Rank], dict
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os._exit(0)  # fully_shard on gloo aborts at the interpreter's exit now and then, with any optimizer
+
+
+def small_llama(words: int, **more: Any) -> Any:
+    """Return a small Llama of transformers, the same in every process."""
+    import transformers
+
+    torch.manual_seed(0)
+    sides = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=words, num_hidden_layers=2, tie_word_embeddings=False, **sides, **more)
+    return transformers.LlamaForCausalLM(config)
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,4 @@
-"""`muonfx.Muon` in a loop of the real, unmodified accelerate: DDP and FSDP2, and from and to one process.
-
-One group of processes runs all cases, since importing the package takes seconds.
-"""
+"""`muonfx.Muon` in a loop of the real, unmodified accelerate: DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -39,13 +36,3 @@ def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
     assert case["worst"] <= FP32
     assert case["resumed"]
     assert case["groups"] == [["muon", 0.01], ["adamw", 0.0015]]  # half of it, as the schedule says
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_state_of_one_process_continues_under_accelerate(found: list[dict[str, Any]], name: str) -> None:
-    assert result_of(found, name)["from one process"] <= FP32
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("files") != "SHARDED_STATE_DICT"])
-def test_what_accelerate_saved_continues_in_one_process(found: list[dict[str, Any]], name: str) -> None:
-    assert result_of(found, name)["to one process"] <= FP32

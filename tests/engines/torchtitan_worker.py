@@ -70,18 +70,15 @@ class Run:
         self.here = here
 
     def train(self, words: Iterable[Tensor]) -> None:
-        """Steps on this rank's part of batches."""
         part = (batch.chunk(self.here.size)[self.here.rank] for batch in words)
         trained_alone(self.model, self.optimizers, self.schedulers, part, loss_of, CLIP)
 
     def params(self) -> dict[str, Tensor]:
-        """The whole parameters, by the names that torchtitan has for them."""
         found = {name: value for part in self.parts for name, value in values_of(part).items()}
         return {name.replace("._checkpoint_wrapped_module", ""): value for name, value in found.items()}
 
 
 def in_one_process() -> dict[str, Tensor]:
-    """The parameters that one process gets with one optimizer and without torchtitan's container."""
     model = nn.Sequential(layers())
     optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(optimizers=[optimizer], training_steps=STEPS)
@@ -89,7 +86,6 @@ def in_one_process() -> dict[str, Tensor]:
 
 
 def carried_out(_name: str, _case: Any, here: Rank) -> dict[str, Any]:
-    """From the beginning to the end, and again from a checkpoint, with new objects; one of them without wrappers."""
     words = batches()
     run = Run(here, here.folder, recompute=True)
     logged = [run.schedulers.get_metrics()]

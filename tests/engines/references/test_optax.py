@@ -112,96 +112,87 @@ def third(count: Any) -> Any:
     return count % 3 != 1
 
 
-def free(rate: Any, their_rate: Any) -> Any:
+def negated(tx: Any) -> Any:
+    return optax.chain(tx, optax.scale(-1.0))
+
+
+CORRECTED = {"bias_correction": True}
+WHOLE = {"factored": False, "decay_rate": 0.5, "step_offset": -3}
+SAME: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
+    # the name in both, positional arguments, named arguments of ours and of theirs
+    ("scale_by_rms", (), {}, {}),
+    ("scale_by_rms", (0.8, 1e-3), {"eps_in_sqrt": False, "debias": True}, {"eps_in_sqrt": False, **CORRECTED}),
+    ("scale_by_sign", (), {}, {}),
+    ("scale_by_trust_ratio", (), {}, {}),
+    ("scale_by_trust_ratio", (1.5, 0.1, 1e-2), {}, {}),
+    ("normalize_by_update_norm", (2.0,), {}, {}),
+    ("centralize", (), {}, {}),
+    ("scale_by_factored_rms", (), {"min_dim_size_to_factor": 4}, {"min_dim_size_to_factor": 4}),
+    ("scale_by_factored_rms", (), {**WHOLE, "eps": 1e-6}, {**WHOLE, "epsilon": 1e-6}),
+    ("scale_by_adam", (0.8, 0.95), {"nesterov": True}, {"nesterov": True}),
+]
+PAIRS: dict[str, Callable[[], tuple[mfx.Transform, Any]]] = {
+    "ademamix": lambda: (
+        mfx.contrib.scale_by_ademamix(0.8, 0.95, 0.99, mfx.linear(0.0, 2e5, 1_000_000)),
+        negated(optax.contrib.ademamix(1.0, 0.8, 0.95, 0.99, lambda count: 0.2 * count)),
+    ),
+    "dog": lambda: (mfx.contrib.scale_by_dog(1e-2), negated(optax.contrib.dog(1.0, ("heuristic", 1e-2)))),
+    "dowg": lambda: (mfx.contrib.scale_by_dowg(1e-2), negated(optax.contrib.dowg(1.0, 1e-2))),
+    "conditionally_transform": lambda: (
+        mfx.contrib.conditionally_transform(mfx.momentum(0.9, heavy_ball=True, nesterov=False), third),
+        optax.conditionally_transform(optax.trace(0.9), third),
+    ),
+    "conditionally_mask": lambda: (
+        mfx.contrib.conditionally_mask(mfx.momentum(0.9, heavy_ball=True, nesterov=False), third),
+        optax.conditionally_mask(optax.trace(0.9), third),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "arguments", "ours", "theirs"), SAME)
+def test_a_scaling_of_the_same_name(name: str, arguments: Any, ours: Any, theirs: Any):
+    pair = getattr(mfx, name)(*arguments, **ours), getattr(optax, name)(*arguments, **theirs)
+    more = (4, FP32_DECAY) if "factored" in name else (20, BOUND)
+    compare(mfx.chain(pair[0], mfx.scale(-RATE)), optax.chain(pair[1], optax.scale(-RATE)), *more)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_scaling(name: str):
+    ours, theirs = PAIRS[name]()
+    compare(mfx.chain(ours, mfx.scale(-RATE)), optax.chain(theirs, optax.scale(-RATE)))
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_schedule_free(warms_up: bool):
+    rate = mfx.linear(0.0, RATE, 10) if warms_up else RATE
+    their_rate = (lambda count: 0.01 * count.clip(0, 10)) if warms_up else RATE
     inner = mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate))
-    return (
+    reference = optax.contrib.schedule_free(optax.adam(their_rate, b1=0.0), their_rate, b1=0.9)
+    compare(
         (mfx.contrib.schedule_free(inner, rate, b1=0.9), mfx.contrib.schedule_free_eval_params),
-        (
-            optax.contrib.schedule_free(optax.adam(their_rate, b1=0.0), their_rate, b1=0.9),
-            optax.contrib.schedule_free_eval_params,
-        ),
+        (reference, optax.contrib.schedule_free_eval_params),
     )
 
 
-def prodigies(ours: dict[str, Any], theirs: dict[str, Any] | None = None) -> Any:
-    theirs = ours if theirs is None else theirs
-    return (
+DECAYING = {"weight_decay": 0.1, "estim_lr0": 1e-3, "estim_lr_coef": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"b1": 0.8, "b2": 0.95, **DECAYING}, {"betas": (0.8, 0.95), **DECAYING}),
+        ({"safeguard_warmup": True, "estim_lr0": 1e-2}, {"safeguard_warmup": True, "estim_lr0": 1e-2}),
+    ],
+)
+def test_prodigy(ours: dict[str, Any], theirs: dict[str, Any]):
+    compare(
         (
             mfx.chain(mfx.contrib.scale_by_prodigy(0.7, **ours), mfx.scale(-1.0)),
             lambda s, p: {**p, "rate": s["scale_by_prodigy"].estim_lr},
         ),
         (optax.contrib.prodigy(0.7, **theirs), lambda s, p: {**p, "rate": s.estim_lr}),
     )
-
-
-def conditional(name: str) -> Any:
-    module = optax if hasattr(optax, name) else optax.transforms
-    return (
-        getattr(mfx.contrib, name)(mfx.momentum(0.9, heavy_ball=True, nesterov=False), third),
-        getattr(module, name)(optax.trace(0.9), third),
-    )
-
-
-SCALINGS: dict[str, Callable[[], tuple[mfx.Transform, Any]]] = {
-    "rms": lambda: (mfx.scale_by_rms(), optax.scale_by_rms()),
-    "rms, debiased": lambda: (
-        mfx.scale_by_rms(0.8, 1e-3, eps_in_sqrt=False, debias=True),
-        optax.scale_by_rms(0.8, 1e-3, eps_in_sqrt=False, bias_correction=True),
-    ),
-    "sign": lambda: (mfx.scale_by_sign(), optax.scale_by_sign()),
-    "trust ratio": lambda: (mfx.scale_by_trust_ratio(), optax.scale_by_trust_ratio()),
-    "trust ratio, bounded": lambda: (
-        mfx.scale_by_trust_ratio(1.5, 0.1, 1e-2),
-        optax.scale_by_trust_ratio(1.5, 0.1, 1e-2),
-    ),
-    "update norm": lambda: (mfx.normalize_by_update_norm(2.0), optax.normalize_by_update_norm(2.0)),
-    "centralize": lambda: (mfx.centralize(), optax.centralize()),
-    "factored": lambda: (
-        mfx.scale_by_factored_rms(min_dim_size_to_factor=4),
-        optax.scale_by_factored_rms(min_dim_size_to_factor=4),
-    ),
-    "not factored": lambda: (
-        mfx.scale_by_factored_rms(factored=False, decay_rate=0.5, step_offset=-3, eps=1e-6),
-        optax.scale_by_factored_rms(factored=False, decay_rate=0.5, step_offset=-3, epsilon=1e-6),
-    ),
-    "nesterov": lambda: (mfx.scale_by_adam(0.8, 0.95, nesterov=True), optax.scale_by_adam(0.8, 0.95, nesterov=True)),
-    "conditionally_transform": lambda: conditional("conditionally_transform"),
-    "conditionally_mask": lambda: conditional("conditionally_mask"),
-    "ademamix": lambda: (
-        mfx.contrib.scale_by_ademamix(0.8, 0.95, 0.99, mfx.linear(0.0, 2e5, 1_000_000)),
-        optax.chain(optax.contrib.ademamix(1.0, 0.8, 0.95, 0.99, lambda count: 0.2 * count), optax.scale(-1.0)),
-    ),
-    "dog": lambda: (
-        mfx.contrib.scale_by_dog(1e-2),
-        optax.chain(optax.contrib.dog(1.0, ("heuristic", 1e-2)), optax.scale(-1.0)),
-    ),
-    "dowg": lambda: (
-        mfx.contrib.scale_by_dowg(1e-2),
-        optax.chain(optax.contrib.dowg(1.0, 1e-2), optax.scale(-1.0)),
-    ),
-}
-OPTIMIZERS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "schedule free": lambda: free(RATE, RATE),
-    "schedule free, warmup": lambda: free(mfx.linear(0.0, RATE, 10), lambda count: 0.01 * count.clip(0, 10)),
-    "prodigy": lambda: prodigies({}),
-    "prodigy, decay": lambda: prodigies(
-        {"b1": 0.8, "b2": 0.95, "weight_decay": 0.1, "estim_lr0": 1e-3, "estim_lr_coef": 0.5},
-        {"betas": (0.8, 0.95), "weight_decay": 0.1, "estim_lr0": 1e-3, "estim_lr_coef": 0.5},
-    ),
-    "prodigy, safeguard": lambda: prodigies({"safeguard_warmup": True, "estim_lr0": 1e-2}),
-}
-
-
-@pytest.mark.parametrize("name", SCALINGS)
-def test_a_scaling_is_optaxs(name: str):
-    ours, theirs = SCALINGS[name]()
-    more = (4, FP32_DECAY) if "factored" in name else (20, BOUND)
-    compare(mfx.chain(ours, mfx.scale(-RATE)), optax.chain(theirs, optax.scale(-RATE)), *more)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_is_optaxs(name: str):
-    compare(*OPTIMIZERS[name]())
 
 
 def test_lookahead():
@@ -283,23 +274,6 @@ def test_polargrad_is_muon_of_optax_with_the_dual_norm():
         wanted, their_state = jax.jit(theirs.update)(to_jax(grads), their_state, to_jax(params))
         require_close(updates, wanted, f"step {step}")
         grads = {"w": drawn(step + 2)["w"]}
-
-
-def test_trees_are_searched_mapped_and_measured_as_optax_does():
-    ours, others = drawn(0), drawn(1)
-    theirs, their_others = to_jax(ours), to_jax(others)
-    assert float(mfx.tree.norm(ours)) == pytest.approx(float(optax.tree.norm(theirs)), rel=BOUND)
-    assert float(mfx.tree.vdot(ours, others)) == pytest.approx(float(optax.tree.vdot(theirs, their_others)), rel=1e-10)
-    require_close(mfx.tree.add(ours, others), optax.tree.add(theirs, their_others), "add", 0.0)
-    require_close(mfx.tree.scale(0.3, ours), optax.tree.scale(0.3, theirs), "scale", 0.0)
-
-    tx, their_tx = mfx.chain(mfx.scale(1.0), mfx.scale_by_adam()), optax.chain(optax.scale(1.0), optax.scale_by_adam())
-    state, their_state = mfx.tree.set(tx.init(ours), "count", torch.tensor(7)), their_tx.init(theirs)
-    their_state = optax.tree.set(their_state, count=jax.numpy.asarray(7))
-    state = mfx.tree.map_params(lambda leaf, param, other: leaf + other, state, ours, others)
-    their_state = optax.tree.map_params(their_tx, lambda leaf, other: leaf + other, their_state, their_others)
-    require_close(mfx.tree.get(state, "mu"), optax.tree.get(their_state, "mu"), "mu", 0.0)
-    assert int(mfx.tree.get(state, "count")) == int(optax.tree.get(their_state, "count")) == 7
 
 
 # --------------------------------------------------------------------------------------------------------- schedules
