@@ -76,6 +76,10 @@ def _split(value: Any, parts: list[object]) -> object:
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
     """Fill parts into the holes of a skeleton: the inverse of `_split`."""
+    if skeleton is _HOLE:
+        return next(parts)
+    if type(skeleton) not in (tuple, list, dict):
+        return skeleton
     return _map(skeleton, lambda name, item: next(parts) if item is _HOLE else item)
 
 

@@ -152,10 +152,13 @@ def _uncovered(
     transforms: Mapping[str, Transform], routes: Mapping[str, Route], setting: str
 ) -> Iterator[tuple[str, Route, MatrixView]]:
     """Yield each parameter with each view of its transforms that has no such setting for it."""
+    views: dict[str, list[MatrixView]] = {}
+    for label, tx in transforms.items():
+        given = [own.arguments.get("view") for own in within(tx)]
+        views[label] = [view for view in given if isinstance(view, MatrixView)]
     for name, route in routes.items():
-        for own in within(transforms[route.label]) if route.label else ():
-            view = own.arguments.get("view")
-            if isinstance(view, MatrixView) and not is_set_for(getattr(view, setting), name):
+        for view in views[route.label] if route.label else ():
+            if not is_set_for(getattr(view, setting), name):
                 yield name, route, view
 
 
