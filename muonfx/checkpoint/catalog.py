@@ -195,7 +195,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
         FormatError: the newest was written by a newer version of muonfx.
 
     Warns:
-        UserWarning: a newer one is damaged; the message says what is wrong with it.
+        UserWarning: a newer one is damaged; the message names the damage.
 
     >>> latest("no/such/folder") is None
     True

@@ -46,8 +46,8 @@ def load(
     than in the file, which is exact.
 
     A pattern is the name of a leaf, the first levels of names ("momentum/trace"), or a glob. A pattern that matches no
-    leaf is an error. What wrappers such as ``torch.compile`` add to parameter names is left out, in the checkpoint and
-    in ``like``, so a state moves between wrapped and unwrapped models.
+    leaf is an error. Prefixes that wrappers such as ``torch.compile`` add to parameter names are dropped, in the
+    checkpoint and in ``like``, so a state moves between wrapped and unwrapped models.
 
     Args:
         path: the checkpoint.
@@ -59,7 +59,7 @@ def load(
         allow_missing: leaves (True, or patterns) that may be missing in the checkpoint; they are copied from ``like``.
         allow_extra: leaves of the checkpoint (True, or patterns) that may be missing in ``like``.
         allow_other_chain: True to skip the comparison of fingerprints.
-        cast: pattern to dtype, for leaves that may be rounded; the dtype must be that of ``like``.
+        cast: pattern to dtype, for leaves that may be rounded; it must be the leaf's dtype in ``like``.
         rename: a function or a dict from names in the checkpoint to names in ``like``. A key is a name, the first
             levels of names, or a pattern in which each ``*`` matches any text, which replaces the same ``*`` in the
             value: ``{"*/encoder.*": "*/model.encoder.*"}``. The most exact entry applies. An entry that matches no leaf
@@ -126,11 +126,12 @@ def load_params(
         cast: pattern to dtype, for parameters that may be rounded.
         rename: from names in the checkpoint to names in ``like``, as in `load`; both begin with "params/".
         device: the device of all parameters.
-        group: a process group, all of whose ranks call this together; None and a sharded ``tx``: that of its layout.
+        group: a process group, all of whose ranks call this together; None with a sharded ``tx``: the group of its
+            layout.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
-        MismatchError: the parameters are not those of ``like``; the message lists all differences.
+        MismatchError: the parameters differ from ``like``; the message lists all differences.
         CorruptError: the checkpoint is damaged.
         FormatError: it was written by a newer version of muonfx.
 

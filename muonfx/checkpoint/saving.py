@@ -45,12 +45,12 @@ def save(
             state. Leaves that share storage are written one by one. At most one leaf is copied at a time.
         tx: the transform. Its fingerprint, its code and the dtypes of its matrix products are recorded; `load`
             compares the fingerprint, and warns of other dtypes. If `muonfx.sharding.sharded` made the transform,
-            ``state`` and ``params`` are those of this rank and all ranks call this together; the whole tensors are
+            ``state`` and ``params`` are this rank's shards, and all ranks call this together; the whole tensors are
             stored, as one process would store them.
         params: parameters to store in the same checkpoint.
         step: the number of steps taken.
         extra: JSON values, such as a seed, the position in the data, or losses. With a group, equal on all ranks.
-        keep: the number of checkpoints in the folder to keep afterwards, those of the highest steps (see `prune`); the
+        keep: the number of checkpoints to keep in the folder afterwards, by highest step (see `prune`); the
             path must be one that `step_path` names.
         progress: called about every 4 MiB with the bytes written so far and the bytes in total.
         group: a process group, all of whose ranks call this together; each writes its part. Leaves may then be

@@ -91,7 +91,7 @@ class StateSpec:
         return spec_of_named(named_tensors(state), state)
 
     def of_chain(self, tx: Transform) -> StateSpec:
-        """The same leaves as those of a transform, which a load then compares with the checkpoint's."""
+        """Return the same leaves with a transform, whose fingerprint a load compares with the checkpoint's."""
         return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
 
     def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:

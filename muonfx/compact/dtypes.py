@@ -37,7 +37,7 @@ class Compact(Recorded):
 
     @property
     def resolved(self) -> Resolved:
-        """What it amounts to."""
+        """The levels and sizes that follow from the arguments."""
         return self.built
 
 
@@ -83,8 +83,8 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
     r"""Store a state as 8-bit integers with an fp32 scale for each block of elements.
 
     An element is stored as the nearest of at most 255 levels between plus and minus the largest magnitude of its
-    block, which is the scale; blocks are runs of the flattened leaf. What is never negative, such as Adam's second
-    moments, has levels without a sign, and only zero is stored as zero.
+    block, which is the scale; blocks are runs of the flattened leaf. A tensor that is never negative, such as Adam's
+    second moments, has levels without a sign, and only zero is stored as zero.
 
     Args:
         block: elements a scale, so $1 + 4 / block$ bytes an element. Smaller is more accurate.

@@ -1,4 +1,4 @@
-"""What a transform is: the `transform` decorator, `chain`, schedules, donation, and hyperparameters as data.
+"""Transforms as values: the `transform` decorator, `chain`, schedules, donation, and hyperparameters as data.
 
 A transform is a pair of pure functions, ``init`` and ``update``, and a value: the constructor and its arguments. Its
 ``repr``, equality, pickling and ``replace`` follow from these. Hyperparameters can be numbers, tensors or schedules.

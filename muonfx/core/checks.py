@@ -165,8 +165,9 @@ class NamePatterns(NamedTuple):
 def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
     """Warn of patterns in the arguments of a transform that do nothing for these parameters.
 
-    The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
-    have patterns for the others, such as a mask that all labels share: only a pattern without any match is a mistake.
+    The names are the names of the whole tree. A transform for some of the parameters (under `partition` or `masked`)
+    may have patterns for the others, such as a mask that all labels share: only a pattern without any match is a
+    mistake.
 
     Raises:
         ValueError: required patterns match nothing.
@@ -259,7 +260,8 @@ def check_tree(what: str, given: PyTree) -> None:
     """Require a tree of values with a shape and a dtype, such as tensors of any kind, or None.
 
     Raises:
-        TypeError: the tree has another leaf. If a model or its iterator was passed, the message says what to pass.
+        TypeError: the tree has another leaf. If a model or its iterator was passed, the message names the right
+            argument.
 
     >>> check_tree("params", nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -385,7 +387,7 @@ def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, A
 
 
 def warn_of_growing_graphs(what: str, params: PyTree, leaves: Sequence[object], others: PyTree) -> None:
-    """Warn if only the parameters carry a graph: that of all earlier steps, outside of ``torch.func``.
+    """Warn if only the parameters carry a graph, which outside ``torch.func`` contains all earlier steps.
 
     Args:
         what: the name of the caller.

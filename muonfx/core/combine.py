@@ -179,7 +179,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
 
     Raises:
         TypeError: an argument is not a transform.
-        ValueError: there is none, or two explicit names are alike.
+        ValueError: there is none, or two explicit names are equal.
 
     Example:
         >>> import muonfx as mfx

@@ -211,7 +211,7 @@ class Transform(Recorded):
 
     @_derived
     def locality(self) -> Locality:
-        """What the transform must see to compute one element of its output."""
+        """The part of the tree that the transform reads to compute one element of its output."""
         declared = self.declaration.locality
         found = declared if isinstance(declared, Locality) else self._call(declared, self.arguments_at(0))
         if not isinstance(found, Locality):

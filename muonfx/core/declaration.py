@@ -28,7 +28,7 @@ Position = Literal[
 
 
 class Locality(IntEnum):
-    """What a transform must see to compute one element of its output; ordered from least to most.
+    """The part of the tree that a transform reads to compute one element of its output, from least to most.
 
     >>> max(Locality.ELEMENT, Locality.MATRIX).name
     'MATRIX'

@@ -15,7 +15,7 @@ from muonfx.tree.tracing import functorch_is_active, is_traced
 
 
 class Donation(NamedTuple):
-    """What the caller of ``update`` promises not to use again, so that its storage may be overwritten.
+    """The inputs of ``update`` that the caller promises not to use again, so their storage may be reused.
 
     ``update(..., donate=True)`` donates both, as does ``Donation(updates=True, state=True)``. A transform that names
     ``donate`` in its ``update`` signature receives this value, and promises in turn: its updates never share storage

@@ -273,7 +273,7 @@ class Recorded:
         return self
 
     def replace(self, **changes: object) -> Self:
-        """Make the value anew with some arguments changed.
+        """Return the value with some arguments changed.
 
         Raises:
             TypeError: an argument that the factory does not have; the message lists those it has.

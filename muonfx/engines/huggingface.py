@@ -54,7 +54,7 @@ class MuonFactory:
         Args:
             model: with all its modules, so that parameters are routed by their types.
             zero: whether DeepSpeed will hold the parameters.
-            eps: AdamW's; None: that of `muonfx.adamw`.
+            eps: AdamW's; None: the default of `muonfx.adamw`.
             options: of `muonfx.Muon`, with parts as mappings if they come from a file (`muonfx.engines.parts`).
         """
         made: torch.optim.Optimizer = deepspeed.Muon(model, **options) if zero else Muon(model, **with_parts(options))
@@ -67,17 +67,17 @@ class MuonFactory:
 def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], dict[str, Any]]:
     """Muon for a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
 
-    The learning rate, the weight decay and AdamW's betas and epsilon are those of the training arguments, and the
-    Trainer's scheduler drives both rates from there. The logged learning rate is that of the first group, Muon's. Under
+    The learning rate, the weight decay and AdamW's betas and epsilon come from the training arguments, and the
+    Trainer's scheduler drives both rates. The logged learning rate is the rate of the first group, Muon's. Under
     DeepSpeed (``args.deepspeed``, or ``accelerate launch``) the optimizer is `muonfx.engines.deepspeed.Muon`.
 
     Args:
         args: ``transformers.TrainingArguments``.
-        options: further arguments of `muonfx.Muon`, or under DeepSpeed of `muonfx.engines.deepspeed.Muon`, which come
-            before those of ``args``: ``adamw_lr``, ``labels``.
+        options: further arguments of `muonfx.Muon`, or under DeepSpeed of `muonfx.engines.deepspeed.Muon`, which take
+            precedence over ``args``: ``adamw_lr``, ``labels``.
 
     Returns:
-        A factory, and what it is called with beside the model.
+        A factory, and its arguments other than the model.
 
     Raises:
         ValueError: under DeepSpeed, a configuration with an optimizer of its own, or one that replaces ours when the
@@ -102,9 +102,9 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
 
 
 class MuonMixin:
-    """A base beside a Trainer, also one that scripts of others construct: ``class MuonTrainer(MuonMixin, Trainer)``.
+    """A base class to add to a Trainer that another script constructs: ``class MuonTrainer(MuonMixin, Trainer)``.
 
-    Its optimizer is that of `muon`, unless an optimizer is given to the Trainer.
+    Its optimizer is built by `muon`, unless an optimizer is given to the Trainer.
 
     Example:
         >>> from types import SimpleNamespace

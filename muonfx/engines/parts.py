@@ -23,9 +23,9 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
 def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the parts in options that were read from a file.
 
-    A part is a mapping of its constructor's arguments: ``orthogonalize`` those of `muonfx.orthogonalize`, and ``view``
-    in it those of `muonfx.MatrixView`. Lists become tuples, and the name of a dtype a dtype. All else is unchanged,
-    also a part that was made in Python.
+    A part is a mapping of its constructor's arguments: ``orthogonalize`` has arguments of `muonfx.orthogonalize`, and
+    ``view`` in it arguments of `muonfx.MatrixView`. Lists become tuples, and the name of a dtype a dtype. All else is
+    unchanged, also a part that was made in Python.
 
     Raises:
         TypeError: a part has no such argument; the message suggests one.

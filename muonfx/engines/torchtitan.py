@@ -19,10 +19,10 @@ __all__ = ["muon"]
 def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
     """Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
 
-    torchtitan's container knows its own optimizers by name, and no others, so this is the configuration of a container
-    of ours: one `muonfx.Muon` for each model part, with parameters routed by their modules. Schedulers, logs and
-    checkpoints see what they see of any other. The fields ``lr``, ``adamw_lr`` and ``weight_decay`` can be overridden
-    on torchtitan's command line: ``--optimizer.lr 0.01``.
+    torchtitan's container accepts its own optimizers by name, and no others, so this is the configuration of a
+    container of ours: one `muonfx.Muon` for each model part, with parameters routed by their modules. Schedulers, logs
+    and checkpoints see what they see of any other. The fields ``lr``, ``adamw_lr`` and ``weight_decay`` can be
+    overridden on torchtitan's command line: ``--optimizer.lr 0.01``.
 
     Args:
         lr: the learning rate of Muon.

@@ -44,7 +44,7 @@ def orthogonalize_many(
     out: Sequence[torch.Tensor] | None = None,
     workspace: Workspace | None = None,
 ) -> list[torch.Tensor]:
-    """Orthogonalize many matrices; those of one shape, or of its transpose, are batched together.
+    """Orthogonalize many matrices; matrices of one shape, or of its transpose, are batched together.
 
     Equal to `[orthogonalize(x, ...) for x in xs]` within the rounding of another summation order: elementwise 1e-12 in
     fp64, 2e-5 in fp32 and 0.2 in bf16 on Gaussian matrices with sides 8 to 128. Bitwise equal wherever the batched
@@ -69,8 +69,8 @@ def orthogonalize_many(
 
     Returns:
         One tensor for each of `xs`, in order, with its shape, dtype and device: the tensors of `out`; with `donate`,
-        those of `xs`; else new contiguous ones. New results of one batch may be views of one buffer; they do not
-        overlap, but autograd treats a change in place of one as a change of all.
+        the tensors of `xs`; else new contiguous tensors. New results of one batch may be views of one buffer; they do
+        not overlap, but autograd treats a change in place of one as a change of all.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `orthogonalize`, naming the position in `xs`.

@@ -11,7 +11,7 @@ time. The number of steps in a stage depends on the dtype (`muonfx.polar.stabili
 keeps singular values near their band.
 
 *Products.* On a CPU, half of each symmetric product is skipped above a certain size, by blocks. The Triton kernels do
-the same on CUDA; they have not been measured on a GPU, so they run only if ``products="triton"`` asks for them.
+the same on CUDA; they have not been measured on a GPU, so they run only with ``products="triton"``.
 
 The choice depends on the shape of one matrix, the dtypes, the device and whether derivatives are taken. It depends on
 neither batch size, values nor time, so the same matrix always gets the same result.

@@ -12,13 +12,13 @@ _ALIGNMENT = 64
 
 
 class Workspace:
-    """One piece of memory on the CPU that batches of matrices take their intermediates from, one batch after another.
+    """Memory on the CPU for the intermediates of batches of matrices, reused by one batch after another.
 
     On other devices the allocator of torch keeps memory by itself, and new tensors come from there.
 
-    It holds as much as the largest batch so far has wanted: `orthogonalize_many` bounds a batch by its
-    ``max_scratch_bytes``, or by one matrix where that is more. No result lies in it. A workspace serves one call at a
-    time; a copy of one is empty.
+    It is as large as the largest batch so far needed: `orthogonalize_many` bounds a batch by its
+    ``max_scratch_bytes``, or by one matrix if that is more. It contains no result. A workspace serves one call at a
+    time; a copy is empty.
 
     >>> workspace = Workspace()
     >>> for _ in range(2):

@@ -1,6 +1,6 @@
 """The executor runs a program under any layout and with any store.
 
-A placement knows which shard of each leaf this rank holds, and how matrices are gathered on one rank and scattered
+A placement describes which shard of each leaf this rank holds, and gathers matrices on one rank and scatters them
 back. A store keeps the state between steps. In one process, over ranks, with offloaded state and in a torch
 optimizer, the same executor runs with other arguments.
 """

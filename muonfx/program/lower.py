@@ -228,7 +228,7 @@ class OwnState(NamedTuple):
 
     structure: Structure
     is_called: list[bool]
-    """For each leaf of the structure, True if it stands for the state of a called transform."""
+    """For each leaf of the structure, True if it represents the state of a called transform."""
 
     @classmethod
     def of(cls, tx: Transform, like: PyTree) -> OwnState:

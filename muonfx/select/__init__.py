@@ -3,7 +3,8 @@
 - A `Predicate` is a condition on one parameter, as a value: ``ndim(2) & ~path("*head*")``.
 - `labels` applies your own ordered rules. `default_labels` applies the customary rules after yours. Both return
   `Labels`, a frozen mapping from parameter name to label with the rule that matched, for ``partition``.
-- `MatrixView` says which matrices a parameter holds. Labels have one for stacks, fused weights and transposed weights.
+- `MatrixView` describes which matrices a parameter holds. Labels have one for stacks, fused weights and transposed
+  weights.
 - `describe` returns the result as a table.
 - `muonfx.partition` applies a transform to each group of parameters, `muonfx.masked` one transform to some of them.
 

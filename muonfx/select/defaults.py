@@ -99,10 +99,10 @@ def default_labels(
     transposed and fused matrices. ``Muon`` and ``muon_with_adamw`` apply these by default; other chains take them as
     ``view=labels.view()``.
 
-    Given a model, types and names decide; given named tensors alone, as when ``partition`` calls this function, names
-    and shapes, and a warning says which parameters were taken for hidden matrices so; `default_labels_by_name` does
-    the same without it. A component ``gate`` is a router, unless it lies inside an expert or beside an ``up`` or
-    ``down`` matrix with as many dims, where it is the gate of a gated MLP.
+    Given a model, types and names decide. Given only named tensors, as when ``partition`` calls this function, names
+    and shapes decide, and a warning lists the parameters that were labelled as hidden matrices;
+    `default_labels_by_name` does not warn. A component ``gate`` is a router, unless it is inside an expert or next to
+    an ``up`` or ``down`` matrix with as many dims, where it is the gate of a gated MLP.
 
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
@@ -147,9 +147,9 @@ def default_labels_by_name(
 ) -> Labels:
     """Label as `default_labels` does, for named tensors whose names are known to say what they are.
 
-    Without a model no module type is seen: an embedding called ``lookup`` looks like a hidden matrix, and a stack of
-    matrices like a convolution. Who calls this function says that none is. Arguments and errors are those of
-    `default_labels`; it does not warn.
+    Without a model there are no module types: an embedding called ``lookup`` looks like a hidden matrix, and a stack of
+    matrices like a convolution. Call this function only if there are none. Arguments and errors are the same as for
+    `default_labels`, without the warning.
 
     >>> import torch
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})

@@ -23,7 +23,7 @@ Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str,
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """All that a rule may look at to decide where one parameter goes.
+    """The properties of one parameter that a rule may use.
 
     It holds no tensor and no module, so it can be kept, compared and pickled, and a rule cannot depend on values.
 
@@ -32,7 +32,7 @@ class ParamInfo:
         shape: the global shape, also where the tensor at hand is a shard.
         dtype: the tensor's dtype.
         requires_grad: False only for an ``nn.Parameter`` that was frozen. A plain tensor counts as trainable: in
-            functional code no parameter requires grad, and that says nothing.
+            functional code no parameter requires grad.
         module: the type of the module that owns the parameter; None when no model was given.
         tied: the other names of the same tensor.
         tied_modules: the types that own it under those names, in their order; empty when no model was given.

@@ -123,7 +123,7 @@ def _routes(labels: object, memory: Memory | None = None) -> _Assignment:
 
 
 def _by_route(names: list[str], values: list[Any]) -> dict[str, Route]:
-    """Return the route of each leaf; a label alone is a route that knows no more."""
+    """Return the route of each leaf; a plain label is a route without further fields."""
     routes = (value if isinstance(value, Route) else Route(value) for value in values)
     return dict(zip(names, routes, strict=True))
 
@@ -264,7 +264,7 @@ def partition(
             which `Labels` were chosen, and would be flattened. The message names the parameter.
 
     Warns:
-        UserWarning: at `init`, a transform has no parameter (the message says which labels there are, and why); or
+        UserWarning: at `init`, a transform has no parameter (the message lists the labels and their reasons); or
             labels know dims of a parameter that the transform for it was not given; or the name of a parameter suggests
             a fused matrix (``qkv``, ``c_attn``) that is not split. The message has the line that splits it.
 
@@ -349,8 +349,8 @@ def masked(
 
     Raises:
         TypeError: a mask value is not a bool.
-        ValueError: a parameter has no mask value (the message names it), or a predicate asks for module types, which
-            are not known here.
+        ValueError: a parameter has no mask value (the message names it), or a predicate needs module types, which
+            are unknown here.
 
     Example:
         >>> import muonfx as mfx

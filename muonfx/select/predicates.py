@@ -106,9 +106,9 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
 def path(*patterns: str) -> Predicate:
     """Parameters with a name that fits one of the patterns.
 
-    Patterns are those of ``fnmatch.fnmatchcase`` over the whole dotted name: ``*`` matches anything, dots too, ``?``
-    one character, ``[ab]`` one of a set. All names of a tied tensor are tried, with and without the components that
-    ``torch.compile``, FSDP and checkpointing wrappers add.
+    Patterns are matched by ``fnmatch.fnmatchcase`` against the whole dotted name: ``*`` matches anything, dots too,
+    ``?`` one character, ``[ab]`` one of a set. All names of a tied tensor are tried, with and without the components
+    that ``torch.compile``, FSDP and checkpointing wrappers add.
 
     Raises:
         ValueError: no pattern is given.

@@ -76,14 +76,14 @@ class Routing(Shown):
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
-    """Describe where every parameter goes and why, with totals for each label.
+    """Describe the label of every parameter and its reason, with totals for each label.
 
     If a parameter holds several matrices, or one stored transposed, two columns say which: their number and sides, and
     the order in which they are stored. Names are never shortened, because rules are written from them. The label None,
     which leaves a parameter out, shows as ``-``.
 
     Args:
-        what: labels, with ``params`` beside them. Or one value alone: a model or named tensors, which are labelled by
+        what: labels, together with ``params``. Or one value alone: a model or named tensors, which are labelled by
             ``default_labels``; or a `TransformOptimizer`, with two more tables of its groups and their hyperparameters.
         params: the parameters of the labels: a model, named tensors, or any pytree of tensors.
 

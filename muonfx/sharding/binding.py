@@ -43,7 +43,7 @@ class Binding(Placement):
     derived: dict[Hashable, Any] = field(default_factory=dict)
     """Values that follow from shapes, computed once."""
     serial: int | None = None
-    """The number of this binding among those of its group; None until the ranks have compared what they bind."""
+    """The number of this binding among the bindings of its group; None until the ranks have compared what they bind."""
     steps: int = 0
     """The number of steps that all ranks have agreed to take."""
     has_loaded: bool = False

@@ -38,7 +38,7 @@ def gathered(
     op: ReduceOp = "mean",
     differentiable: bool = False,
 ) -> PyTree:
-    """Gather local leaves, all or those of some names, to whole leaves on every rank."""
+    """Gather local leaves, all or some by name, to whole leaves on every rank."""
     _check_op(op)
     with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
         try:

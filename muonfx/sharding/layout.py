@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout(ShardTable):
-    """The piece of each parameter that each rank holds. The functions of `muonfx.sharding` build layouts.
+    """The shard of each parameter that each rank holds. The functions of `muonfx.sharding` build layouts.
 
-    Each element is in the piece of one rank, or in equal pieces of several ranks.
+    Each element is in the shard of one rank, or in equal shards of several ranks.
 
     Attributes:
         kind: "replicated", "from_dtensors", "zero" or "flat", the function that built the layout.
@@ -40,7 +40,7 @@ class Layout(ShardTable):
         rank: this process's rank in the group; 0 without a group.
         group: the process group; None for a layout without processes.
         stage: the ZeRO stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too; None if not ZeRO.
-        buffer: for `zero` and `flat`, the positions of the pieces in flat buffers.
+        buffer: for `zero` and `flat`, the positions of the shards in flat buffers.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.arange(6.0).reshape(2, 3)}
@@ -54,7 +54,7 @@ class Layout(ShardTable):
     # ---------------------------------------------------------------------------------------- trees, in one process
 
     def shard(self, whole: T, rank: int | None = None) -> T:
-        """Copy a rank's pieces out of whole tensors.
+        """Copy a rank's shards out of whole tensors.
 
         Args:
             whole: a tree whose leaves have the names and global shapes of the parameters, in any dtype; None is kept.
@@ -106,7 +106,7 @@ class Layout(ShardTable):
         """Gather a local tree to the whole tree on every rank; all ranks must call it together.
 
         Raises:
-            ShardingError: a leaf is not a parameter or has another shape than the rank's piece; a rank has ended.
+            ShardingError: a leaf is not a parameter or has another shape than the rank's shard; a rank has ended.
         """
         return gathered(self, local)
 
@@ -128,10 +128,10 @@ class Layout(ShardTable):
         return gathered(self, local, names=names, op=op, differentiable=True)
 
     def reduce_scatter(self, grads: T, op: ReduceOp = "mean") -> T:
-        """Reduce every rank's own whole gradients over all ranks, and return this rank's pieces.
+        """Reduce every rank's own whole gradients over all ranks, and return this rank's shards.
 
         Values are added in the order of the ranks, in fp32 at least, and rounded once, so the sum does not depend on
-        the number of ranks that hold a piece. Each rank sends S(P-1)/P bytes for S bytes of gradients, or twice as many
+        the number of ranks that hold a shard. Each rank sends S(P-1)/P bytes for S bytes of gradients, or twice as many
         if every rank holds all of them.
 
         Args:
@@ -157,7 +157,7 @@ class Layout(ShardTable):
         if it is given a sharded chain. Leaves that are global already, or whole as under ZeRO-1, are unchanged.
 
         Raises:
-            ShardingError: a leaf is neither this rank's piece nor the whole; the message names it.
+            ShardingError: a leaf is neither this rank's shard nor the whole; the message names it.
         """
 
         def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:

@@ -95,7 +95,7 @@ def zero(
     Args:
         params: the whole parameters, on any device; only names, shapes and dtypes count.
         group: as in `replicated`.
-        stage: what the training loop shards: 1 the optimizer's state, 2 gradients too, 3 parameters too. The pieces
+        stage: what the training loop shards: 1 the optimizer's state, 2 gradients too, 3 parameters too. The shards
             are the same.
         partition: "whole", "flat" or "each".
         alignment: in elements. For "whole" the start of each parameter and the length of each rank's buffer are

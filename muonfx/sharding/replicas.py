@@ -120,7 +120,7 @@ def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence
 def _find_difference(
     what: str, copies: Sequence[_Copies], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
 ) -> tuple[str, str] | None:
-    """Return the name of the first leaf whose replicas differ and a text that says where; the same on all ranks."""
+    """Return the name of the first leaf whose replicas differ and a description of the place; the same on all ranks."""
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:

@@ -41,7 +41,7 @@ class ShardTable:
     dtensors: Mapping[str, DTensorSpec] = field(default_factory=dict)
     """For `from_dtensors`: the spec of each parameter that is a DTensor."""
     on_several_meshes: tuple[str, ...] = ()
-    """The parameters that have different meshes on different ranks; their pieces are assumed to be replicas."""
+    """The parameters that have different meshes on different ranks; their shards are assumed to be replicas."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """Values that follow from the layout, computed once."""
     buffers: Buffers = field(default_factory=Buffers)
@@ -64,11 +64,11 @@ class ShardTable:
 
     @property
     def is_flat(self) -> bool:
-        """True if the pieces are intervals of flat buffers."""
+        """True if the shards are intervals of flat buffers."""
         return self.buffer is not None
 
     def piece(self, name: str, rank: int | None = None) -> Piece:
-        """Return a rank's piece of a parameter, by default this rank's.
+        """Return a rank's shard of a parameter, by default this rank's.
 
         Raises:
             ShardingError: there is no such parameter; the message names some existing parameters.
@@ -80,15 +80,15 @@ class ShardTable:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all pieces, the same on all ranks."""
+        """A hash of all shards, the same on all ranks."""
         return digest([(name, cut.digest) for name, cut in self.pieces.items()])[:12]
 
     def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
-        """Return the distinct nonempty pieces of a parameter and the ranks that hold each."""
+        """Return the distinct nonempty shards of a parameter and the ranks that hold each."""
         return self.pieces[name].holders
 
     def nbytes(self, rank: int | None = None) -> int:
-        """Return the bytes of a rank's pieces of the parameters."""
+        """Return the bytes of a rank's shards of the parameters."""
         return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
 
     def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:

@@ -66,13 +66,13 @@ class Piece(NamedTuple):
     boxes: tuple[Box, ...]
     """The nonempty boxes of the whole, in the order of the local tensor."""
     start: int | None = None
-    """The start of an interval in the flattened whole; None for a piece that is no interval."""
+    """The start of an interval in the flattened whole; None for a shard that is no interval."""
     spans: tuple[tuple[Span, ...], ...] = ()
-    """For a piece that is no interval: along each dim, the indices of the whole that it has."""
+    """For a shard that is no interval: along each dim, the indices of the whole that it has."""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """Return the piece that is all of a tensor, in its own shape."""
+        """Return the shard that is all of a tensor, in its own shape."""
         return cls.grid([((0, size),) for size in shape])
 
     @classmethod
@@ -108,7 +108,7 @@ class Piece(NamedTuple):
         return torch.empty(self.shape, dtype=like.dtype, device=like.device)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Copy the piece out of a whole tensor."""
+        """Copy the shard out of a whole tensor."""
         local = self.blank(whole)
         for box in self.boxes:
             self.window(box).of(local).copy_(part(whole, box))
@@ -120,14 +120,14 @@ class Piece(NamedTuple):
             part(whole, box).copy_(self.window(box).of(local))
 
     def shared(self, boxes: Sequence[Box]) -> list[Box]:
-        """Return the intersections of the piece with boxes of the whole, each within one box of the piece."""
+        """Return the intersections of the shard with boxes of the whole, each within one box of the shard."""
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
     def window(self, box: Box) -> Window:
-        """Return the position in a local tensor of a box that is within one box of the piece.
+        """Return the position in a local tensor of a box that is within one box of the shard.
 
         Raises:
-            ValueError: the box is not within one box of the piece.
+            ValueError: the box is not within one box of the shard.
 
         >>> Piece.interval((4, 5), 3, 17).window(Box((3, 0), (1, 2)))
         Window(interval=(12, 2), sizes=(1, 2), narrowed=())
@@ -169,7 +169,7 @@ class FlatPiece:
     """An interval of a flattened tensor, with the shape of the whole.
 
     ZeRO concatenates all parameters in one flat buffer and splits it among the ranks, across matrices and rows. A
-    checkpoint stores the matrix instead of that buffer, so any number of ranks can load it, as pieces, as
+    checkpoint stores the matrix instead of that buffer, so any number of ranks can load it, as shards, as
     `torch.distributed.tensor.DTensor` or whole. Follows the protocol of ``torch.distributed._checkpointable``.
 
     Attributes:
@@ -207,7 +207,7 @@ class FlatPiece:
 
     @classmethod
     def cut(cls, whole: Tensor, start: int, stop: int) -> FlatPiece:
-        """Cut a piece out of a whole tensor, as a view if the tensor is contiguous."""
+        """Cut a shard out of a whole tensor, as a view if the tensor is contiguous."""
         return cls(tuple(whole.shape), start, whole.detach().reshape(-1)[start:stop])
 
     def __repr__(self) -> str:
@@ -242,7 +242,7 @@ class FlatPiece:
 
     @property
     def whole(self) -> Tensor | None:
-        """The tensor, as a view of the values, if the piece is all of it; else None."""
+        """The tensor, as a view of the values, if the shard is all of it; else None."""
         return self.data.view(self.shape) if self.data.numel() == prod(self.shape) else None
 
     def part(self, box: Box) -> Tensor:
@@ -254,7 +254,7 @@ class FlatPiece:
         return FlatPiece(self.shape, self.start, torch.empty_like(self.data, device=device))
 
     def copy_(self, other: FlatPiece) -> FlatPiece:
-        """Overwrite the values by the values of another piece of the same interval."""
+        """Overwrite the values by the values of another shard of the same interval."""
         self.data.copy_(other.data)
         return self
 

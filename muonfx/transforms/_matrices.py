@@ -1,4 +1,4 @@
-"""What transforms of matrices declare about their `MatrixView`."""
+"""Declarations that transforms of matrices derive from their `MatrixView`."""
 
 from __future__ import annotations
 

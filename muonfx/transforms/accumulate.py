@@ -50,7 +50,7 @@ def _check_boundary(boundary: object) -> None:
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
     """Accumulate the gradients of several micro-batches and run the inner transform after the last.
 
-    All other updates are zero. The extra ``boundary`` tells which micro-batch is the last: ``update(grads, state,
+    All other updates are zero. The extra ``boundary`` marks the last micro-batch: ``update(grads, state,
     params, boundary=True)``; a plain bool is evaluated in Python. Without it a counter in the state decides: in Python
     for a plain CPU tensor, by ``torch.cond`` under ``torch.compile``, and by selecting between both outcomes under
     ``torch.func.vmap`` of the state and in ``make_fx``, so that the inner transform runs at every call.

@@ -176,8 +176,8 @@ def collect_max_logits(
 
     Args:
         model: the model whose modules are observed.
-        module: a glob over module names. Logits belong to the innermost running module with such a name; those of other
-            modules are ignored. Default: the innermost module.
+        module: a glob over module names. Logits belong to the innermost running module with such a name; logits of
+            other modules are ignored. Default: the innermost module.
         tensor_parallel: this rank and the number of ranks, if each rank computes an equal share of the heads of each
             module, in the order of the ranks. The numbers of heads of other ranks are -inf.
 

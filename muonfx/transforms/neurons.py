@@ -57,8 +57,8 @@ def normalize_neurons(
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
             matrix.
 
-    Follows NorMuon (arXiv 2510.05491), whose factor $0.2\sqrt{mn} / \|U\|_F$ is that of
-    ``scale_by_shape("match_rms_adamw")`` after ``keep_norm`` where the input is orthogonal.
+    Follows NorMuon (arXiv 2510.05491), whose factor $0.2\sqrt{mn} / \|U\|_F$ equals
+    ``scale_by_shape("match_rms_adamw")`` after ``keep_norm`` if the input is orthogonal.
 
     Example:
         >>> import muonfx as mfx

@@ -51,8 +51,9 @@ def orthogonalize(
     Args:
         coefficients: the name of a set (see `muonfx.polar`), the set itself, or its steps (a, b, c).
         steps: how many steps; None takes the set's own number.
-        method: "standard" or "gram"; "auto" takes the cheaper one by shape (`muonfx.polar.explain` says which and why).
-        dtype: what to compute in; "auto" decides by the device, and is at least fp32 where derivatives are taken
+        method: "standard" or "gram"; "auto" takes the cheaper one by shape (`muonfx.polar.explain` prints the choice
+            and the reason).
+        dtype: what to compute in; "auto" decides by the device, and is at least fp32 if derivatives are taken
             through the transform. Updates are returned in their own dtype.
         products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
         view: which matrices a leaf consists of: ``MatrixView(blocks={"*.qkv.weight": 3})`` for a fused QKV.

@@ -126,7 +126,7 @@ def scale_by_factored_rms(
     Args:
         factored: False keeps a mean square for each element.
         decay_rate: $\rho$, not negative.
-        step_offset: the steps to count from, such as those of an earlier training.
+        step_offset: the steps to count from, such as the steps of an earlier training.
         min_dim_size_to_factor: leaves are factored along their two largest dims where both are at least this long.
         eps: added to each square, not negative.
         dtype: pinned dtype of the state, as for `MatrixSlot`.

@@ -1,6 +1,6 @@
 """Functions on pytrees of tensors: flatten, map, name and search leaves, and do arithmetic on whole trees.
 
-The folder also contains what all others need and what knows no transform: checks of plain arguments, tables as text and
+The folder also contains utilities that use no transform: checks of plain arguments, tables as text and
 HTML, names of dtypes, and the detection of ``torch.func`` and ``torch.compile``.
 
 The terms are optree's. A *tree* is a nest of dicts, tuples, lists and NamedTuples; its *leaves* are all other values.

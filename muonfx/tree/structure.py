@@ -277,7 +277,7 @@ def subtrees(treedef: Structure, tree: PyTree) -> list[Any]:
     """List what a tree has where a structure has leaves; by key, not by place.
 
     Raises:
-        ValueError: the containers at the top of the tree are not those of the structure.
+        ValueError: the containers at the top of the tree differ from the structure's.
 
     >>> subtrees(flatten({"mu": 0, "nu": 0})[1], {"nu": {"w": 2}, "mu": {"w": 1}})
     [{'w': 1}, {'w': 2}]

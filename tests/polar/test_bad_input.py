@@ -77,22 +77,19 @@ def test_an_out_that_cannot_take_the_result_is_refused(out: Any, error: type[Exc
     assert torch.equal(GOOD, torch.eye(3))
 
 
-def test_out_is_checked_against_the_list_of_inputs() -> None:
-    with pytest.raises(ValueError, match="out: found 2 tensors for 1 inputs"):
-        orthogonalize_many([GOOD], out=[GOOD, GOOD])
-    with pytest.raises(ValueError, match="out: found together with donate=True"):
-        orthogonalize_many([GOOD], out=[GOOD], donate=True)
-    with pytest.raises(ValueError, match="method: found 'bogus'"):
-        orthogonalize_many([], method="bogus")
-
-
-@pytest.mark.parametrize("rtol", [-0.1, 1.0, float("nan")])
-def test_rtol_must_be_a_fraction(rtol: float) -> None:
-    with pytest.raises(ValueError, match="rtol"):
-        polar_factor(GOOD, rtol=rtol)
-
-
-@pytest.mark.parametrize("shape", [(32,), (2, 3, 4), (4.0, 4), 128, torch.ones(2, 2)], ids=str)
-def test_explain_wants_two_sides(shape: Any) -> None:
-    with pytest.raises(TypeError, match=r"shape must be \(rows, columns\)"):
-        explain(shape)
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: orthogonalize_many([GOOD], out=[GOOD, GOOD]), ValueError, "out: found 2 tensors for 1 inputs"),
+        (lambda: orthogonalize_many([GOOD], out=[GOOD], donate=True), ValueError, "out: found together with donate"),
+        (lambda: orthogonalize_many([], method="bogus"), ValueError, "method: found 'bogus'"),
+        *((lambda rtol=rtol: polar_factor(GOOD, rtol=rtol), ValueError, "rtol") for rtol in (-0.1, 1.0, float("nan"))),
+        *(
+            (lambda shape=shape: explain(shape), TypeError, r"shape must be \(rows, columns\)")
+            for shape in ((32,), (2, 3, 4), (4.0, 4), 128, torch.ones(2, 2))
+        ),
+    ],
+)
+def test_other_malformed_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()

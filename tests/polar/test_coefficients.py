@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -90,21 +91,19 @@ def test_malformed_coefficients_are_refused(value, error: type[Exception], words
         orthogonalize(torch.eye(3), coefficients=value)
 
 
-@pytest.mark.parametrize("safety", [0.0, -1.0, math.nan, math.inf])
-def test_safety_must_be_finite_and_positive(safety: float) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        with_safety("keller", safety)
-    with pytest.raises(ValueError, match=r"expected a number from 0\.001 to 1000"):
-        Coefficients("mine", ((1.5, -0.5, 0.0),), norm_safety=safety)
-
-
-@pytest.mark.parametrize("restarts", [(0, 2), (3, 2), (1.5,)])
-def test_restarts_must_ascend(restarts: tuple) -> None:
-    with pytest.raises(ValueError, match=r"restarts are .* expected ascending numbers of steps"):
-        Coefficients("mine", ((1.5, -0.5),) * 5, restarts=restarts)
-
-
-@pytest.mark.parametrize("lower", [0.0, -0.1, 1.5, math.nan])
-def test_band_wants_a_lower_end_in_the_unit_interval(lower: float) -> None:
-    with pytest.raises(ValueError, match="lower"):
-        band("keller", lower)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        *((lambda s=s: with_safety("keller", s), "above 0") for s in (0.0, -1.0, math.nan, math.inf)),
+        (lambda: Coefficients("mine", ((1.5, -0.5),), norm_safety=math.nan), r"expected a number from 0\.001 to 1000"),
+        (lambda: Coefficients("mine", ((1.5, -0.5),), norm_safety=0.0), r"expected a number from 0\.001 to 1000"),
+        *(
+            (lambda r=r: Coefficients("mine", ((1.5, -0.5),) * 5, restarts=r), "expected ascending numbers of steps")
+            for r in ((0, 2), (3, 2), (1.5,))
+        ),
+        *((lambda low=low: band("keller", low), "lower") for low in (0.0, -0.1, 1.5, math.nan)),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()

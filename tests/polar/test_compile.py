@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many
+from muonfx.polar import orthogonalize, orthogonalize_many
+from muonfx.testing.laws.compiling import Counter
 
 from .strategies import gap, problem
 
@@ -23,29 +24,22 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("name", ["polar_express", "aol", "cubic"])  # safety, scaled rows, two coefficients a step
 def test_traced_equals_eager(name: str) -> None:
     x = problem(0, 6, 9, batch=(2,)).x.float()
+    settings = {"coefficients": name, "dtype": torch.float32}
     run = torch.compile(orthogonalize, fullgraph=True, backend="aot_eager")
-    assert (
-        gap(run(x, coefficients=name, dtype=torch.float32), orthogonalize(x, coefficients=name, dtype=torch.float32))
-        < 1e-5
-    )
+    assert gap(run(x, **settings), orthogonalize(x, **settings)) < 1e-5
 
 
 def test_many_traces_without_recompiling() -> None:
-    traces: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]):
-        traces.append(len(graph.graph.nodes))
-        return graph.forward
-
-    run = torch.compile(lambda *z: orthogonalize_many(z, dtype=torch.float32), fullgraph=True, backend=backend)
+    counter = Counter()
+    run = torch.compile(lambda *z: orthogonalize_many(z, dtype=torch.float32), fullgraph=True, backend=counter)
     for seed in range(3):
         xs = [problem(seed, *shape).x.float() for shape in ((4, 6), (6, 4), (5, 5), (4, 6))]
         for found, expected in zip(run(*xs), orthogonalize_many(xs, dtype=torch.float32), strict=True):
             assert gap(found, expected) < 1e-5
-    assert len(traces) == 1
+    assert counter.graphs == 1
 
 
 SHAPES = [(8, 12), (16, 40), (40, 16), (20, 20), (24, 9), (2, 8, 12), (3, 13, 9), (10, 11), (12, 31), (31, 12)]
@@ -64,23 +58,19 @@ SHAPES = [(8, 12), (16, 40), (40, 16), (20, 20), (24, 9), (2, 8, 12), (3, 13, 9)
     ids=str,
 )
 def test_more_shapes_than_the_compiler_would_trace_one_by_one(settings: dict, dynamic: bool | None) -> None:
-    traces: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]):
-        traces.append(len(graph.graph.nodes))
-        return graph.forward
-
-    run = torch.compile(lambda x: orthogonalize(x, **settings), fullgraph=True, backend=backend, dynamic=dynamic)
+    counter = Counter()
+    run = torch.compile(lambda x: orthogonalize(x, **settings), fullgraph=True, backend=counter, dynamic=dynamic)
     for shape in SHAPES:
         x = torch.randn(shape)
         assert gap(run(x), orthogonalize(x, **settings)) < (1e-5 if settings.get("dtype") == torch.float32 else 0.2)
-    assert len(traces) <= 5  # wide, tall, square and a batch; without `dynamic`, the first shape too
+    assert counter.graphs <= 5  # wide, tall, square and a batch; without `dynamic`, the first shape too
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
-@pytest.mark.parametrize("settings", [{"dtype": torch.float32, "method": "gram"}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "dynamic"), [({"dtype": torch.float32, "method": "gram"}, True), ({"dtype": torch.bfloat16}, None)]
+)
 def test_large_matrices_trace_at_a_second_and_third_shape(settings: dict, dynamic: bool | None) -> None:
-    run = torch.compile(lambda x: orthogonalize(x, **settings), fullgraph=True, backend="eager", dynamic=dynamic)
+    run = torch.compile(lambda x: orthogonalize(x, **settings), fullgraph=True, backend=Counter(), dynamic=dynamic)
     for shape in [(256, 300), (260, 520), (320, 270), (2, 260, 264)]:
         x = torch.randn(shape)
         assert gap(run(x), orthogonalize(x, **settings)) < (1e-3 if settings["dtype"] == torch.float32 else 0.2)
@@ -93,16 +83,6 @@ def test_symbolic_traces_are_right_at_other_shapes(mode: str, shape: tuple[int, 
     other = (shape[0] + 1, shape[1] + 2) if mode == "symbolic" and max(shape) < 100 else shape
     x = torch.randn(other)
     assert gap(trace(x), orthogonalize(x, dtype=torch.float32)) < 1e-3
-
-
-@pytest.mark.parametrize("dtype", ["auto", torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(6, 9), (3, 9, 6), (260, 400)])
-def test_no_graph_breaks(dtype, shape: tuple[int, ...]) -> None:
-    found = torch._dynamo.explain(lambda x: orthogonalize(x, dtype=dtype))(torch.randn(shape))
-    assert (found.graph_break_count, found.graph_count) == (0, 1)
-    targets = [str(node.target) for graph in found.graphs for node in graph.graph.nodes]
-    assert not {"item", "tolist"} & set(targets)
-    assert not any("_local_scalar_dense" in target for target in targets)
 
 
 @pytest.mark.slow

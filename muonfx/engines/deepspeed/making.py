@@ -35,7 +35,7 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
             at a time, and clips gradients itself.
 
     Returns:
-        The optimizer: groups by route as those of `muonfx.TransformOptimizer`, with torch's keys.
+        The optimizer, with the groups and keys of `muonfx.TransformOptimizer`.
 
     Raises:
         TypeError: ``model`` is no module, or ``tx`` no transform.
@@ -89,7 +89,7 @@ def require_own_step(config: Mapping[str, Any]) -> None:
 def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest: Any) -> tuple[Any, ...]:
     """``deepspeed.initialize`` for a configuration whose optimizer is Muon.
 
-    DeepSpeed knows its own optimizers and torch's by name, and no others. Here the entry ``"optimizer": {"type":
+    DeepSpeed accepts its own optimizers and torch's by name, and no others. Here the entry ``"optimizer": {"type":
     "muonfx.Muon", "params": {...}}`` is taken out and made with `Muon`; "params" has the names of `muonfx.Muon`, with
     parts as mappings (`muonfx.engines.parts`). The two options that client optimizers need are set unless the
     configuration has them. All else is passed on.

@@ -117,7 +117,7 @@ def read_ahead(tensor: Tensor) -> None:
 
 
 def _advise(tensor: Tensor, advice: str) -> None:
-    """Advise the kernel about a tensor's pages, if it is in a file of this module and the system knows the advice."""
+    """Advise the kernel about a tensor's pages, if it is in a file of this module and the system has it."""
     found = _place_of(tensor)
     if found is None or not hasattr(mmap, advice):
         return

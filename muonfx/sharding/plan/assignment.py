@@ -300,7 +300,7 @@ class Plan:
         return max(flops) * self.size / sum(flops) if sum(flops) else 1.0
 
     def owners(self) -> dict[str, list[int | None]]:
-        """Return the owners of each parameter's matrices; None stands for all ranks."""
+        """Return the owners of each parameter's matrices; None means all ranks."""
         found: dict[str, list[int | None]] = {}
         for run in self.runs:
             for share in run.shares:
