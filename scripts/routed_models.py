@@ -76,9 +76,9 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
 
 HEAD = """# Models routed
 
-Where `mfx.default_labels` sends the parameters of models of transformers, and which matrices
-it sees in them: what `mfx.Muon(model)` does by itself. The models are tiny here. A `#` stands for the number of a
-layer; of layers that are alike the first is shown. Parameters with fewer than two dims go to AdamW and are left out.
+The labels and matrices that `mfx.default_labels`, and so `mfx.Muon(model)`, finds in models of
+transformers. The models are tiny here. A `#` is the number of a layer; only the first of several equal layers is
+shown. Parameters with fewer than two dims go to AdamW and are left out.
 
 `scripts/routed_models.py` writes this page (`--check` compares), here with transformers {version}.
 [Routing](routing.md) explains the rules and the columns.

@@ -1,4 +1,4 @@
-"""What a factory keeps about its constructor: the parsed signature and the arguments of the decorator."""
+"""The definition of a factory: its constructor, the parsed signature, and the arguments of the decorator."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class TransformOptimizer(Optimizer):
         """Add parameters; their state is created at once, and the state of the others is kept.
 
         Args:
-            param_group: "params" (named, or tensors of a model that the optimizer knows) and values for some
+            param_group: "params" (named, or tensors of a model that the optimizer was given) and values for some
                 hyperparameters; it is split if labels differ. A parameter that the labels left out before, as
                 frozen ones are, leaves its group for a new one.
 

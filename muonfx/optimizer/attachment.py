@@ -92,7 +92,7 @@ class Attachment:
         self.bind(named, models)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the models, which a copy does not know, and the parameters, which it binds anew."""
+        """Drop the models and the bound parameters: a copy gets its own."""
         return {**self.__dict__, "_models": [], "_bound": {}}
 
     @property
