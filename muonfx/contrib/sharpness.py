@@ -13,7 +13,7 @@ from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import widest
-from muonfx.transforms.clip import squared_norms
+from muonfx.transforms.clip import norm_over_leaves
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
@@ -58,7 +58,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
             params = params_for("sam: adaptive", params)
             leaves, sizes = widest(given, at.pick(params))
             leaves = ew.apply("mul", leaves, sizes)
-        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(at.fill(leaves))))  # a collective: also without leaves
+        norm = norm_over_leaves(at.fill(leaves), sum_over_leaves)  # a collective: also without leaves
         factor = torch.where(norm == 0, 0.0, ew.scalar_like(rho, norm) / torch.where(norm == 0, 1.0, norm))
         leaves = ew.mul(leaves, factor, reuse=adaptive or donate.updates)
         if adaptive:

@@ -68,11 +68,11 @@ class EmptyState(NamedTuple):
 
 
 def sum_over_leaves(scalars: PyTree) -> Tensor:
-    """Add up a tree of 0-d tensors: the extra ``sum_over_leaves`` in a single process."""
+    """Add up a tree of tensors of one shape, such as 0-d: the extra ``sum_over_leaves`` in a single process."""
     found = list(tree.tensors(scalars))
     if not found:
         return torch.zeros(())
-    return torch.stack([scalar.to(found[0].device) for scalar in found]).sum()
+    return torch.stack([scalar.to(found[0].device) for scalar in found], dim=-1).sum(-1)
 
 
 def _derived(find: Callable[[Any], V]) -> V:

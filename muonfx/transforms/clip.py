@@ -119,9 +119,10 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     """Scale all updates down together when the norm of the whole tree exceeds a bound.
 
     Args:
-        max_norm: positive; a bound of the 2-norm over all elements of all leaves. The norm is computed in fp64, so
-            squares of fp32 numbers do not overflow. A NaN makes all updates NaN. An infinity, or a float64 norm beyond
-            1e154, makes all finite updates zero: put `skip_nonfinite` around the chain.
+        max_norm: positive; a bound of the 2-norm over all elements of all leaves. The norm is computed in fp64, and
+            does not overflow unless the norm itself does. A norm of more than 1e38 times ``max_norm`` costs fp32
+            updates their last digits. A NaN makes all updates NaN. An infinity makes its own element NaN and all
+            others zero: put `skip_nonfinite` around the chain.
 
     Raises:
         ValueError: ``max_norm`` is not positive and finite.
@@ -143,7 +144,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         at = Present(updates)
         leaves = at.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
-        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates)))
+        norm = norm_over_leaves(updates, sum_over_leaves)
         exceeds = norm > max_norm
         factor = torch.where(exceeds, ew.scalar_like(max_norm, norm) / torch.where(exceeds, norm, 1.0), 1.0)
         factor = torch.where(norm.isnan(), norm, factor)
@@ -152,13 +153,32 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     return no_state, update
 
 
-def squared_norms(updates: PyTree) -> PyTree:
+def norm_over_leaves(updates: PyTree, sum_over_leaves: SumOverLeaves) -> Tensor:
+    """Return the 2-norm over the leaves of all ranks, in fp64 if the device supports it; finite if the norm is."""
+
+    def squares(norms: Tensor) -> Tensor:
+        # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
+        return torch.stack([norms, norms * _small(norms)], dim=-1).square()
+
+    total = sum_over_leaves(squared_norms(updates, squares))
+    if total.ndim == 0:  # there are no leaves
+        return total
+    plain, scaled = ew.safe_sqrt(total).unbind()
+    return torch.where(plain.isfinite(), plain, scaled / _small(total))
+
+
+def _small(like: Tensor) -> float:
+    """Return a power of two that keeps the square of any finite norm finite."""
+    return 2.0**-513 if like.dtype == torch.float64 else 2.0**-65
+
+
+def squared_norms(updates: PyTree, square: Callable[[Tensor], Tensor] = torch.square) -> PyTree:
     """Return the squared 2-norm of each leaf as a 0-d tensor, in fp64 if the device supports it."""
     at = Present(updates)
     found = ew.norms(at.pick(updates))
     if len({(norm.device, norm.dtype) for norm in found}) == 1 and not torch.compiler.is_compiling():
-        return at.fill(list(torch.stack(found).square().unbind()))  # three kernel launches in all, not per leaf
-    return at.fill([norm.square() for norm in found])
+        return at.fill(list(square(torch.stack(found)).unbind()))  # three kernel launches in all, not per leaf
+    return at.fill([square(norm) for norm in found])
 
 
 def global_norm(updates: PyTree) -> Tensor:

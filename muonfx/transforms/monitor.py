@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Locality, transform
 from muonfx.core.contract import NOTHING, sum_over_leaves
-from muonfx.transforms.clip import squared_norms
+from muonfx.transforms.clip import norm_over_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -29,7 +29,7 @@ Sum = Callable[[PyTree], Tensor]
 
 
 def _norm(updates: PyTree, total: Sum) -> Tensor:
-    return ew.safe_sqrt(total(squared_norms(updates)))
+    return norm_over_leaves(updates, total)
 
 
 def _rms(updates: PyTree, total: Sum) -> Tensor:

@@ -11,7 +11,7 @@ from muonfx.core import Donation, EmptyState, Locality, checks, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms.clip import squared_norms
+from muonfx.transforms.clip import norm_over_leaves
 from muonfx.transforms.scale import of_leaves, of_pairs, position_of_factor
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
@@ -67,7 +67,7 @@ def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOr
 
     Args:
         scale_factor: the norm that the updates then have; finite. Norms are taken in fp64, of float64 updates right
-            between 1e-150 and 1e150.
+            from 1e-150.
         eps: added to the norm, not negative. Updates that are all zero stay zero.
 
     Raises:
@@ -92,7 +92,7 @@ def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOr
     ):
         at = Present(updates)
         leaves = at.pick(updates)
-        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates))) + eps  # a collective: also without leaves
+        norm = norm_over_leaves(updates, sum_over_leaves) + eps  # a collective: also without leaves
         factor = ew.scalar_like(scale_factor, norm) / torch.where(norm == 0, 1.0, norm)
         return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 

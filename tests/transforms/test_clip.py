@@ -9,7 +9,7 @@ from muonfx.testing.violation import is_close
 SIZES = {
     torch.float32: (1e-30, 1e-6, 1.0, 1e10, 1e19, 1e25, 1e37),
     torch.bfloat16: (1e-30, 1.0, 1e25, 1e37),
-    torch.float64: (1e-300, 1e-30, 1.0, 1e25, 1e150),
+    torch.float64: (1e-300, 1e-30, 1.0, 1e25, 1e160, 1e300),
 }
 CASES = [(dtype, size) for dtype, sizes in SIZES.items() for size in sizes]
 

@@ -282,8 +282,8 @@ class _TwoRanks:
     def sum(self, rank: int, scalars: PyTree) -> Tensor:
         """Sum the scalars of both ranks."""
         own = [leaf.double() for leaf in tree.tensors(scalars)]
-        total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64)
-        return torch.stack(self._exchange(rank, total)).sum()
+        total = torch.stack(own, dim=-1).sum(-1) if own else torch.zeros((), dtype=torch.float64)
+        return torch.stack(torch.broadcast_tensors(*self._exchange(rank, total))).sum(0)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Run a function of the rank on both ranks at once, and raise the first error."""
