@@ -67,13 +67,6 @@ def on_ranks(here: Here, kind: str, offloaded: bool) -> dict[str, torch.Tensor]:
     return three_steps(sharding.sharded(tx, layout), layout)
 
 
-def test_in_one_process_it_scales_by_a_number_of_its_state():
-    tx = damped(mfx.scale(2.0), decay=0.5)
-    updates, state = tx.update({"w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
-    again, state = tx.update({"w": torch.ones(2)}, state)
-    assert (updates["w"].tolist(), again["w"].tolist(), float(state.factor)) == ([2.0, 2.0], [1.0, 1.0], 0.25)
-
-
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("kind", ["replicated", "whole", "flat"])
 @pytest.mark.parametrize("size", [1, 2])
