@@ -36,78 +36,61 @@ def local(leaves: dict[str, Any]) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------ when bound
 
 
+PARAMS: dict[str, Any] = {"a": some(4, 5), "b": some(3), "c": some(6, 2)}
+MASKED = mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2))
+
+
+def labelled(label: str) -> mfx.Transform:
+    return mfx.partition({"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, {"a": "x", "b": label, "c": "y"})
+
+
+BOUND: dict[str, tuple[dict[str, Any], str]] = {
+    # the difference: on the odd rank, in the error
+    "a name": ({"params": {"a": some(4, 5), "c": some(6, 2), "d": some(3)}}, "different parameters: 'b' is"),
+    "a parameter more": ({"params": PARAMS | {"d": some(2)}}, "'d' is missing on rank 0"),
+    "a shape": ({"params": PARAMS | {"a": some(5, 4)}}, "'a' is (4, 5) torch.float32 on rank 0 and (5, 4)"),
+    "a dtype": ({"params": PARAMS | {"a": some(4, 5).double()}}, "torch.float32 on rank 0 and (4, 5) torch.float64"),
+    "the order of names": ({"params": OrderedDict(reversed(PARAMS.items()))}, "different"),
+    "a number": ({"tx": mfx.chain(mfx.momentum(0.8), MASKED)}, "0.9"),
+    "the chain": ({"tx": mfx.scale(0.1)}, "scale"),
+    "labels": ({"tx": labelled("x")}, "'b' is partition, y on rank 0 and partition, x on rank 2"),
+    "the layout": ({"partition": "flat"}, "different layouts"),
+    "bucket_bytes": ({"bucket_bytes": 1001}, "bucket_bytes=1001"),
+    "a store": ({"tx": sharding.offload(mfx.momentum(0.9))}, "different stores of the state"),
+    "muonfx": ({"version of": mfx}, f"'muonfx' is {mfx.__version__} on rank 0 and 0.0.1 on rank 2"),
+    "torch": ({"version of": torch}, "'torch' is "),
+    "a default dtype": ({"dtype": torch.float64}, "dtype' is torch.float32 on rank 0 and torch.float64 on rank 2"),
+    "a precision": ({"precision": "medium"}, "'float32 matmul precision' is highest on rank 0 and medium on rank 2"),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "the order of names": {"params": OrderedDict(PARAMS)},
+    "labels": {"tx": labelled("y")},
+    "a store": {"tx": mfx.momentum(0.9)},
+}
+"""The other ranks."""
+
+
 def bound(here: Here, what: str, on: int) -> None:
     """Init of a transform, with something else on one rank."""
-    odd = here.rank == on
-    params: Any = {"a": some(4, 5), "b": some(3), "c": some(6, 2)}
-    rate, tx, settings, kind, patches = 0.9, None, {}, "whole", {}
-    match what:
-        case "labels":
-            labels = {"a": "x", "b": "x" if odd else "y", "c": "y"}
-            tx = mfx.partition({"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, labels)
-        case "bucket_bytes":
-            settings["bucket_bytes"] = 1000 + odd
-        case "a name" if odd:
-            params["d"] = params.pop("b")
-        case "a parameter more" if odd:
-            params["d"] = torch.zeros(2)
-        case "a shape" if odd:
-            params["a"] = torch.zeros(5, 4)
-        case "a dtype" if odd:
-            params["a"] = params["a"].double()
-        case "the order of names":
-            params = OrderedDict(reversed(params.items())) if odd else OrderedDict(params)
-        case "a number" if odd:
-            rate = 0.8
-        case "the chain" if odd:
-            tx = mfx.scale(0.1)
-        case "the layout" if odd:
-            kind = "flat"
-        case "a store" if odd:
-            tx = sharding.offload(mfx.momentum(rate))
-        case "muonfx" if odd:
-            patches = {"target": mfx}
-        case "torch" if odd:
-            patches = {"target": torch}
-        case "a default dtype" if odd:
-            torch.set_default_dtype(torch.float64)
-        case "a precision" if odd:
-            torch.set_float32_matmul_precision("medium")
-    tx = tx or mfx.chain(mfx.momentum(rate), mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2)))
-    if what == "a store" and not odd:
-        tx = mfx.momentum(rate)
-    layout = sharding.zero(params, here.group, partition=kind)
+    given = BOUND[what][0] if here.rank == on else OTHERS.get(what, {})
+    params, tx = given.get("params", PARAMS), given.get("tx", mfx.chain(mfx.momentum(0.9), MASKED))
+    settings = {"bucket_bytes": given["bucket_bytes"]} if "bucket_bytes" in given else {}
+    version = "0.0.1" if "version of" in given else mfx.__version__
+    torch.set_default_dtype(given.get("dtype", torch.float32))
+    torch.set_float32_matmul_precision(given.get("precision", "highest"))
+    layout = sharding.zero(params, here.group, partition=given.get("partition", "whole"))
     try:
-        with mock.patch.object(patches.get("target", mfx), "__version__", "0.0.1" if patches else mfx.__version__):
+        with mock.patch.object(given.get("version of", mfx), "__version__", version):
             sharding.sharded(tx, layout, **settings).init(layout.shard(params))
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("a name", "different parameters: 'b' is"),
-        ("a parameter more", "'d' is missing on rank 0"),
-        ("a shape", "'a' is (4, 5) torch.float32 on rank 0 and (5, 4)"),
-        ("a dtype", "'a' is (4, 5) torch.float32 on rank 0 and (4, 5) torch.float64"),
-        ("the order of names", "different"),
-        ("a number", "0.9"),
-        ("the chain", "scale"),
-        ("labels", "'b' is partition, y on rank 0 and partition, x on rank 2"),
-        ("the layout", "different layouts"),
-        ("bucket_bytes", "bucket_bytes=1001"),
-        ("a store", "different stores of the state"),
-        ("muonfx", f"'muonfx' is {mfx.__version__} on rank 0 and 0.0.1 on rank 2"),
-        ("torch", "'torch' is "),
-        ("a default dtype", "'default dtype' is torch.float32 on rank 0 and torch.float64 on rank 2"),
-        ("a precision", "'float32 matmul precision' is highest on rank 0 and medium on rank 2"),
-    ],
-)
-def test_a_difference_when_a_chain_is_bound_is_an_error_on_all(world: World, what: str, said: str):
+@pytest.mark.parametrize("what", BOUND)
+def test_a_difference_when_a_chain_is_bound_is_an_error_on_all(world: World, what: str):
     for error in errors(world.run(3, bound, what=what, on=2)):
-        assert said in error
+        assert BOUND[what][1] in error
 
 
 @pytest.mark.parametrize("what", ["a name", "the layout", "a number"])
@@ -303,68 +286,66 @@ def by_closure(function: Any) -> mfx.Schedule:
     return falling()
 
 
-def chain_of(what: str, odd: bool) -> mfx.Transform:
+def functional_chain(what: str, odd: bool) -> mfx.Transform:
     """A chain with a function of the same code on all ranks, which returns something else on the odd rank."""
-    rate = 0.2 if odd else 0.1
+    rate = by_closure(lambda count: (0.2 if odd else 0.1) / (1 + count))
 
     def chosen(params: Any) -> Any:
         return {name: odd or name == "a" for name in params}
 
-    match what:
-        case "a label function":
-            parts = {"x": mfx.scale(1.0), "y": mfx.scale(2.0)}
-            return mfx.partition(parts, lambda params: {n: "x" if one else "y" for n, one in chosen(params).items()})
-        case "a mask function":
-            return mfx.masked(mfx.momentum(), chosen)
-        case "a mask of decay":
-            return mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1, chosen))
-        case "a mask within another":
-            return mfx.skip_nonfinite(mfx.masked(mfx.momentum(), chosen))
-        case "a schedule":
-            return mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(by_closure(lambda count: rate / (1 + count))))
-        case "a schedule of decay":
-            return mfx.add_decayed_weights(by_closure(lambda count: rate / (1 + count)))
-        case "a tensor":
-            return mfx.chain(mfx.scale_by_adam(), mfx.scale(torch.tensor(-rate)))
-        case "a new chain":
-            return mfx.chain(mfx.scale_by_adam(), mfx.scale(-rate))
-    return mfx.chain(mfx.scale_by_adam(), mfx.add_decayed_weights(0.1), mfx.scale(-0.1), reads_value())
+    def labels(params: Any) -> Any:
+        return {name: "x" if one else "y" for name, one in chosen(params).items()}
+
+    return {
+        "a label function": lambda: mfx.partition({"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, labels),
+        "a mask function": lambda: mfx.masked(mfx.momentum(), chosen),
+        "a mask of decay": lambda: mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1, chosen)),
+        "a mask within another": lambda: mfx.skip_nonfinite(mfx.masked(mfx.momentum(), chosen)),
+        "a schedule": lambda: mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(rate)),
+        "a schedule of decay": lambda: mfx.add_decayed_weights(rate),
+    }[what]()
+
+
+FUNCTIONS = {
+    "a label function": "'b' is partition, y on rank 0 and partition, x on rank 1",
+    "a mask function": "different transforms of a parameter: 'b'",
+    "a mask of decay": "different chains",
+    "a mask within another": "different transforms of a parameter: 'b'",
+    "a schedule": "scale_by_learning_rate.learning_rate' is 0.1 on rank 0 and 0.2 on rank 1",
+    "a schedule of decay": "add_decayed_weights.weight_decay' is 0.1 on rank 0 and 0.2 on rank 1",
+}
+RATES: dict[str, tuple[Any, Any]] = {"a tensor": (torch.tensor(-0.1), torch.tensor(-0.2)), "a new chain": (-0.1, -0.2)}
+GRADIENTS: dict[str, Any] = {
+    "a gradient's dtype": lambda mine: {name: leaf.bfloat16() for name, leaf in mine.items()},
+    "a gradient's shape": lambda mine: mine | {"a": torch.zeros(7, 7)},
+    "a leaf fewer": lambda mine: {"a": mine["a"]},
+    "another tree": lambda mine: {"x": torch.zeros(1)},
+    "no tensor": lambda mine: mine | {"a": 1.0},
+}
 
 
 def stepped(here: Here, what: str) -> None:
     """A step with something else on rank 1, after a good step; it changes no input."""
     odd = here.rank == 1
-    params = {"a": some(4, 5), "b": some(3)}
-    layout, mine = flat(here, params)
-    first = odd and what not in ("a tensor", "a new chain")
-    over = sharding.sharded(chain_of(what, first), layout)
-    state = over.init(mine)
-    if "function" not in what and "schedule" not in what and "mask" not in what:
-        _, state = over.update(mine, state, mine)
-    grads, weights, extras = mine, mine, {}
-    match what:
-        case "a tensor" | "a new chain" if odd:
-            over = sharding.sharded(chain_of(what, True), layout)
-        case "an extra":
-            extras = {"value": 1.0 + odd}
-        case "an unknown extra" if odd:
-            extras = {"boundry": True}
-        case "a counter" if odd:
-            state["scale_by_adam"].count.add_(5)
-        case "a loaded state" if here.rank != 1:
-            state = sharding.from_global(over, sharding.to_global(over, state))
-        case "a gradient's dtype" if odd:
-            grads = {name: leaf.bfloat16() for name, leaf in mine.items()}
-        case "a gradient's shape" if odd:
-            grads = mine | {"a": torch.zeros(7, 7)}
-        case "a leaf fewer" if odd:
-            grads = {"a": mine["a"]}
-        case "another tree" if odd:
-            grads = {"x": torch.zeros(1)}
-        case "no tensor" if odd:
-            grads = mine | {"a": 1.0}
-        case "no params" if odd:
-            weights = None
+    layout, mine = flat(here, {"a": some(4, 5), "b": some(3)})
+    if what in FUNCTIONS:
+        over = sharding.sharded(functional_chain(what, odd), layout)
+        state = over.init(mine)
+    else:
+        last = [mfx.scale(RATES[what][0])] if what in RATES else [mfx.add_decayed_weights(0.1), reads_value()]
+        over = sharding.sharded(mfx.chain(mfx.scale_by_adam(), *last), layout)
+        _, state = over.update(mine, over.init(mine), mine)
+    grads = GRADIENTS[what](mine) if odd and what in GRADIENTS else mine
+    weights = None if odd and what == "no params" else mine
+    extras = {"value": 1.0 + odd} if what == "an extra" else {}
+    if odd and what in RATES:
+        over = sharding.sharded(mfx.chain(mfx.scale_by_adam(), mfx.scale(RATES[what][1])), layout)
+    if odd and what == "an unknown extra":
+        extras = {"boundry": True}
+    if odd and what == "a counter":
+        state["scale_by_adam"].count.add_(5)
+    if not odd and what == "a loaded state":
+        state = sharding.from_global(over, sharding.to_global(over, state))
     before = [local(values) for values in (state, mine)]
     try:
         if what == "another call" and odd:
@@ -378,13 +359,7 @@ def stepped(here: Here, what: str) -> None:
         raise
 
 
-STEPS = {
-    "a label function": "'b' is partition, y on rank 0 and partition, x on rank 1",
-    "a mask function": "different transforms of a parameter: 'b'",
-    "a mask of decay": "different chains",
-    "a mask within another": "different transforms of a parameter: 'b'",
-    "a schedule": "scale_by_learning_rate.learning_rate' is 0.1 on rank 0 and 0.2 on rank 1",
-    "a schedule of decay": "add_decayed_weights.weight_decay' is 0.1 on rank 0 and 0.2 on rank 1",
+STEPS = FUNCTIONS | {
     "a tensor": "'scale.factor' is -0.1",
     "a new chain": "'scale.factor' is -0.1 on rank 0 and -0.2 on rank 1",
     "an extra": "'value' is 1.0 on rank 0 and 2.0 on rank 1",
@@ -412,45 +387,44 @@ def test_a_difference_in_a_step_is_an_error_on_all_and_changes_nothing(world: Wo
         assert STEPS[what] in str(result.error)
 
 
+VERBS: dict[str, tuple[Any, str]] = {
+    "gather none": (lambda at, mine, all_, odd: at.gather(mine | {"a": None} if odd else mine), "'a' is None on some"),
+    "gather shape": (lambda at, mine, all_, odd: at.gather(mine | {"a": torch.zeros(1)} if odd else mine), "'a'"),
+    "reduce a name": (lambda at, mine, all_, odd: at.reduce_scatter(all_ | {"c": some(1)} if odd else all_), "'c'"),
+    "reduce a leaf fewer": (lambda at, mine, all_, odd: at.reduce_scatter({"a": all_["a"]} if odd else all_), "'b'"),
+    "reduce integers": (
+        lambda at, mine, all_, odd: at.reduce_scatter({n: x.long() if odd else x for n, x in all_.items()}),
+        "has dtype torch.int64",
+    ),
+    "init none": (
+        lambda at, mine, all_, odd: sharding.sharded(COMPACT, at).init(mine | {"a": None} if odd else mine),
+        "'a'",
+    ),
+}
+COMPACT = mfx.ema_params(dtype=mfx.int8())
+
+
 def verbs(here: Here, what: str) -> None:
     """A verb with something wrong on rank 1."""
     params = {"a": some(4, 4), "b": some(6, 3)}
     layout, mine = flat(here, params)
-    odd = here.rank == 1
-    match what:
-        case "gather none":
-            layout.gather(mine | ({"a": None} if odd else {}))
-        case "gather shape":
-            layout.gather(mine | ({"a": torch.zeros(1)} if odd else {}))
-        case "reduce a name":
-            layout.reduce_scatter(params | ({"c": torch.zeros(1)} if odd else {}))
-        case "reduce a leaf fewer":
-            layout.reduce_scatter({n: x for n, x in params.items() if not (odd and n == "b")})
-        case "reduce integers":
-            layout.reduce_scatter({n: x.long() for n, x in params.items()} if odd else params)
-        case "init none":
-            sharding.sharded(mfx.ema_params(dtype=mfx.int8()), layout).init(mine | ({"a": None} if odd else {}))
-        case "update without init":
-            more = params | ({"c": some(2)} if odd else {})
-            layout, mine = flat(here, more)
-            sharding.sharded(mfx.scale(2.0), layout).update(mine, mfx.core.EmptyState(), mine)
+    VERBS[what][0](layout, mine, params, here.rank == 1)
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("gather none", "'a' is None on some ranks only"),
-        ("gather shape", "'a'"),
-        ("reduce a name", "'c'"),
-        ("reduce a leaf fewer", "'b'"),
-        ("reduce integers", "has dtype torch.int64"),
-        ("init none", "'a'"),
-        ("update without init", "different parameters: 'c' is missing on rank 0"),
-    ],
-)
-def test_a_difference_in_a_verb_is_an_error_on_all(world: World, what: str, said: str):
+@pytest.mark.parametrize("what", VERBS)
+def test_a_difference_in_a_verb_is_an_error_on_all(world: World, what: str):
     for error in errors(world.run(3, verbs, what=what)):
-        assert said in error
+        assert VERBS[what][1] in error
+
+
+def updated_without_init(here: Here) -> None:
+    layout, mine = flat(here, {"a": some(4, 4)} | ({"c": some(2)} if here.rank == 1 else {}))
+    sharding.sharded(mfx.scale(2.0), layout).update(mine, mfx.core.EmptyState(), mine)
+
+
+def test_a_difference_of_parameters_without_init_is_an_error_on_all(world: World):
+    for error in errors(world.run(3, updated_without_init)):
+        assert "different parameters: 'c' is missing on rank 0" in error
 
 
 def stepped_in_another_order(here: Here, how: str) -> None:

@@ -133,6 +133,12 @@ def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
         assert_trees_equal(one, state)
     assert_trees_equal(mfx.checkpoint.load_params(path / "by hand", like=local, tx=sharded), local)
     assert str(mfx.tree.leaves(sharding.to_global(sharded, logical))) == str(mfx.tree.leaves(logical))
+    # `Layout.to_global` wrapped a DTensor into another, which torch refuses; `from_global` returned no DTensor.
+    assert_trees_equal(layout.from_global(layout.to_global(local)), local)
+    if isinstance(case, Flat):  # ZeRO-1 and 2 leave whole parameters on each rank, and shard the state only
+        mfx.checkpoint.save(path / "whole", None, params=params, tx=sharded, group=group)
+        empty = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
+        assert_trees_equal(mfx.checkpoint.load_params(path / "whole", like=empty, tx=sharded), params)
 
 
 def assert_trees_equal(one: Any, other: Any) -> None:
@@ -154,6 +160,8 @@ def test_the_global_view_is_the_one_that_is_taken_by_hand(world: World, tmp_path
     assert all(one[name].equal(other[name]) for name in one)
     index = mfx.checkpoint.inspect(tmp_path / "by itself")  # it does not depend on the layout
     assert (index.chain, index.fingerprint) == (repr(chain_of("plain")), chain_of("plain").fingerprint)
+    if layout == "cuts":
+        assert_trees_equal(mfx.checkpoint.load_params(tmp_path / "whole", like=DRAWN.params()), DRAWN.params())
 
 
 def of_another_layout(here: Here, path: Path, what: str) -> None:
@@ -188,32 +196,3 @@ def of_another_layout(here: Here, path: Path, what: str) -> None:
 @pytest.mark.parametrize("what", ["state", "params", "structure"])
 def test_a_state_of_another_layout_is_refused_on_all_ranks(world: World, tmp_path: Path, what: str):
     world.check(2, of_another_layout, path=tmp_path, what=what)
-
-
-def whole_params(here: Here, path: Path) -> None:
-    params = DRAWN.params()
-    sharded = sharding.sharded(chain_of("plain"), laid_out(LAYOUTS["flat"], params, here))
-    mfx.checkpoint.save(path, None, params=params, tx=sharded)
-    blank = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
-    assert_trees_equal(mfx.checkpoint.load_params(path, like=blank, tx=sharded), params)
-
-
-def test_parameters_that_each_rank_has_whole_are_saved_whole(world: World, tmp_path: Path):
-    """As ZeRO-1 and 2 leave them: only the state is in pieces."""
-    world.check(2, whole_params, path=tmp_path / "ck")
-    assert_trees_equal(mfx.checkpoint.load_params(tmp_path / "ck", like=DRAWN.params()), DRAWN.params())
-
-
-def dtensors_there_and_back(here: Here) -> None:
-    params = DRAWN.params()
-    layout = laid_out(LAYOUTS["rows"], params, here)
-    placed = to_dtensors(layout, layout.shard(params))
-    back = layout.from_global(layout.to_global(placed))
-    for name, param in placed.items():
-        assert type(back[name]) is type(param) is not torch.Tensor
-        assert torch.equal(back[name].full_tensor(), params[name])
-
-
-def test_parameters_that_are_dtensors_are_logical_as_they_are(world: World):
-    """`Layout.to_global` wrapped a DTensor into another, which torch refuses; `from_global` undressed it."""
-    world.check(2, dtensors_there_and_back)

@@ -93,13 +93,6 @@ def test_holders_are_found_as_by_a_loop_over_all_ranks(drawn: cut.Cut):
     assert drawn.taking_part == tuple(rank for rank in range(drawn.size) if drawn[rank].numel)
 
 
-@given(cuts(), cuts())
-def test_equal_cuts_have_equal_pieces(one: cut.Cut, other: cut.Cut):
-    if one == other:
-        assert one.digest == other.digest
-        assert [one[rank] for rank in range(one.size)] == [other[rank] for rank in range(other.size)]
-
-
 # --------------------------------------------------------------------------------------------- what it takes to bind
 
 

@@ -75,10 +75,6 @@ def test_an_item_with_one_candidate_is_first_and_ties_go_to_fewer_bytes_then_to_
     assert assigned([0.0, 0.0], 3) == [0, 0]
 
 
-def test_packing_beats_the_longest_first():
-    assert busiest([3.0, 3.0, 2.0, 2.0, 2.0], assigned([3.0, 3.0, 2.0, 2.0, 2.0], 2), 2) == 6.0
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_balanced_at_all_sizes(name: str, device: str):
@@ -99,15 +95,9 @@ def test_whole_parameters_are_balanced_too(name: str, device: str):
         assert max(balance(sizes, owners, ranks)) <= sum(sizes) / ranks + max(sizes)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: newton_schulz_cost((4, 4), coefficients=torch.ones(2, 3), method="gram"), "method: found 'gram'"),
-    ],
-)
-def test_bad_input_is_named(call, message: str):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="method: found 'gram'"):
+        newton_schulz_cost((4, 4), coefficients=torch.ones(2, 3), method="gram")
 
 
 @given(st.integers(0, 3000), st.integers(0, 3000), st.sampled_from(["standard", "gram"]))
