@@ -86,7 +86,7 @@ def test_no_two_factories_of_ours_have_one_public_name():
         for name, module in sys.modules.items()
         if name.partition(".")[0] == "muonfx"
         for value in vars(module).values()
-        if hasattr(value, "definition") and value.__module__.startswith("muonfx")
+        if hasattr(value, "definition") and callable(value) and value.__module__.startswith("muonfx")
     }
     assert len(factories) > 40
     assert [name for name, times in Counter(map(public_name, factories.values())).items() if times > 1] == []
