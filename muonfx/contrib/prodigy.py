@@ -117,7 +117,8 @@ def scale_by_prodigy(
         held = [at.pick(own) for own in (state.mu, state.nu, state.grad_sum)]
         g, p, start, mu, nu, grad_sum = widest(given, at.pick(params), at.pick(state.start), *held)
 
-        count, old, decay = state.count + 1, state.estim_lr, b2**0.5
+        count, old = state.count + 1, state.estim_lr
+        decay = new_number(b2, old.device).sqrt()  # Python's power has other bits than torch's
         correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))
         step = new_number(old * learning_rate * correction, old.device)
 

@@ -14,7 +14,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING, require_transform, within
 from muonfx.core.factory import with_memory
 from muonfx.core.recorded import Memory
-from muonfx.core.schedules import Scalar, Schedule
+from muonfx.core.schedules import Scalar, Schedule, constant
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, widest
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree, device_of
@@ -153,9 +153,10 @@ def schedule_free(
 
 def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
     """Warn if the inner transform has other learning rates than the average, which must be known, or a momentum."""
-    rates = [tx.arguments.get("learning_rate") for tx in within(inner) if tx.position == "learning_rate"]
-    known = all(isinstance(rate, float | Schedule) for rate in (*rates, learning_rate))
-    if rates and known and learning_rate not in rates:
+    rates = [_number_of(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
+    given = _number_of(learning_rate)
+    known = all(isinstance(rate, float | Schedule) for rate in (*rates, given))
+    if rates and known and given not in rates:
         warn_caller(
             f"schedule_free: learning_rate is {learning_rate!r}, but the inner transform has {rates[0]!r}: the average "
             "is weighted by another rate than the steps are taken with. Give both the same"
@@ -164,13 +165,18 @@ def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
         short = tx.declaration.short_names
         names = short.get("momentum", short.get("betas"))
         name = names[0] if isinstance(names, tuple) else names
-        value = tx.arguments.get(name or "", 0.0)
+        value = _number_of(tx.arguments.get(name or "", 0.0))
         if isinstance(value, float | Schedule) and value != 0.0:
             warn_caller(
                 f"schedule_free: {tx.name} in the inner transform has a momentum, {name}={value!r}, which the "
                 f"interpolation b1 replaces. Switch it off: {name}=0.0"
             )
             return
+
+
+def _number_of(value: object) -> object:
+    """Return the number of a constant schedule; return any other value unchanged."""
+    return value.arguments["value"] if isinstance(value, Schedule) and value.factory is constant else value
 
 
 def schedule_free_eval_params(state: PyTree, params: T) -> T:
