@@ -87,7 +87,7 @@ WRONG = {
     "normalize_neurons(axis='columns')": 'axis must be "longer" or "rows", found .columns',
     "monitor(metrics=('size',))": "unknown metrics",
     "scale_by_factored_rms(dtype='fp32')": 'dtype must be "auto"',
-    "Slot(start='ones')": 'start must be "zeros" or "params", found .ones',
+    "Slot(start='ones')": 'start must be "params" or "zeros", found .ones',
     "one_cycle(1.0, 4, 'cubic')": 'interpolation must be "cosine" or "linear"',
     "int8(code='log')": 'int8: code must be "dynamic" or "linear", found .log.',
     "fp8(format='e3m4')": 'fp8: format must be "e4m3" or "e5m2", found .e3m4.',

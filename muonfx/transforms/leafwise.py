@@ -26,6 +26,7 @@ from muonfx.transforms._leaf import Leaf, Operation
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
+from muonfx.tree.arguments import plain_fields
 
 __all__ = ["Leaf", "Slot", "SlotTrees", "StateAndStep", "StepCount", "leafwise", "params_for"]
 
@@ -39,6 +40,7 @@ Constructor = Callable[..., StateAndStep]
 P = ParamSpec("P")
 
 
+@plain_fields
 @dataclass(frozen=True)
 class Slot:
     """A tree of a transform's state, like the parameters, in a pinned dtype.
@@ -51,7 +53,7 @@ class Slot:
         signed: whether elements may be negative; only a compact dtype cares.
 
     Raises:
-        TypeError: the dtype is neither floating point nor compact nor None.
+        TypeError: the dtype is neither floating point nor compact nor None, or another argument has another type.
         ValueError: the dtype is a string other than "auto", or ``start`` is another one than "zeros" and "params".
 
     >>> import muonfx as mfx
@@ -67,8 +69,6 @@ class Slot:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, Compact):
             checks.state_dtype(self.argument, self.dtype)
-        if self.start not in ("zeros", "params"):
-            raise ValueError(f'Slot: start must be "zeros" or "params", found {self.start!r}')
 
 
 @dataclass(frozen=True)

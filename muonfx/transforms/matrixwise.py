@@ -21,6 +21,7 @@ from muonfx.transforms._pinned import WideStateDtype, state_dtype
 from muonfx.transforms.leafwise import Slot, SlotTrees, params_for, state_and_step
 from muonfx.tree import Present, PyTree, Structure
 from muonfx.tree import elementwise as ew
+from muonfx.tree.arguments import plain_fields
 
 __all__ = ["MatrixSlot", "MatrixStates", "StateAndMatrixStep", "matrixwise"]
 
@@ -34,6 +35,7 @@ def _one_zero(matrices: Tensor) -> Tensor:
     return matrices.new_zeros((*matrices.shape[:-2], 1, 1))
 
 
+@plain_fields
 @dataclass(frozen=True)
 class MatrixSlot:
     """State of a transform for each matrix, such as a norm or a basis, in a pinned dtype.
@@ -51,7 +53,7 @@ class MatrixSlot:
             infinity.
 
     Raises:
-        TypeError: the dtype is not floating point.
+        TypeError: the dtype is not floating point, or another argument has another type.
         ValueError: the dtype is a string other than "auto".
 
     >>> import muonfx as mfx

@@ -17,7 +17,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
-from muonfx.tree.arguments import code_of, did_you_mean
+from muonfx.tree.arguments import code_of, did_you_mean, plain_fields
 from muonfx.tree.tracing import matches
 from muonfx.tree.wrappers import unwrapped
 
@@ -29,6 +29,7 @@ Span = tuple[int, int]
 _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 
 
+@plain_fields
 @dataclass(frozen=True, repr=False)
 class AttentionHeads:
     """The query and key weights of attention modules, and the rows of these that belong to each head.
@@ -50,7 +51,7 @@ class AttentionHeads:
         axis: the dim of output features in a weight: 0 for ``nn.Linear``, 1 for ``Conv1D``.
 
     Raises:
-        TypeError: a number of heads is not an int.
+        TypeError: an argument has another type.
         ValueError: heads are not a multiple of key heads, or a range is not a pair of ints, empty or negative.
 
     Example:

@@ -264,6 +264,20 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
+def plain_fields(kind: type[T]) -> type[T]:
+    """Check the plain fields of a dataclass after its own checks."""
+    kinds = {name: own for name, own in kinds_of(inspect.signature(kind).parameters, kind).items() if own}
+    check_own = vars(kind)["__post_init__"]
+
+    def check(value: T) -> None:
+        check_own(value)
+        for name, own in kinds.items():
+            check_plain(kind.__name__, name, getattr(value, name), own)
+
+    setattr(kind, "__post_init__", check)  # noqa: B010
+    return kind
+
+
 def kinds_of(
     parameters: Mapping[str, inspect.Parameter], function: Callable[..., object] | None = None
 ) -> dict[str, frozenset[str]]:

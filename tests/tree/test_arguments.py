@@ -29,6 +29,7 @@ TX = mfx.momentum()
 REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.accumulate: (TX, 2),
     mfx.adaptive_grad_clip: (1.0,),
+    mfx.AttentionHeads: ("*.attn", 2),
     mfx.contrib.add_noise: (1.0, 0.5),
     mfx.apply_updates: (PARAMS, PARAMS),
     mfx.cautious: (TX,),
@@ -72,9 +73,8 @@ NOT_ASKED = {
     mfx.leafwise,  # passes its name on to transform
     mfx.matrixwise,  # the same
     mfx.Leaf,  # made by us, and not from what was typed
-    mfx.Slot,  # its argument is a name for messages
-    mfx.AttentionHeads,  # names that match nothing are an error at init
     mfx.Summary,  # the same
+    select.Predicate,  # the same
     schedules.schedule,  # a decorator, which looks at its name where it is used
     mfx.as_tensors,  # a device, which torch reads: an int is one too
     sharding.plan_for,
