@@ -37,6 +37,7 @@ from muonfx.optimizer.groups import (
     warn_of_ascent,
 )
 from muonfx.optimizer.over_ranks import stepping_for
+from muonfx.optimizer.ownership import own_groups
 from muonfx.optimizer.state import Load, path_of, read_state_dict
 from muonfx.optimizer.stepping import Stepping, add_in_place
 from muonfx.optimizer.values import Group, GroupNumbers, fitted
@@ -155,6 +156,7 @@ class TransformOptimizer(Optimizer):
         super().__init__(groups, {})
         self._start()
         self.defaults.update(defaults_for_schedulers(self.param_groups))
+        own_groups(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy needs, torch's and ours."""
@@ -173,6 +175,7 @@ class TransformOptimizer(Optimizer):
         self._attachment.bind(named)
         self._attachment.follow(self.param_groups, self._stepping)
         self._stepping.refresh(named, self._attachment.groups)  # now, because the first step may be traced
+        own_groups(self)
 
     # ------------------------------------------------------------------------------------------------------- groups
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["GroupOwner"]
+__all__ = ["GroupOwner", "own_groups"]
+
+_owners: WeakSet[Optimizer] = WeakSet()
+
+
+def own_groups(optimizer: Optimizer) -> None:
+    """Let no other optimizer step on these groups while this one lives, except its wrappers."""
+    _register()
+    _owners.add(optimizer)
 
 
 class OwnedGroup(dict[str, Any]):
-    """A group that is recognized after its optimizer is deleted."""
+    """A group that is recognized after its optimizer is deleted; torch.compile cannot trace it."""
 
 
 class GroupOwner(Optimizer):
     """Base of optimizers whose groups no other optimizer may step on, unless it wraps this one as an attribute."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        _register()
         super().__init__(params, defaults)
+        own_groups(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group."""
@@ -30,6 +40,7 @@ class GroupOwner(Optimizer):
         """Restore a copied or loaded state."""
         super().__setstate__(state)
         self.param_groups = [OwnedGroup(group) for group in self.param_groups]
+        own_groups(self)
 
 
 @cache
@@ -38,10 +49,13 @@ def _register() -> None:
 
 
 def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling() or optimizer in _owners:
+        return
     # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
     # still have our labels, but our step never runs.
-    owned = [group for group in optimizer.param_groups if isinstance(group, OwnedGroup)]
-    if owned and not any(isinstance(value, GroupOwner) for value in (optimizer, *vars(optimizer).values())):
+    ours = {id(group) for owner in _owners for group in owner.param_groups}
+    owned = [group for group in optimizer.param_groups if id(group) in ours or isinstance(group, OwnedGroup)]
+    if owned and not any(isinstance(value, Optimizer) and value in _owners for value in vars(optimizer).values()):
         labels = ", ".join(repr(group.get("label")) for group in owned)
         raise RuntimeError(
             f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({labels}), which itself never steps: "
