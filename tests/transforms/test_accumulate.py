@@ -96,17 +96,6 @@ def test_a_gradient_that_is_absent_in_some_micro_batches_counts_as_zero_there():
     assert not third["never"].any()
 
 
-def test_sums_are_kept_in_fp32_by_default():
-    torch.manual_seed(0)
-    thirds = [torch.tensor([1.0 + k / 64], dtype=torch.bfloat16) for k in range(64)]
-    exact = float(sum(third.double() for third in thirds)) / 64
-    tx = mfx.accumulate(mfx.identity(), 64)
-    state = tx.init({"w": thirds[0]})
-    for third in thirds:
-        updates, state = tx.update({"w": third}, state)
-    assert float(updates["w"]) == float(torch.tensor(exact).to(torch.bfloat16))
-
-
 def test_vmap_over_states_that_are_at_different_micro_batches():
     tx = mfx.accumulate(mfx.momentum(), 2)
     params, steps = kit.Example.of({"w": (2, 3)}, steps=4)
@@ -120,16 +109,6 @@ def test_vmap_over_states_that_are_at_different_micro_batches():
             updates, expected[place] = tx.update(grads, expected[place], params)
             torch.testing.assert_close(found["w"][place], updates["w"])
     assert stacked.count.tolist() == [int(state.count) for state in expected]
-
-
-def test_donation_reuses_the_sums():
-    tx = mfx.accumulate(mfx.momentum(), 4)
-    params = {"w": torch.zeros(8)}
-    state = tx.init(params)
-    where = state.sums["w"].data_ptr()
-    for _ in range(3):
-        _, state = tx.update({"w": torch.ones(8)}, state, params, donate=True)
-        assert state.sums["w"].data_ptr() == where
 
 
 def test_a_state_within_a_step_may_move_to_another_container():

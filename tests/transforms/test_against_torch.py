@@ -1,4 +1,7 @@
-"""A chain is, step for step, the optimizer that it writes down: torch's Muon, AdamW, SGD; Optax's Muon by formula."""
+"""A chain is, step for step, the optimizer that it writes down: torch's Muon, AdamW, SGD; others by formula."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +150,55 @@ def test_normuon_follows_its_definition():
             normalized = o / (v[name].sqrt() + 1e-12)
             expected = normalized * 0.2 * normalized.numel() ** 0.5 / torch.linalg.matrix_norm(normalized)
             torch.testing.assert_close(updates[name], expected, rtol=1e-6, atol=1e-8)
+
+
+# ------------------------------------------------------------------------------------------------------ weight decay
+
+RATE, DECAY = 0.1, 0.3
+
+
+def assert_follows(tx: mfx.Transform, step: Any) -> None:
+    """Compare with ``step(t, x, g)``, the next parameter."""
+    params, steps = draw(torch.float64)
+    found = run_ours(tx, params, steps)[-1]
+    for name, x in params.items():
+        for t, grads in enumerate(steps):
+            x = step(t, x, grads[name])
+        torch.testing.assert_close(found[name], x, rtol=1e-14, atol=1e-14)
+
+
+def test_cautious_decay_is_algorithm_1_of_its_paper():
+    def step(t: int, x: Tensor, u: Tensor) -> Tensor:
+        return x - RATE * (u + DECAY * x * (u * x >= 0))
+
+    tx = mfx.chain(mfx.add_decayed_weights(DECAY, cautious=True), mfx.scale_by_learning_rate(RATE))
+    assert_follows(tx, step)
+
+
+def test_independent_decay_does_not_know_the_learning_rate():
+    decay = mfx.subtract_decayed_weights(DECAY)
+    assert_follows(mfx.chain(mfx.scale_by_learning_rate(RATE), decay), lambda t, x, g: x - RATE * g - DECAY * x)
+    assert_follows(mfx.chain(mfx.scale_by_learning_rate(0.0), decay), lambda t, x, g: (1 - DECAY) * x)
+
+
+def test_decay_with_the_square_of_the_learning_rate_is_a_schedule_of_its_shape():
+    tx = mfx.chain(
+        mfx.add_decayed_weights(mfx.cosine(DECAY, steps=8)), mfx.scale_by_learning_rate(mfx.cosine(RATE, steps=8))
+    )
+
+    def step(t: int, x: Tensor, g: Tensor) -> Tensor:
+        rate = RATE * (1 + math.cos(math.pi * min(t, 8) / 8)) / 2
+        return x - rate * g - DECAY * rate**2 / RATE * x
+
+    assert_follows(tx, step)
+
+
+@pytest.mark.parametrize("make", [mfx.add_decayed_weights, mfx.subtract_decayed_weights])
+def test_caution_is_not_lost_to_underflow_or_zero(make: Any):
+    params = {"w": torch.tensor([1e-30, -1e-30, 1e-30, 0.0, 2.0])}
+    updates = {"w": torch.tensor([1e-30, 1e-30, -1e-30, 1.0, 0.0])}
+    tx = make(0.5, cautious=True)
+    sign = 1 if make is mfx.add_decayed_weights else -1
+    updates = {"w": sign * updates["w"]}
+    out = tx.update(updates, tx.init(params), params)[0]["w"]
+    assert (out - updates["w"] == sign * torch.tensor([5e-31, 0.0, 0.0, 0.0, 1.0])).all()

@@ -1,35 +1,75 @@
-"""Updates by the size of what they belong to: laws of the trust ratio, of the tree's norm, and of centered rows."""
+"""Norms and mean squares: updates of any size give the same, NaN stays where it is, and definitions are followed."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import muonfx as mfx
+from muonfx.testing.violation import is_close
 
 SHAPES = {"w": (4, 6), "b": (3,), "k": (2, 3, 5)}
+BY_MATRIX: dict[str, Any] = {
+    "rows": mfx.normalize_rows(),
+    "columns": mfx.normalize_columns(),
+    "matrices": mfx.normalize_matrices(),
+    "sphere": mfx.match_weight_norms(),
+}
+EACH: dict[str, Any] = BY_MATRIX | {
+    "leaves": mfx.normalize_leaves(),
+    "trust": mfx.scale_by_trust_ratio(),
+    "tree": mfx.normalize_by_update_norm(eps=0.0),
+}
 
 
-def drawn(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def drawn(seed: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()}
+    drawn = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {name: (64 * leaf).round() / 64 for name, leaf in drawn.items()}  # so that 2**-120 times it is exact in fp32
+
+
+def matrices(seed: int) -> dict[str, Tensor]:
+    return {"w": drawn(seed)["w"].float()}
 
 
 def updated(tx: mfx.Transform, grads: dict[str, Tensor], params: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     return tx.update(grads, tx.init(grads), params)[0]
 
 
-@pytest.mark.parametrize("tx", [mfx.scale_by_trust_ratio(), mfx.normalize_by_update_norm(eps=0.0)], ids=repr)
-@pytest.mark.parametrize("exponent", [-100, -30, 1, 60, 100])
-def test_updates_of_any_size_give_the_same(tx: mfx.Transform, exponent: int):
-    grads, params = drawn(1), drawn(0)
-    scaled = {name: leaf * 2.0**exponent for name, leaf in grads.items()}
-    once, again = updated(tx, grads, params), updated(tx, scaled, params)
-    assert all(torch.equal(once[name], again[name]) for name in grads)
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("exponent", [-120, -30, 1, 60, 120])
+def test_updates_of_any_size_give_the_same(name: str, exponent: int):
+    draw = matrices if name in BY_MATRIX else drawn
+    grads, params = ({n: leaf.float() for n, leaf in draw(seed).items()} for seed in (1, 0))
+    scaled, zero = ({n: leaf * factor for n, leaf in grads.items()} for factor in (2.0**exponent, 0.0))
+    once, again = updated(EACH[name], grads, params), updated(EACH[name], scaled, params)
+    assert all(torch.equal(once[leaf], again[leaf]) for leaf in grads)
+    assert not any(leaf.any() for leaf in updated(EACH[name], zero, params).values())
+
+
+@pytest.mark.parametrize("exponent", [-120, 120])
+def test_weights_keep_their_norm_at_any_size(exponent: int):
+    params, grads = ({"w": matrices(seed)["w"] * 2.0**exponent} for seed in (0, 1))
+    tx = mfx.keep_weight_norms()
+    after = mfx.apply_updates(params, tx.update(grads, tx.init(params), params)[0])["w"]
+    assert is_close((after * 2.0**-exponent).norm(), (params["w"] * 2.0**-exponent).norm(), 1e-6)
+    assert not is_close(after * 2.0**-exponent, params["w"] * 2.0**-exponent, 0.1)
+
+
+@pytest.mark.parametrize("name", BY_MATRIX)
+def test_nan_stays_in_its_matrix(name: str):
+    grads = {"w": torch.ones(2, 3, 4)}
+    grads["w"][1, 1, 1] = torch.nan
+    tx = EACH[name].replace(view=mfx.MatrixView(((-2,), (-1,))))
+    out = updated(tx, grads, {"w": torch.ones(2, 3, 4)})["w"]
+    assert out[0].isfinite().all()
+    assert out[1].isnan().any()
 
 
 def test_a_leaf_without_a_norm_keeps_its_updates():
     grads, params = drawn(1), drawn(0)
-    grads["b"], params["w"] = torch.zeros(3), torch.zeros(4, 6)
+    grads["b"], params["w"] = torch.zeros_like(grads["b"]), torch.zeros_like(params["w"])
     updates = updated(mfx.scale_by_trust_ratio(), grads, params)
     assert torch.equal(updates["b"], grads["b"])
     assert torch.equal(updates["w"], grads["w"])
@@ -45,9 +85,43 @@ def test_nan_in_a_norm_is_seen():
 
 
 def test_rows_have_no_mean_and_centering_again_changes_nothing():
-    once = updated(mfx.centralize(), drawn(1, torch.float64))
+    once = updated(mfx.centralize(), drawn(1))
     again = updated(mfx.centralize(), once)
     for name in ("w", "k"):
         assert once[name].flatten(1).mean(1).abs().max() < 1e-15
         torch.testing.assert_close(again[name], once[name], rtol=0, atol=1e-15)
-    assert torch.equal(once["b"], drawn(1, torch.float64)["b"])
+    assert torch.equal(once["b"], drawn(1)["b"])
+
+
+def after(tx: mfx.Transform, steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    state = tx.init(steps[0])
+    for grads in steps:
+        updates, state = tx.update(grads, state, grads)
+    return updates
+
+
+def test_debiased_it_is_adam_without_a_first_moment():
+    steps = [drawn(seed) for seed in range(4)]
+    rms = after(mfx.scale_by_rms(0.99, 1e-6, eps_in_sqrt=False, debias=True), steps)
+    torch.testing.assert_close(rms, after(mfx.scale_by_adam(0.0, 0.99, 1e-6), steps))
+
+
+def factored(**more: object) -> mfx.Transform:
+    return mfx.scale_by_factored_rms(min_dim_size_to_factor=2, eps=0.0, **more)
+
+
+def test_squares_of_rank_one_lose_nothing_by_being_factored():
+    rows, columns = torch.rand(4, 1, dtype=torch.float64) + 0.1, torch.rand(1, 6, dtype=torch.float64) + 0.1
+    steps = [{"w": size * rows * columns} for size in (1.0, 3.0, 0.5)]
+    torch.testing.assert_close(after(factored(), steps), after(factored(factored=False), steps))
+
+
+def test_what_is_factored_has_no_mean_squares_of_elements():
+    state = factored().init(drawn(0) | {"thin": torch.zeros(1, 9)})
+    shapes = {name: [tuple(own[name].shape) for own in state[1:]] for name in state.v}
+    assert shapes == {
+        "w": [(4,), (6,), (0,)],
+        "b": [(0,), (0,), (3,)],
+        "k": [(2, 3), (2, 5), (0,)],
+        "thin": [(0,), (0,), (1, 9)],
+    }
