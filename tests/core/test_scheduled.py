@@ -1,12 +1,10 @@
 """A schedule in the place of a number: the same as that number at each step, whatever is done with the transform."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import muonfx as mfx
 
@@ -100,39 +98,6 @@ def test_steps_recompile_nothing():
             updates, state = compiled(tx, GRADS[step], state)
             found.append(updates)
     torch.testing.assert_close(found, run(tx)[0])
-
-
-def test_schedules_are_swept_and_differentiated():
-    def last(tx: mfx.Transform) -> Tensor:
-        return run(tx, 3)[0][-1]["w"].sum()
-
-    several = [mfx.momentum(mfx.linear(start, 0.9, 4)) for start in (0.1, 0.5)]
-    torch.testing.assert_close(torch.func.vmap(last)(mfx.stack(several)), torch.stack([last(tx) for tx in several]))
-    slopes = mfx.hyperparams(torch.func.grad(last)(mfx.as_tensors(several[0])))
-    higher, lower = (last(mfx.momentum(mfx.linear(0.1 + move, 0.9, 4))) for move in (1e-2, -1e-2))
-    torch.testing.assert_close(slopes["decay.start"].float(), (higher - lower) / 2e-2, rtol=1e-2, atol=1e-3)
-
-
-def test_a_checkpoint_and_the_torch_optimizer_go_on_with_the_count(tmp_path: Path):
-    tx = mfx.chain(mfx.momentum(RISING), mfx.scale_by_learning_rate(0.1))
-    found, _ = run(tx)
-    _, state = run(tx, 3)
-    mfx.checkpoint.save(tmp_path / "saved", state, tx=tx)
-    loaded = mfx.checkpoint.load(tmp_path / "saved", like=tx.init(PARAMS), tx=tx)
-    updates, _ = tx.update(GRADS[3], loaded, PARAMS)
-    assert all(torch.equal(updates[name], found[3][name]) for name in PARAMS)
-
-    model = nn.Linear(2, 3)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    optimizer = mfx.TransformOptimizer(model.named_parameters(), tx)
-    for step in range(STEPS):
-        model.weight.grad, model.bias.grad = GRADS[step].values()
-        optimizer.step()
-        if step == 2:
-            optimizer.load_state_dict(optimizer.state_dict())
-    torch.testing.assert_close(model.weight.detach(), torch.stack([updates["w"] for updates in found]).sum(0))
 
 
 def test_a_rate_that_would_overflow_after_the_run_is_accepted():
