@@ -297,40 +297,6 @@ def deepseek_v3() -> nn.Module:
     return build({"model": {"embed_tokens": nn.Embedding(V, D), "layers": layers}, "lm_head": lin(V, D)})
 
 
-def vit() -> nn.Module:
-    model = Holder(cls_token=(1, 1, D), reg_token=(1, 4, D), pos_embed=(1, 17, D))
-    model.add_module("patch_embed", build({"proj": nn.Conv2d(3, D, 4)}))
-    block = {
-        "norm1": nn.LayerNorm(D),
-        "attn": {"qkv": lin(3 * D, D, True), "proj": lin(D, D)},
-        "mlp": {"fc1": lin(16, D)},
-    }
-    model.add_module("blocks", build({"0": block}))
-    model.add_module("head", lin(10, D))
-    return model
-
-
-def resnet() -> nn.Module:
-    block = {"conv1": nn.Conv2d(8, 8, 3), "bn1": nn.BatchNorm2d(8), "downsample": {"0": nn.Conv2d(8, 16, 1)}}
-    return build(
-        {"conv1": nn.Conv2d(3, 8, 7), "bn1": nn.BatchNorm2d(8), "layer1": {"0": block}, "fc": lin(10, 16, True)}
-    )
-
-
-def whisper() -> nn.Module:
-    attn = {"k_proj": lin(D, D), "q_proj": lin(D, D, True)}
-    encoder = {
-        "conv1": nn.Conv1d(80, D, 3),
-        "conv2": nn.Conv1d(D, D, 3),
-        "embed_positions": nn.Embedding(16, D),
-        "layers": {"0": {"self_attn": attn, "fc1": lin(16, D), "self_attn_layer_norm": nn.LayerNorm(D)}},
-    }
-    decoder = {"embed_tokens": nn.Embedding(V, D), "layers": {"0": {"encoder_attn": {"out_proj": lin(D, D)}}}}
-    model = build({"model": {"encoder": encoder, "decoder": decoder}, "proj_out": lin(V, D)})
-    model.proj_out.weight = model.model.decoder.embed_tokens.weight
-    return model
-
-
 def lora() -> nn.Module:
     q = {"base_layer": lin(D, D), "lora_A": {"default": lin(4, D)}, "lora_B": {"default": lin(D, 4)}}
     embedding = build({"base_layer": nn.Embedding(V, D)})
@@ -360,13 +326,6 @@ MODELS = {
         for n in ("gate", "up", "down")
     }
     | {"model.layers.2.eh_proj"},
-    vit: {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1"},
-    resnet: {"layer1.0.conv1", "layer1.0.downsample.0"},
-    whisper: {
-        *(f"model.encoder.{n}" for n in ("conv2", "layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj")),
-        "model.encoder.layers.0.fc1",
-        "model.decoder.layers.0.encoder_attn.out_proj",
-    },
     lora: set(),
 }
 
@@ -399,7 +358,7 @@ def reasons(model) -> dict[str, str]:
 
 
 def test_the_reason_names_the_rule():
-    found = reasons(gpt2()) | reasons(lora()) | reasons(resnet()) | reasons(deepseek_v3())
+    found = reasons(gpt2()) | reasons(lora()) | reasons(deepseek_v3())
     wanted = {
         "transformer.wte.weight": "embedding (module type Embedding, tied with 'lm_head.weight')",
         "transformer.ln_f.weight": "norm (module type LayerNorm)",
@@ -410,7 +369,6 @@ def test_the_reason_names_the_rule():
         "base_model.model.model.embed_tokens.lora_embedding_A.default": (
             "low-rank factor (name component 'lora_embedding_A')"
         ),
-        "conv1.weight": "convolution from or to 3 channels",
         "model.layers.1.mlp.gate.weight": "name component 'gate'",
     }
     assert {name: found[name] for name in wanted} == wanted
@@ -502,6 +460,9 @@ def test_packed_attention_is_a_matrix_and_a_depthwise_convolution_is_not():
     found = default_labels(model)
     assert {n for n in found if found[n] == "muon"} == {"attn.in_proj_weight", "attn.out_proj.weight", "pw.weight"}
     assert found.reason("dw.weight") == "depthwise: one vector a channel"
+    image = default_labels(build({"conv1": nn.Conv2d(3, 8, 7), "conv2": nn.Conv2d(8, 8, 3), "bn2": nn.BatchNorm2d(8)}))
+    assert [name for name, label in image.items() if label == "muon"] == ["conv2.weight"]
+    assert image.reason("conv1.weight") == "convolution from or to 3 channels"
 
 
 def test_parametrized_layers_keep_their_type():
