@@ -1,5 +1,6 @@
 """A user's own wrapper runs in every place that the built-in wrappers run in, without a mention of it in muonfx."""
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,11 +59,8 @@ def three_steps(tx: mfx.Transform, layout: Any = None) -> dict[str, torch.Tensor
 
 def on_ranks(here: Here, kind: str, offloaded: bool) -> dict[str, torch.Tensor]:
     params = values(0)
-    layout = (
-        sharding.replicated(params, here.group)
-        if kind == "replicated"
-        else sharding.zero(params, here.group, partition=kind)
-    )
+    make = sharding.replicated if kind == "replicated" else functools.partial(sharding.zero, partition=kind)
+    layout = make(params, here.group)
     tx = sharding.offload(chain(), bucket_bytes=64) if offloaded else chain()
     return three_steps(sharding.sharded(tx, layout), layout)
 

@@ -49,6 +49,16 @@ def _to_others(name: str, args: tuple[Any, ...], rank: int, size: int) -> int:
     return 2 * nbytes * (size - 1) // size if name == "all_reduce" else nbytes * (size - 1)
 
 
+def count_calls(found: dict[str, int], what: str, function: Any) -> Any:
+    """Return the function, made to count its calls."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found[what] = found.get(what, 0) + 1
+        return function(*args, **kwargs)
+
+    return call
+
+
 _COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast")
 _OTHERS = ("all_to_all", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "send")
 _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
@@ -119,14 +129,3 @@ def count_reductions(here: Here, model: Model, case: LayoutCase) -> tuple[Counte
     with counting(here) as gathering:
         layout.gather(local)
     return reducing, gathering
-
-
-def count_replicated(here: Here, model: Model, tx: mfx.Transform) -> Counted:
-    """One step where every rank holds everything."""
-    params = model.params()
-    layout = sharding.replicated(params, here.group)
-    sharded = sharding.sharded(tx, layout)
-    state = sharded.init(params)
-    with counting(here) as counted:
-        sharded.update(model.grads(0), state, params)
-    return counted

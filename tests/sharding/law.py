@@ -1,8 +1,9 @@
 """The law, as ranks check it: the sharded transform gives what the transform gives, and so does its state."""
 
 import hashlib
+from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,20 +16,23 @@ from muonfx.checkpoint import FlatPiece
 from tests.processes import Here
 from tests.sharding.cases import Case, bits, laid_out
 
+T = TypeVar("T")
 # Of what is not exact, relative to the largest element.
 TOLERANCES = {torch.float64: 2e-5, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def check_cases(here: Here, cases: list[Case], dtensors: bool = False) -> list[str]:
-    """Check each case; what this rank has got, as a digest, to be compared with what others have."""
-    found: list[str] = []
-    for case in cases:
-        try:
-            found.append(check_case(here, case, dtensors))
-        except BaseException as error:
-            error.add_note(f"in {case!r}")
-            raise
-    return found
+    """Check each case; return the digests of this rank's results, to be compared between ranks."""
+    return [noted(check_case, here, case, dtensors) for case in cases]
+
+
+def noted(check: Callable[..., T], here: Here, case: Case, *settings: Any) -> T:
+    """Check a case; an error names the case."""
+    try:
+        return check(here, case, *settings)
+    except BaseException as error:
+        error.add_note(f"in {case!r}")
+        raise
 
 
 def check_case(here: Here, case: Case, dtensors: bool = False) -> str:

@@ -5,14 +5,14 @@ import pytest
 import muonfx as mfx
 from tests.processes import World
 from tests.sharding import counting
-from tests.sharding.cases import Flat, Leaf, Model, Placed, Zero, model, muon, two_groups
+from tests.sharding.cases import Flat, Leaf, Model, Placed, Replicated, Zero, model, muon, two_groups
 
 pytestmark = pytest.mark.dist
 
 
-def evenly(size: int, count: int | None = None) -> Model:
+def evenly(size: int) -> Model:
     """Matrices that are cut evenly, and as many for each owner."""
-    return model(steps=2, **{f"m{i}": (4 * size, 6) for i in range(count or 2 * size)})
+    return model(steps=2, **{f"m{i}": (4 * size, 6) for i in range(2 * size)})
 
 
 def facts(drawn: Model) -> int:
@@ -28,17 +28,14 @@ def total(drawn: Model) -> int:
 @pytest.mark.parametrize("kind", ["rows", "columns", "flat"])
 def test_owners_get_and_give_2s_times_p_minus_1_over_p_squared(world: World, size: int, kind: str):
     """For an even cut; S bytes in all."""
-    drawn = evenly(size)
-    if kind == "columns":
-        drawn = model(steps=2, **{f"m{i}": (5, 2 * size) for i in range(2 * size)})
-    if kind == "flat":
-        # each matrix is cut into equal intervals: an engine with a buffer for each
-        drawn = model(steps=2, m0=(size, 6))
-    layout = {
-        "rows": Placed(dict.fromkeys(drawn.leaves, ("0",))),
-        "columns": Placed(dict.fromkeys(drawn.leaves, ("1",))),
-        "flat": Flat(("m0",), tuple(6 * rank for rank in range(size + 1))),
+    drawn = {
+        "rows": evenly(size),
+        "columns": model(steps=2, **{f"m{i}": (5, 2 * size) for i in range(2 * size)}),
+        "flat": model(steps=2, m0=(size, 6)),  # equal intervals of each matrix: an engine with a buffer for each
     }[kind]
+    layout = Placed(dict.fromkeys(drawn.leaves, ("0" if kind == "rows" else "1",)))
+    if kind == "flat":
+        layout = Flat(("m0",), tuple(6 * rank for rank in range(size + 1)))
     found = world.check(size, counting.count_steps, model=drawn, tx=muon(), case=layout)
     expected = 2 * total(drawn) * (size - 1) // size**2
     for step in range(drawn.steps):
@@ -105,9 +102,9 @@ def test_matrices_without_a_gradient_are_neither_sent_nor_computed(world: World)
 def test_replicated_matrices_are_computed_once_or_by_all(world: World, size: int):
     """Where computing is cheaper than sending all compute; large ones are split and their results sent."""
     drawn = model(steps=1, **{f"m{i}": (5 + i, 7) for i in range(4)})
-    found = world.check(size, counting.count_replicated, model=drawn, tx=muon())
-    computed = sum(counted.matrices for counted in found)
-    sent = sum(counted.exchanged for counted in found)
+    found = world.check(size, counting.count_steps, model=drawn, tx=muon(), case=Replicated())
+    computed = sum(counted.matrices for (counted,) in found)
+    sent = sum(counted.exchanged for (counted,) in found)
     assert 4 <= computed <= 4 * size
     # each matrix: at one owner who sends it to all others, or at every rank
     once = (4 * size - computed) // (size - 1) if size > 1 else 4

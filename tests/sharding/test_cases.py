@@ -1,5 +1,6 @@
 """Named cases of states, donated storage and collectives, each once wrong."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.tensor import Shard
 import muonfx as mfx
 from muonfx import sharding
 from tests.processes import Here, World
-from tests.sharding.cases import all_same_bits, bits, flat, placed, some
+from tests.sharding.cases import bits, flat, placed, some
 
 pytestmark = pytest.mark.dist
 
@@ -44,9 +45,8 @@ def recorded_by_parameter():
 def run_both(here: Here, tx: mfx.Transform, params: dict[str, Tensor], bucket_bytes: int, steps: int = 3) -> float:
     """How far three updates are from those of one process; the states are told and taken back too."""
     layout, local = flat(here, params)
-    own, state, wanted = sharding.sharded(tx, layout, bucket_bytes=bucket_bytes), None, tx.init(params)
+    own, wanted, far = sharding.sharded(tx, layout, bucket_bytes=bucket_bytes), tx.init(params), 0.0
     state = own.init(local)
-    far = 0.0
     for step in range(steps):
         grads = {name: some(*p.shape, seed=7 + step) for name, p in params.items()}
         out, state = own.update(layout.shard(grads), state, local)
@@ -72,119 +72,92 @@ def test_a_parameter_may_be_called_as_a_field_of_a_state_is(world: World):
     assert max(world.check(2, run_both, tx=mfx.scale_by_adam(), params=params, bucket_bytes=100)) < 1e-5
 
 
-def initial_numbers(here: Here) -> list[float]:
+def a_state_begins_with_the_numbers_of_its_own_transform(here: Here) -> None:
     layout, local = flat(here, {"a": some(4, 4)})
-    made = [
-        sharding.sharded(mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1, b1), layout).init(local) for b1 in (0.9, 0.5)
-    ]
-    return [float(state.b1) for state in made]
+    for b1 in (0.9, 0.5):
+        tx = mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1, b1)
+        assert float(sharding.sharded(tx, layout).init(local).b1) == b1
 
 
-def test_a_state_begins_with_the_numbers_of_its_own_transform(world: World):
-    assert world.check(2, initial_numbers) == [[0.9, 0.5]] * 2
-
-
-def two_over_one_layout(here: Here) -> str:
+def two_transforms_over_one_layout_do_not_share_global_shapes(here: Here) -> None:
     layout, local = flat(here, {"a": some(4, 4), "b": some(5)})
     first, second = sharding.sharded(mfx.momentum(0.9), layout), sharding.sharded(mfx.scale_by_adam(), layout)
     state = first.init({"a": local["a"]})
     second.init({"b": local["b"]})
-    return str(sharding.to_global(first, state).trace["a"].shape)
+    assert sharding.to_global(first, state).trace["a"].shape == (4, 4)
 
 
-def test_two_transforms_over_one_layout_do_not_meet_in_logical(world: World):
-    assert world.check(2, two_over_one_layout) == ["(4, 4)"] * 2
-
-
-# --------------------------------------------------------------------------------------------------------- collectives
-
-
-def reduce_bf16(here: Here) -> dict[str, Tensor]:
-    params = {"a": torch.ones(2, 2), "b": torch.ones(2)}
-    layout, _ = flat(here, params)
+def a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype(here: Here) -> None:
+    layout, _ = flat(here, {"a": torch.ones(2, 2), "b": torch.ones(2)})
     grads: dict[str, Any] = {"a": torch.ones(2, 2).bfloat16(), "b": torch.full((2,), 3.0).bfloat16()}
-    if here.rank == 0:
-        grads["b"] = None
-    return layout.gather(layout.reduce_scatter(grads, "sum"))
+    found = layout.gather(layout.reduce_scatter(grads | ({"b": None} if here.rank == 0 else {}), "sum"))
+    assert found["b"].dtype == torch.bfloat16
+    assert (found["a"].tolist(), found["b"].tolist()) == ([[2.0, 2.0], [2.0, 2.0]], [3.0, 3.0])
 
 
-def test_a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype(world: World):
-    for found in world.check(2, reduce_bf16):
-        assert found["b"].dtype == torch.bfloat16
-        assert found["b"].tolist() == [3.0, 3.0]
-        assert found["a"].tolist() == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def nothing_to_reduce(here: Here) -> None:
+def nothing_to_reduce_is_reduced_to_nothing(here: Here) -> None:
     params = {"a": some(2, 2), "e": torch.zeros(0, 3)}
-    for layout in (
-        sharding.replicated(params, here.group),
-        sharding.zero(params, here.group),
-        sharding.zero(params, here.group, partition="flat"),
-    ):
+    zeros = [sharding.zero(params, here.group, partition=kind) for kind in ("whole", "flat")]
+    for layout in (sharding.replicated(params, here.group), *zeros):
         assert layout.reduce_scatter({"a": None, "e": None}) == {"a": None, "e": None}
         assert layout.reduce_scatter({"a": None, "e": torch.zeros(0, 3)})["e"].numel() == 0
 
 
-def test_nothing_to_reduce_is_reduced_to_nothing(world: World):
-    world.check(2, nothing_to_reduce)
-
-
-def gathers_of_dtensors(here: Here) -> Tensor:
-    layout_of = {"a": placed(here, some(4, 4), Shard(0))}
-    layout = sharding.from_dtensors(layout_of)
-    leaf = torch.nn.Parameter(layout_of["a"])
-    whole = layout.all_gather({"a": leaf}, op="sum")["a"]
+def a_gradient_flows_through_all_gather_to_a_dtensor(here: Here) -> None:
+    placements = {"a": placed(here, some(4, 4), Shard(0))}
+    leaf = torch.nn.Parameter(placements["a"])
+    whole = sharding.from_dtensors(placements).all_gather({"a": leaf}, op="sum")["a"]
     (whole * torch.arange(16.0).reshape(4, 4)).sum().backward()
     assert leaf.grad is not None
-    return leaf.grad.full_tensor()
+    assert torch.equal(leaf.grad.full_tensor(), 2 * torch.arange(16.0).reshape(4, 4))
 
 
-def test_a_gradient_flows_through_all_gather_to_a_dtensor(world: World):
-    for grad in world.check(2, gathers_of_dtensors):
-        assert torch.equal(grad, 2 * torch.arange(16.0).reshape(4, 4))
-
-
-# ------------------------------------------------------------------------------------------------------------ donation
-
-
-def overwritten(here: Here, kind: str) -> bool:
+def gradients_that_pass_through_a_run_are_not_overwritten(here: Here) -> None:
     params = {"a": some(8, 8)}
-    layout = (sharding.replicated if kind == "replicated" else sharding.zero)(params, here.group)
     tx = mfx.chain(mfx.scale(-0.1), mfx.ema_params(dtype=mfx.int8()))
-    own = sharding.sharded(tx, layout, replicas="everyone")
-    local = layout.shard(params)
-    grads = layout.shard({"a": torch.ones(8, 8)})
-    before = bits(grads["a"])
-    own.update(grads, own.init(local), local, donate=mfx.Donation(updates=False, state=True))
-    return before != bits(grads["a"])
+    for make in (sharding.replicated, sharding.zero):
+        layout = make(params, here.group)
+        own, local, grads = (
+            sharding.sharded(tx, layout, replicas="everyone"),
+            layout.shard(params),
+            layout.shard(params),
+        )
+        before = bits(grads["a"])
+        own.update(grads, own.init(local), local, donate=mfx.Donation(updates=False, state=True))
+        assert bits(grads["a"]) == before
 
 
-@pytest.mark.parametrize("kind", ["replicated", "whole"])
-def test_gradients_that_pass_through_a_run_are_not_overwritten(world: World, kind: str):
-    assert not any(world.check(2, overwritten, kind=kind))
-
-
-def shared_states(here: Here) -> bool:
+def a_state_of_dtensors_shares_nothing_with_the_one_before(here: Here) -> None:
     params = {"a": placed(here, some(4, 4), Shard(0)), "b": placed(here, some(4, 4), Shard(0))}
     tx = sharding.sharded(mfx.momentum(0.9), sharding.from_dtensors(params))
     _, first = tx.update(params, tx.init(params), params)
     _, second = tx.update({"a": params["a"], "b": None}, first, params)
     before = bits(first.trace["b"].to_local())
     tx.update(params, second, params, donate=True)
-    return before != bits(first.trace["b"].to_local())
+    assert bits(first.trace["b"].to_local()) == before
 
 
-def test_a_state_of_dtensors_shares_nothing_with_the_one_before(world: World):
-    assert not any(world.check(2, shared_states))
-
-
-def expanded(here: Here) -> dict[str, Tensor]:
+def expanded_gradients_may_be_donated(here: Here) -> None:
     params = {"a": some(4, 4)}
-    layout = sharding.replicated(params, here.group)
-    tx = sharding.sharded(mfx.momentum(0.9), layout)
-    return tx.update({"a": torch.ones(()).expand(4, 4)}, tx.init(params), params, donate=True)[0]
+    tx = mfx.momentum(0.9)
+    own = sharding.sharded(tx, sharding.replicated(params, here.group))
+    found, _ = own.update({"a": torch.ones(()).expand(4, 4)}, own.init(params), params, donate=True)
+    assert torch.equal(found["a"], tx.update({"a": torch.ones(4, 4)}, tx.init(params))[0]["a"])
 
 
-def test_expanded_gradients_may_be_donated(world: World):
-    assert all_same_bits(world.check(2, expanded))
+@pytest.mark.parametrize(
+    "holds",
+    [
+        a_state_begins_with_the_numbers_of_its_own_transform,
+        two_transforms_over_one_layout_do_not_share_global_shapes,
+        a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype,
+        nothing_to_reduce_is_reduced_to_nothing,
+        a_gradient_flows_through_all_gather_to_a_dtensor,
+        gradients_that_pass_through_a_run_are_not_overwritten,
+        a_state_of_dtensors_shares_nothing_with_the_one_before,
+        expanded_gradients_may_be_donated,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_on_every_rank(world: World, holds: Callable[[Here], None]):
+    world.check(2, holds)

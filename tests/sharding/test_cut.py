@@ -20,6 +20,7 @@ from muonfx import sharding
 from muonfx.sharding import cut
 from muonfx.sharding.plan import shares
 from muonfx.sharding.shards import Piece
+from tests.sharding.counting import count_calls
 
 SHAPES = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 
@@ -99,18 +100,9 @@ def test_holders_are_found_as_by_a_loop_over_all_ranks(drawn: cut.Cut):
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How many pieces are made, and how many transfers."""
-    found = {"pieces": 0, "transfers": 0}
-
-    def counted(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(Piece, "grid", counted("pieces", Piece.grid))
-    monkeypatch.setattr(Piece, "interval", counted("pieces", Piece.interval))
-    monkeypatch.setattr(shares, "ShareTransfer", counted("transfers", shares.ShareTransfer))
+    found: dict[str, int] = {}
+    for owner, name in ((Piece, "grid"), (Piece, "interval"), (shares, "ShareTransfer")):
+        monkeypatch.setattr(owner, name, count_calls(found, name, getattr(owner, name)))
     yield found
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -127,7 +119,7 @@ def placed(mesh: Any, shape: tuple[int, ...], placements: Sequence[Placement]) -
 
 def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: str) -> dict[str, int]:
     """What is made on the way to the plan of a model's step."""
-    made.update(pieces=0, transfers=0)
+    made.clear()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=shard * parallel)
     try:
         mesh = init_device_mesh("cpu", (shard, parallel))

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.dist
 
 SMALL = model(steps=3, a=(6, 5), b=(7, 4), c=(3, 9), d=Leaf((5,)))
 TX = two_groups(SMALL.labels)
-ROWS = Placed(dict.fromkeys(SMALL.leaves, ("0",)))
 
 
 def killed_in_mid_step(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: int) -> None:
@@ -112,7 +111,13 @@ def alone(drawn: Model, tx: mfx.Transform, steps: int, size: int) -> tuple[dict[
     return params, int(state.skipped)
 
 
-def soaked(world: World, layout: Any, steps: int) -> None:
+ABCD = Placed(dict.fromkeys("abcd", ("0",)))
+SOAKS = [Zero(2, "flat"), Zero(1, "whole"), Replicated(), ABCD, Flat(tuple("dacb"), (0, 3, 20, 30))]
+
+
+@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=[pytest.mark.deep, pytest.mark.slow])])
+@pytest.mark.parametrize("layout", SOAKS, ids=["flat", "whole", "ddp", "rows", "cuts"])
+def test_a_soak_with_none_and_nan_here_and_there(world: World, layout: Any, steps: int):
     drawn = Model({"a": Leaf((4, 3), "muon"), "b": Leaf((5, 2), "muon"), "c": Leaf((3,)), "d": Leaf((2, 2), "muon")}, 3)
     found = world.check(3, soak, model=drawn, tx=two_groups(drawn.labels), case=layout, steps=steps)
     params, skipped = alone(drawn, two_groups(drawn.labels), steps, 3)
@@ -121,21 +126,6 @@ def soaked(world: World, layout: Any, steps: int) -> None:
     assert found[1:] == found[:-1]  # identical on all ranks
     for name, leaf in params.items():
         assert found[0][0][name] == bits(leaf), name
-
-
-SOAKS = [Zero(2, "flat"), Zero(1, "whole"), Replicated(), Placed(dict.fromkeys("abcd", ("0",)))]
-
-
-@pytest.mark.parametrize("layout", SOAKS, ids=["flat", "whole", "ddp", "rows"])
-def test_a_short_soak_with_none_and_nan_here_and_there(world: World, layout: Any):
-    soaked(world, layout, 40)
-
-
-@pytest.mark.deep
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [*SOAKS, Flat(tuple("dacb"), (0, 3, 20, 30))], ids=lambda kind: repr(kind)[:20])
-def test_a_thousand_steps_with_none_and_nan_here_and_there(world: World, layout: Any):
-    soaked(world, layout, 1000)
 
 
 def one_replica(here: Here, trouble: str) -> dict[str, Tensor]:

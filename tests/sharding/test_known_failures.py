@@ -9,7 +9,7 @@ from torch import Tensor
 import muonfx as mfx
 from muonfx import sharding
 from tests.processes import Here, World
-from tests.sharding import law, naive
+from tests.sharding import naive
 from tests.sharding.cases import (
     Case,
     Flat,
@@ -24,6 +24,7 @@ from tests.sharding.cases import (
     muon,
     two_groups,
 )
+from tests.sharding.test_law import check
 
 pytestmark = pytest.mark.dist
 
@@ -38,8 +39,7 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def holds(world: World, size: int, *cases: Case) -> None:
-    digests = world.check(size, law.check_cases, cases=list(cases))
-    assert digests == [digests[0]] * size
+    check(world, size, list(cases))
 
 
 def own_gradients(drawn: Model, size: int) -> list[dict[str, Any]]:
@@ -151,8 +151,7 @@ def test_newton_schulz_on_shards(world: World, rows: int):
         assert apart({"w": naive.on_shards_of_fixed_size(grad, 4)}, wanted) == float("inf")
     case = Case(drawn, muon(), Placed({"w": ("0",)}), exact=True)
     holds(world, 4, case)
-    digests = world.check(4, law.check_cases, cases=[case], dtensors=True)
-    assert len(set(map(tuple, digests))) == 1
+    check(world, 4, [case], dtensors=True)
 
 
 def test_labels_chosen_for_a_number_accept_its_flat_shard(world: World):

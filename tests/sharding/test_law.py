@@ -192,17 +192,11 @@ def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(wor
     check(world, size, [Case(SMALL, tx, layout, exact=True) for layout in some])
 
 
-@pytest.mark.parametrize("dims", [((-2,), (-1,)), None])
-def test_stacks_of_experts_on_the_batch_dim(world: World, dims: object):
-    experts = Model({"up": Leaf((4, 5, 3), "muon"), "down": Leaf((6, 3, 7), "muon"), "router": Leaf((4, 3))}, 1)
-    tx = two_groups(experts.labels, muon(view=mfx.MatrixView(dims)))
-    rows = Placed({"up": ("0",), "down": ("0",), "router": ("r",)})
-    check(world, 4, [Case(experts, tx, rows, exact=False), Case(experts, tx, Zero(3, "flat"), exact=False)])
-
-
 HALF = model(a=(9, 5), b=(4, 16), c=(33, 2), d=Leaf((7,)))
 BF16 = two_groups(HALF.labels, mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16)))
 BLOCKS = mfx.MatrixView(blocks={"qkv": 3})
+EXPERTS = Model({"up": Leaf((4, 5, 3), "muon"), "down": Leaf((6, 3, 7), "muon"), "router": Leaf((4, 3))}, 1)
+SILENT = Model({"a": Leaf((5, 4))}, 0, (frozenset(), frozenset({"a"})))
 FUSED = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32, view=BLOCKS), mfx.scale_by_shape(view=BLOCKS))
 NAMED_CASES = {
     "a fused qkv is cut into its blocks": [
@@ -226,6 +220,15 @@ NAMED_CASES = {
             exact=True,
         )
     ],
+    "stacks of experts on the batch dim": [
+        Case(EXPERTS, two_groups(EXPERTS.labels, muon(view=mfx.MatrixView(dims))), layout, exact=False)
+        for dims in (((-2,), (-1,)), None)
+        for layout in (Placed({"up": ("0",), "down": ("0",), "router": ("r",)}), Zero(3, "flat"))
+    ],
+    "an undeclared transform sees a step without any gradient": [
+        Case(SILENT, mfx.chain(mfx.stateless(halve), *rest), Zero(1, "whole"), exact=False)
+        for rest in ([], [mfx.scale_by_adam()])
+    ],
     "fewer columns than ranks under tensor parallelism": [
         Case(model(b=(5, 1)), muon(), FullyShardedTensorParallel({"b": "1"}), exact=True)
     ],
@@ -235,12 +238,6 @@ NAMED_CASES = {
 @pytest.mark.parametrize("name", NAMED_CASES)
 def test_a_named_case(world: World, name: str):
     check(world, 4, NAMED_CASES[name])
-
-
-@pytest.mark.parametrize("rest", [[], [mfx.scale_by_adam()]], ids=["alone", "before adam"])
-def test_an_undeclared_transform_sees_a_step_without_any_gradient(world: World, rest: list[mfx.Transform]):
-    silent = Model({"a": Leaf((5, 4))}, 0, (frozenset(), frozenset({"a"})))
-    check(world, 2, [Case(silent, mfx.chain(mfx.stateless(halve), *rest), Zero(1, "whole"), exact=False)])
 
 
 @pytest.mark.deep

@@ -9,16 +9,7 @@ from torch import Tensor
 import muonfx as mfx
 from tests.processes import World
 from tests.sharding import attention
-from tests.sharding.cases import (
-    Case,
-    Flat,
-    LayoutCase,
-    Params,
-    Placed,
-    Replicated,
-    Zero,
-    model,
-)
+from tests.sharding.cases import Case, Flat, LayoutCase, Params, Placed, Replicated, Zero, model
 
 pytestmark = pytest.mark.dist
 

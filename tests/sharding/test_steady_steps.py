@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,20 +16,16 @@ from muonfx import sharding
 from muonfx.program import execute
 from muonfx.sharding import binding
 from muonfx.sharding.shards import Piece
+from tests.sharding.counting import count_calls
 
 SHAPES = {"a": (6, 4), "b": (4, 6), "bias": (8,)}
 LABELS = {"a": "muon", "b": "muon", "bias": "adamw"}
 
 
-class Arrived:
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-
-def nothing_comes(received: torch.Tensor, *args: Any, **kwargs: Any) -> Arrived:
+def nothing_comes(received: torch.Tensor, *args: Any, **kwargs: Any) -> mock.Mock:
     """The pretended group's own refuses a rank that only receives."""
     received.zero_()
-    return Arrived()
+    return mock.Mock()
 
 
 @pytest.fixture
@@ -36,24 +33,16 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How often plans, windows and pieces are made, and constructors called; on one of two pretended ranks."""
     found: dict[str, int] = {}
 
-    def counted(what: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found[what] = found.get(what, 0) + 1
-            return function(*args, **kwargs)
-
-        return call
-
-    def count(what: str, owner: Any, name: str) -> None:
-        monkeypatch.setattr(owner, name, counted(what, getattr(owner, name)))
-
-    count("plans", binding, "plan_run")
-    count("lowered", execute, "lower_node")
-    count("windows", Piece, "window")
-    count("grids", Piece, "grid")
-    count("intervals", Piece, "interval")
-    count("resolved", mfx.Transform, "resolve")
+    for owner, *names in (
+        (binding, "plan_run"),
+        (execute, "lower_node"),
+        (Piece, "window", "grid", "interval"),
+        (mfx.Transform, "resolve"),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, count_calls(found, name, getattr(owner, name)))
     for factory in (mfx.orthogonalize, mfx.partition, mfx.momentum, mfx.scale_by_adam):
-        constructor = counted(f"built {factory.__name__}", factory.definition.constructor)
+        constructor = count_calls(found, f"built {factory.__name__}", factory.definition.constructor)
         monkeypatch.setattr(factory, "definition", dataclasses.replace(factory.definition, constructor=constructor))
     monkeypatch.setattr(dist, "all_to_all_single", nothing_comes)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -94,7 +83,7 @@ def test_a_later_step_with_another_number_makes_no_piece_plan_or_window_and_buil
     layout, params = laid_out(kind)
     tx = sharding.sharded(chain(), layout)
     before, state = tx.update(params, tx.init(params), params)
-    assert done["plans"]
+    assert done["plan_run"]
     done.clear()
     tx.update(params, state, params)
     assert done == {}

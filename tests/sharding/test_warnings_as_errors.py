@@ -2,30 +2,17 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.checkpoint import background
+from muonfx.testing.transforms import halve
 from tests.processes import Failed, Here, World
 from tests.sharding.cases import some
 
 pytestmark = pytest.mark.dist
-
-
-@mfx.transform
-def undeclared():
-    """A transform of the whole tree."""
-
-    def init(params: Any) -> Any:
-        return mfx.core.EmptyState()
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return updates, state
-
-    return init, update
 
 
 def strict_on_one_rank(here: Here, what: str, on: int, folder: Path) -> None:
@@ -38,7 +25,7 @@ def strict_on_one_rank(here: Here, what: str, on: int, folder: Path) -> None:
         blocks = mfx.MatrixView(blocks={"*.qvk": 3})
         tx = mfx.masked(mfx.orthogonalize(view=blocks), {"a": True, "b": False})
     if what == "gathering":
-        tx = undeclared()
+        tx = mfx.stateless(halve)  # of the whole tree
     over = sharding.sharded(tx, layout)
     with warnings.catch_warnings():
         warnings.simplefilter("error" if here.rank == on else "ignore")
