@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.engines.processes import Rank, same, serve, worst
+from tests.engines.processes import Rank, same, serve, trained_alone, worst
 
 STEPS, SAVED_AFTER = 5, 3
 BATCH, WORDS = 12, 11
@@ -110,23 +110,16 @@ def in_one_process(case: dict[str, Any]) -> dict[str, Tensor]:
     import muonfx as mfx
 
     model = made(case)
-    optimizer = mfx.TransformOptimizer(
-        [(n, p) for n, p in model.named_parameters() if p.requires_grad], transform_for(model, case)
-    )
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for words, share in zip(batches(), WARMUP, strict=True):
-        if case.get("warmup"):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * share
-        optimizer.zero_grad()
-        loss_of(model, words).backward()
-        for param in model.parameters():
-            if param.requires_grad and param.grad is None:
-                param.grad = torch.zeros_like(param)  # DeepSpeed's flat gradients have zeros there
-        if case.get("clip"):
-            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], case["clip"])
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = mfx.TransformOptimizer(list(params.items()), transform_for(model, case))
+    shares = [*(WARMUP if case.get("warmup") else [1.0] * STEPS), 1.0]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shares.__getitem__)
+
+    def loss(model: nn.Module, words: Tensor) -> Tensor:
+        # DeepSpeed's flat gradients have zeros for unused parameters.
+        return loss_of(model, words) + 0.0 * sum(param.sum() for param in params.values())
+
+    return trained_alone(model, optimizer, scheduler, batches(), loss, case.get("clip", torch.inf))
 
 
 class Run:

@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import muonfx as mfx
-from tests.engines.deepspeed_worker import RATES, SAVED_AFTER, STEPS, WORDS, batches, loss_of
+from tests.engines.deepspeed_worker import RATES, SAVED_AFTER, STEPS, batches, loss_of, made
 from tests.engines.processes import Rank, same, serve, trained_alone, values_of, worst
 
 CLIP = 0.05
@@ -31,19 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 def halving(step: int) -> float:
     return 0.5**step
-
-
-def net() -> nn.Sequential:
-    """The same in every process, with sides that no number of ranks divides."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Embedding(WORDS, 7),
-        nn.Linear(7, 23),
-        nn.ReLU(),
-        nn.Linear(23, 7, bias=False),
-        nn.LayerNorm(7),
-        nn.Linear(7, 11),
-    )
 
 
 class Batches:
@@ -73,12 +60,12 @@ class Task(L.LightningModule):
 
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()
-        self.net, self.case = net(), case
+        self.net, self.case = made({}), case
 
     def configure_model(self) -> None:
         if self.case.get("strategy") is ModelParallelStrategy:
             mesh = self.device_mesh["data_parallel"]
-            for layer in self.net:
+            for layer in self.net.children():
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.net, mesh=mesh)
 
@@ -122,7 +109,7 @@ def trained(
 
 
 def in_one_process() -> dict[str, Tensor]:
-    model = net()
+    model = made({})
     optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
     return trained_alone(model, optimizer, scheduler, batches(), loss_of, CLIP)

@@ -19,13 +19,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
-
-__all__ = ["Rank", "launched", "result_of", "same", "serve", "small_llama", "trained_alone", "values_of", "worst"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,16 +39,15 @@ class Rank(NamedTuple):
     """Of the group: shared by its processes, empty at the beginning."""
 
 
-def launched(worker: str, size: int, names: Iterable[str], folder: Path, limit: float = 500) -> list[dict[str, Any]]:
-    """Run the cases that are named in some processes; what each rank found, by case.
+def real(engine: str, *needed: str, timeout: float = 600) -> list[pytest.MarkDecorator]:
+    """Return the marks of tests that need the real engine and other packages."""
+    is_missing = any(find_spec(name) is None for name in (engine, *needed))
+    skip = pytest.mark.skipif(is_missing, reason=f"needs {', '.join((engine, *needed))}: make engines")
+    return [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(timeout), skip]
 
-    Args:
-        worker: the path of a script, relative to this folder.
-        size: the number of processes.
-        names: of cases; the worker knows them.
-        folder: an empty one, for logs and whatever the cases write.
-        limit: seconds, after which all processes are killed.
-    """
+
+def launched(worker: str, size: int, names: Iterable[str], folder: Path, limit: float = 500) -> list[dict[str, Any]]:
+    """Run the named cases of a script in this folder in `size` processes; return each rank's results by case."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -99,12 +98,7 @@ def result_of(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def serve(cases: Mapping[str, Any], carried_out: Callable[[str, Any, Rank], dict[str, Any]]) -> None:
-    """Be one rank: run the cases that the command line names, write down what came of them, and exit.
-
-    Args:
-        cases: all that there are, by name.
-        carried_out: runs one; what it returns is compared between ranks, so it holds nothing of one rank alone.
-    """
+    """Run the cases that the command line names as one rank, write their results, which all ranks share, and exit."""
     folder, *names = sys.argv[1:]
     here = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(folder))
     torch.set_num_threads(1)

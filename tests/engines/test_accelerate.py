@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from tests.engines.accelerate_worker import CASES
-from tests.engines.processes import launched, result_of
+from tests.engines.processes import launched, real, result_of
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.slow,
-    pytest.mark.dist,
-    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: make engines"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [*real("accelerate"), pytest.mark.dist]
 FP32 = 2e-6
 """The largest difference of parameters in five steps."""
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from tests.engines.processes import launched, result_of
+from tests.engines.processes import launched, real, result_of
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.slow,
-    pytest.mark.dist,
-    pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: make engines"),
-]
+pytestmark = [*real("lightning"), pytest.mark.dist]
 CASES = {2: ["ddp", "ddp, replicated", "fsdp2", "fsdp2, one file"], 1: ["one process"]}
 MUON, ADAMW = ([rate * 0.5**step for step in range(5)] for rate in (0.02, 0.003))
 REST = {
@@ -38,7 +32,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     return results
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])
 def test_parameters_are_those_of_one_process_a_resumed_run_is_the_same_run_and_the_log_is_true(
     found: dict[int, list[dict[str, Any]]], size: int, name: str

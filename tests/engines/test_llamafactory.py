@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 from torch import nn
 
 from muonfx.engines import llamafactory as ours
-from tests.engines.processes import launched, result_of
+from tests.engines.processes import launched, real, result_of
 
-NEEDED = ("llamafactory", "torchdata", "omegaconf", "transformers", "peft")
+REAL = real("llamafactory", "torchdata", "omegaconf", "transformers", "peft")
 BOUNDS = {"alone": 1e-6, "fsdp2": 5e-5}
 """The largest difference in five steps; sums of two ranks differ in the last bit, and AdamW divides by small ones."""
 
 
-@pytest.mark.slow
-@pytest.mark.engines
 @pytest.mark.dist
-@pytest.mark.skipif(any(find_spec(name) is None for name in NEEDED), reason="needs llamafactory: make engines")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("size", "name"), [(1, "alone"), (2, "fsdp2")])
+@pytest.mark.parametrize(("size", "name"), [pytest.param(1, "alone", marks=REAL), pytest.param(2, "fsdp2", marks=REAL)])
 def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
     tmp_path_factory: pytest.TempPathFactory, size: int, name: str
 ) -> None:

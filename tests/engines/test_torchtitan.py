@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import fields, make_dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from torch import nn
 
 from muonfx.engines import torchtitan as ours
-from tests.engines.processes import launched, result_of
+from tests.engines.processes import launched, real, result_of
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("torchtitan") is None or find_spec("spmd_types") is None, reason="needs torchtitan: make engines"
-    ),
-]
+pytestmark = real("torchtitan", "spmd_types")
 FP32 = 1e-6
 """The largest difference of parameters in five steps."""
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [1, 2])
 def test_parameters_are_those_of_one_optimizer_and_a_resumed_run_is_the_same_run(
     tmp_path_factory: pytest.TempPathFactory, size: int

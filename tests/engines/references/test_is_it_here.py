@@ -3,7 +3,9 @@
 import inspect
 import re
 import runpy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,15 +27,10 @@ def makes_a_transform(function: object) -> bool:
     )
 
 
-def test_every_transform_of_optax_is_told_of():
-    public = {name for name in dir(optax) if not name.startswith("_") and makes_a_transform(getattr(optax, name))}
-    assert len(public) > 80
-    assert public <= NAMED, sorted(public - NAMED)
-
-
-def test_everything_of_its_contrib_is_told_of():
-    public = {name for name in dir(contrib) if not name.startswith("_") and inspect.isfunction(getattr(contrib, name))}
-    assert len(public) > 25
+@pytest.mark.parametrize(("module", "is_named"), [(optax, makes_a_transform), (contrib, inspect.isfunction)])
+def test_every_transform_of_optax_is_told_of(module: Any, is_named: Callable[[object], bool]):
+    public = {name for name in dir(module) if not name.startswith("_") and is_named(getattr(module, name))}
+    assert len(public) > (80 if module is optax else 25)
     assert public <= NAMED, sorted(public - NAMED)
 
 

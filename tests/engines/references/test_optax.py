@@ -100,11 +100,14 @@ def params_only(_: Any, params: Any) -> Any:
 
 
 def compare(ours: Any, theirs: Any, steps: int = 20, bound: float = BOUND) -> None:
-    """Compare two optimizers, or pairs of an optimizer and what is seen of it, over a trajectory."""
+    """Compare two optimizers, or pairs of an optimizer and the function of what is compared, over a trajectory."""
     tx, see = ours if type(ours) is tuple else (ours, params_only)
     reference, their_see = theirs if type(theirs) is tuple else (theirs, params_only)
-    pairs = zip(ours_seen(tx, see, steps), theirs_seen(reference, their_see, steps), strict=True)
-    for step, (found, wanted) in enumerate(pairs):
+    compare_seen(ours_seen(tx, see, steps), theirs_seen(reference, their_see, steps), bound)
+
+
+def compare_seen(ours: list[Any], theirs: list[Any], bound: float = BOUND) -> None:
+    for step, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
         require_close(found, wanted, f"step {step}", bound)
 
 
@@ -200,9 +203,8 @@ def test_lookahead():
     reference = optax.lookahead(optax.adam(RATE), 4, 0.3)
     ours = ours_seen(tx, lambda state, params: {"fast": params, "slow": state.slow}, 12)
     theirs = theirs_seen(reference, params_only, 12, optax.LookaheadParams.init_synced)
-    for step, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
-        require_close(found["fast"], wanted.fast, f"step {step}, fast")
-        require_close(found["slow"], wanted.slow, f"step {step}, slow")
+    for name in ("fast", "slow"):
+        compare_seen([found[name] for found in ours], [getattr(wanted, name) for wanted in theirs])
 
 
 @pytest.mark.parametrize(
@@ -218,9 +220,7 @@ def test_reduce_on_plateau(settings: dict[str, Any]):
     tx = mfx.chain(mfx.scale_by_learning_rate(0.7), mfx.contrib.reduce_on_plateau(0.5, **settings))
     reference = optax.chain(optax.sgd(0.7), optax.contrib.reduce_on_plateau(0.5, **settings))
     ours = ours_seen(tx, lambda s, p: {**p, "scale": s["reduce_on_plateau"].scale}, 30, gives_loss=True)
-    theirs = theirs_seen(reference, lambda s, p: {**p, "scale": s[-1].scale}, 30, value=loss)
-    for step, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
-        require_close(found, wanted, f"step {step}")
+    compare_seen(ours, theirs_seen(reference, lambda s, p: {**p, "scale": s[-1].scale}, 30, value=loss))
     assert ours[-1]["scale"] < 1.0
 
 
@@ -228,9 +228,7 @@ def test_sam():
     ours = ours_seen(mfx.adamw(RATE, weight_decay=0.0), params_only, 20, ascent=mfx.contrib.sam(0.3))
     climb = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
     reference = optax.contrib.sam(optax.adam(RATE), climb, opaque_mode=True)
-    theirs = theirs_seen(reference, params_only, 20, grad_fn=lambda params: lambda at, _: gradient(at))
-    for step, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
-        require_close(found, wanted, f"step {step}")
+    compare_seen(ours, theirs_seen(reference, params_only, 20, grad_fn=lambda params: lambda at, _: gradient(at)))
 
 
 def test_adaptive_clipping_is_optaxs_in_the_other_layout():
