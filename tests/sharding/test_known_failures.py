@@ -38,10 +38,6 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return off if off == off else float("inf")
 
 
-def holds(world: World, size: int, *cases: Case) -> None:
-    check(world, size, list(cases))
-
-
 def own_gradients(drawn: Model, size: int) -> list[dict[str, Any]]:
     return [drawn.grads(drawn.steps - 1, rank) for rank in range(size)]
 
@@ -105,7 +101,7 @@ def test_fewer_matrices_than_ranks_and_a_last_chunk_that_is_not_full(world: Worl
     grads = drawn.grads(0)
     assert apart(naive.in_padded_chunks(grads, 4), naive.whole(grads)) > FAR
     layouts = (Zero(1, "whole"), Zero(3, "flat"), Replicated(), Placed(dict.fromkeys(drawn.leaves, ("0",))))
-    holds(world, 4, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+    check(world, 4, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
 
 
 def test_odd_sizes_in_bf16_with_alignment(world: World):
@@ -123,7 +119,7 @@ def test_odd_sizes_in_bf16_with_alignment(world: World):
     for name, leaf in drawn.leaves.items():
         assert [layout.piece(name, rank).numel for rank in range(3)].count(leaf.numel) == 1
     tx = two_groups(drawn.labels)
-    holds(world, 3, *[Case(drawn, tx, Zero(1, kind, 8), exact=True) for kind in ("whole", "flat")])
+    check(world, 3, [Case(drawn, tx, Zero(1, kind, 8), exact=True) for kind in ("whole", "flat")])
 
 
 @pytest.mark.parametrize("first", ["adamw", "muon"])
@@ -137,7 +133,7 @@ def test_groups_in_any_order(world: World, first: str):
     assert apart(naive.by_position(groups, 1), naive.by_position(groups[::-1], 1)) > FAR
     cuts = (0, 20, 40, drawn.numel)
     layouts = (Flat(tuple(names), cuts), Flat(tuple(reversed(names)), cuts), Zero(1, "whole"))
-    holds(world, 3, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+    check(world, 3, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
 
 
 @pytest.mark.parametrize("rows", [8, 7, 2])
@@ -150,7 +146,7 @@ def test_newton_schulz_on_shards(world: World, rows: int):
     if rows % -(-rows // 4):  # a shard that is not full
         assert apart({"w": naive.on_shards_of_fixed_size(grad, 4)}, wanted) == float("inf")
     case = Case(drawn, muon(), Placed({"w": ("0",)}), exact=True)
-    holds(world, 4, case)
+    check(world, 4, [case])
     check(world, 4, [case], dtensors=True)
 
 
@@ -159,7 +155,7 @@ def test_labels_chosen_for_a_number_accept_its_flat_shard(world: World):
     drawn = model(steps=2, a=(), w=(3, 4))
     vectors = mfx.masked(mfx.scale_by_shape("fan_in"), mfx.select.ndim(min=2))
     tx = mfx.partition({"muon": muon(), "adamw": vectors}, mfx.select.default_labels_by_name)
-    holds(world, 3, Case(drawn, tx, Flat(("w", "a"), (0, 5, 13, 13)), exact=True))
+    check(world, 3, [Case(drawn, tx, Flat(("w", "a"), (0, 5, 13, 13)), exact=True)])
 
 
 @pytest.mark.parametrize("left", ["muon", "adamw"])
@@ -175,7 +171,7 @@ def test_all_but_one_group_frozen(world: World, left: str, how: str):
     with pytest.raises((RuntimeError, ValueError), match="non-empty"):
         naive.one_buffer_for_each_group(empty)
     layouts = (Zero(1, "whole"), Zero(2, "flat"), Replicated(), Placed(dict.fromkeys(leaves, ("0",))))
-    holds(world, 3, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+    check(world, 3, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
 
 
 def test_the_wrong_schemes_are_right_where_nothing_is_uneven():

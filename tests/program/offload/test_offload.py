@@ -43,14 +43,10 @@ PARAMS = {
     "s": torch.tensor(1.0),
 }
 LABELS = {name: "muon" if leaf.ndim == 2 else "adamw" for name, leaf in PARAMS.items()}
-MUON = mfx.muon_with_adamw(0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
-WITHOUT_MOMENTUM = mfx.muon_with_adamw(
-    0.1,
-    decay=0.0,
-    adam=mfx.scale_by_adam(0.0, 0.95),
-    labels=LABELS,
-    orthogonalize=mfx.orthogonalize(dtype=torch.float32),
-)
+FP32 = mfx.orthogonalize(dtype=torch.float32)
+MUON = mfx.muon_with_adamw(0.1, labels=LABELS, orthogonalize=FP32)
+ADAM = mfx.scale_by_adam(0.0, 0.95)
+WITHOUT_MOMENTUM = mfx.muon_with_adamw(0.1, decay=0.0, adam=ADAM, labels=LABELS, orthogonalize=FP32)
 
 
 def drawn(step: int) -> dict[str, Any]:
@@ -112,10 +108,7 @@ def factories(tx: Any) -> set[Any]:
 
 CHAINS = {
     "muon": MUON,
-    "normuon": mfx.partition(
-        {"muon": mfx.normuon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), "adamw": mfx.adamw(0.1)},
-        LABELS,
-    ),
+    "normuon": mfx.partition({"muon": mfx.normuon(0.1, orthogonalize=FP32), "adamw": mfx.adamw(0.1)}, LABELS),
     "clipped": mfx.chain(mfx.clip_by_global_norm(1.0), MUON),
     "skipping": mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MUON)),
     "accumulated": mfx.accumulate(mfx.chain(mfx.clip_by_global_norm(1.0), MUON), 2),
@@ -274,8 +267,7 @@ def trained(tx: mfx.Transform, steps: int, start: Any = None) -> Any:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_the_torch_optimizer_steps_alike_and_continues_a_plain_run(home: str):
-    fp32 = mfx.orthogonalize(dtype=torch.float32)
-    inner = mfx.muon_with_adamw(0.02, 0.01, orthogonalize=fp32, labels=mfx.select.default_labels_by_name)
+    inner = mfx.muon_with_adamw(0.02, 0.01, orthogonalize=FP32, labels=mfx.select.default_labels_by_name)
     tx = mfx.chain(mfx.clip_by_global_norm(1.0), inner)
     wanted, saved, _ = trained(tx, 4)
     half = trained(tx, 2)
