@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import muonfx as mfx
 from muonfx.polar.kernels import available, symmetric_matmul
+from tests.polar.strategies import symmetric_product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,12 +157,7 @@ def symmetric_case(b: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, 
     p = torch.randn(b, n, k, device="cuda").to(dtype)
     addend = torch.randn(b, n, n, device="cuda")
     addend = (addend + addend.mT).to(dtype)
-    eye = torch.eye(n, device="cuda", dtype=torch.float64)
-    exact = p.double() @ p.double().mT / 2 - addend.double() + eye
-    size = p.double().abs() @ p.double().abs().mT / 2 + addend.double().abs() + eye
-    sums = 2 * (k + 4) * torch.finfo(torch.float32).eps * size
-    narrow = torch.finfo(dtype)
-    return p, addend, exact, sums + narrow.eps / 2 * (exact.abs() + sums) + narrow.smallest_normal * narrow.eps
+    return p, addend, *symmetric_product(p, addend, 0.5, -1.0, 1.0)
 
 
 def assert_symmetric_and_close(found: Tensor, exact: Tensor, bound: Tensor) -> None:

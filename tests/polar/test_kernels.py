@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from muonfx.polar.kernels import available
 
+from .strategies import symmetric_product
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILES = (None, (16, 16, 16, 4, 3), (16, 32, 16, 4, 3), (32, 32, 32, 4, 3))
@@ -70,16 +72,8 @@ def test_the_result_is_the_mirrored_upper_triangle_of_the_formula(
     p = p.mT.contiguous().mT if transposed else p
     found = multiply(p, addend, factors, tile)
 
-    (alpha, beta, identity), wide = factors, p.double()
-    diagonal = identity * torch.eye(n, dtype=torch.float64, device=DEVICE)
-    more = torch.zeros_like(diagonal) if addend is None else beta * addend.double()
-    exact = alpha * (wide @ wide.mT) + more + diagonal
-    # k products and three sums in fp32, one rounding. A tensor core cuts where a sum in software would round, so a
-    # sum's errors count twice.
-    size = abs(alpha) * (wide.abs() @ wide.abs().mT) + more.abs() + diagonal.abs()
-    narrow, sums = torch.finfo(dtype), 2 * (k + 4) * torch.finfo(torch.float32).eps * size
+    exact, bound = symmetric_product(p, addend, *factors)
     assert torch.equal(found, found.mT)
-    bound = sums + narrow.eps / 2 * (exact.abs() + sums) + narrow.smallest_normal * narrow.eps
     assert ((found.double() - exact).abs() <= bound).all()
     # What is not finite stays in its matrix.
     p[0, n // 2, k // 2] = torch.inf

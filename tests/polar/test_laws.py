@@ -67,19 +67,14 @@ def test_rotations_pass_through(p: Problem, name: str, dtype: torch.dtype, seed:
     assert relative(outer, inner) < 4 * tolerance(name, dtype)
 
 
-@given(problems(), sets, wide_dtypes)
-def test_transpose_passes_through(p: Problem, name: str, dtype: torch.dtype) -> None:
-    x = p.x.to(dtype)
-    y = orthogonalize(x, coefficients=name, dtype=dtype)
-    z = orthogonalize(x.mT, coefficients=name, dtype=dtype).mT
-    assert relative(z, y) < tolerance(name, dtype)
-
-
 @given(problems(), st.sampled_from(list(KNOWN)), dtypes)
-def test_negation_is_exact(p: Problem, name: str, dtype: torch.dtype) -> None:
+def test_negation_is_exact_and_the_input_has_a_positive_inner_product(
+    p: Problem, name: str, dtype: torch.dtype
+) -> None:
     x = p.x.to(dtype)
     y = orthogonalize(x, coefficients=name, dtype=dtype)
     assert torch.equal(orthogonalize(-x, coefficients=name, dtype=dtype), -y)
+    assert ((x.double() * y.double()).sum((-2, -1)) > 0).all()
 
 
 @given(
@@ -97,21 +92,16 @@ def test_power_of_two_scale_is_exact(p: Problem, name: str, held: torch.dtype, d
     assert torch.equal(orthogonalize(scaled, coefficients=name, dtype=dtype), y)
 
 
-@given(problems(), st.sampled_from(list(KNOWN)), dtypes)
-def test_result_has_a_positive_inner_product_with_the_input(p: Problem, name: str, dtype: torch.dtype) -> None:
-    x = p.x.to(dtype)
-    y = orthogonalize(x, coefficients=name, dtype=dtype)
-    assert ((x.double() * y.double()).sum((-2, -1)) > 0).all()
-
-
-@given(problems(), st.sampled_from(list(KNOWN)), st.sampled_from([torch.float64, torch.float32]), st.randoms())
-def test_permutations_pass_through(p: Problem, name: str, dtype: torch.dtype, random) -> None:
+@given(problems(), st.sampled_from(list(KNOWN)), wide_dtypes, st.randoms())
+def test_permutations_and_transposes_pass_through(p: Problem, name: str, dtype: torch.dtype, random) -> None:
     m, n = p.x.shape[-2:]
     rows, columns = random.sample(range(m), m), random.sample(range(n), n)
     x = p.x.to(dtype)
-    y = orthogonalize(x, coefficients=name, dtype=dtype)[..., rows, :][..., columns]
+    y = orthogonalize(x, coefficients=name, dtype=dtype)
     z = orthogonalize(x[..., rows, :][..., columns], coefficients=name, dtype=dtype)
-    assert relative(z, y) < 4 * tolerance(name, dtype)
+    assert relative(z, y[..., rows, :][..., columns]) < 4 * tolerance(name, dtype)
+    if name != "aol":
+        assert relative(orthogonalize(x.mT, coefficients=name, dtype=dtype).mT, y) < tolerance(name, dtype)
 
 
 @given(problems(("geometric", "clustered", "deficient")))  # a Gaussian matrix may need more than 14 steps
