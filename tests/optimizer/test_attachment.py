@@ -215,14 +215,23 @@ def test_a_compiled_step_finds_what_was_replaced_before_gradients_were_cleared()
         assert all(not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
 
 
-def test_a_parameter_of_another_shape_is_an_error_at_each_step_and_changes_nothing():
-    model = made()
-    optimizer = mfx.Muon(model)
+def cut(model: nn.Module) -> None:
+    model[0].weight.data = model[0].weight.data[:3]
+
+
+def replaced(model: nn.Module) -> None:
     model[0].weight = nn.Parameter(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("change", [cut, replaced])
+def test_a_parameter_of_another_shape_is_an_error_at_each_step_and_changes_nothing(change):
+    model = made()
+    optimizer = mfx.Muon(model if change is replaced else dict(model.named_parameters()))
+    change(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"'0\.weight' has shape \(3, 4\), and had \(6, 4\) when the optimizer was made"
+            ValueError, match=r"'0\.weight' has shape \(3, 4\), and had \(6, 4\) when the optimizer was"
         ):
             optimizer.step()
         now = [group["params"] for group in optimizer.param_groups]
@@ -303,17 +312,6 @@ def test_tied_weights_are_trained_by_the_one_that_is_left():
     backward(model)
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
-
-
-def test_a_parameter_that_was_cut_is_an_error_that_names_it():
-    model = made()
-    optimizer = mfx.Muon(dict(model.named_parameters()))
-    backward(model)
-    model[2].weight.data = model[2].weight.data[:2]
-    with pytest.raises(
-        ValueError, match=r"'2\.weight' has shape \(2, 6\), and had \(4, 6\) when the optimizer was made"
-    ):
-        optimizer.step()
 
 
 def test_the_state_follows_a_model_that_has_moved():
