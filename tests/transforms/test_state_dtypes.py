@@ -54,27 +54,20 @@ def by_default(params: dict[str, Tensor]) -> dict[str, set[torch.dtype]]:
 
 
 @EVERY
-def test_by_default_a_state_is_fp32_and_float64_for_float64_parameters(name: str):
+@pytest.mark.parametrize("pinned", ["auto", *DTYPES, None], ids=str)
+def test_the_default_is_fp32_or_float64_a_dtype_pins_every_leaf_and_none_is_each_parameters_own(name: str, pinned: Any):
     assert all(FACTORIES[name].definition.parameters[argument].default == "auto" for argument in PINNED[name])
+    tx = made(name) if pinned == "auto" else made(name, **dict.fromkeys(PINNED[name], pinned))
     for dtypes in TREES:
-        params, tx = drawn(dtypes), made(name)
-        state = tx.init(params)
-        assert found(state, params) == by_default(params)
-        assert found(tx.init(mfx.tree.map(lambda p: p.to("meta"), params)), params) == by_default(params)
-        for seed in (1, 2):
-            _, state = tx.update(drawn(dtypes, seed), state, params)
-            assert found(state, params) == by_default(params)
-
-
-@EVERY
-def test_an_explicit_dtype_pins_every_leaf_and_none_each_parameters_own(name: str):
-    params = drawn(MIXED)
-    for pinned in (*DTYPES, None):
-        tx = made(name, **dict.fromkeys(PINNED[name], pinned))
+        params = drawn(dtypes)
         expected = {leaf: {pinned or param.dtype} for leaf, param in params.items()}
+        expected = by_default(params) if pinned == "auto" else expected
         state = tx.init(params)
         assert found(state, params) == expected
-        assert found(tx.update(drawn(MIXED, 1), state, params)[1], params) == expected
+        assert found(tx.init(mfx.tree.map(lambda p: p.to("meta"), params)), params) == expected
+        for seed in (1, 2):
+            _, state = tx.update(drawn(dtypes, seed), state, params)
+            assert found(state, params) == expected
 
 
 @EVERY
