@@ -98,7 +98,14 @@ def _renamed_groups(own: Sequence[BoundGroup], given: Mapping[str, Any], rename:
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
     saved: list[Group] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
-        raise ValueError("nothing was loaded: the state dict has no 'param_names', by which parameters are found")
+        # Engines such as torchtitan drop the names and keep the order of this optimizer's parameters.
+        if rename or [len(old["params"]) for old in saved] != [len(one.names) for one in own]:
+            raise ValueError(
+                "nothing was loaded: the state dict has no 'param_names' to find parameters by, and "
+                + ("rename= needs names" if rename else "its groups have other sizes than this optimizer's")
+            )
+        saved = [{**old, "param_names": list(one.names)} for one, old in zip(own, saved, strict=True)]
+        return {**given, "param_groups": saved}
     names, wrong = new_names(
         unwrapped(name for old in saved for name in old["param_names"]), rename, level=".", what="parameter"
     )
