@@ -472,10 +472,10 @@ class TransformOptimizer(Optimizer):
         """Load a ``state_dict()`` into the storage and the dtypes of this optimizer's state.
 
         Parameters are found by name, without the prefixes of ``torch.compile``, ``DistributedDataParallel`` and other
-        wrappers; groups without names, as torchtitan saves them, by order. Values are copied. A dtype may widen within its kind; it never follows the parameter's dtype, as
-        ``torch.optim`` lets it. If parameters are sharded, all ranks must call this together; a rank that calls it
-        alone raises when the group's timeout has passed. Otherwise a rank loads by itself, and the next step raises if
-        the ranks have loaded different states.
+        wrappers; groups without names, as torchtitan saves them, by order. Values are copied. A dtype may widen within
+        its kind; it never follows the parameter's dtype, as ``torch.optim`` lets it. If parameters are sharded, all
+        ranks must call this together; a rank that calls it alone raises when the group's timeout has passed. Otherwise
+        a rank loads by itself, and the next step raises if the ranks have loaded different states.
 
         Args:
             state_dict: the state of an optimizer of this transform.
