@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import measure, parts, planner, plots, polar, report, sharding, step, world
+from benchmarks import measure, parts, plots, polar, report, sharding, step, world
 from benchmarks.quality import judge, matrix, up_to_scale
 from muonfx.polar import orthogonalize
 
@@ -103,45 +103,6 @@ def test_quality_sees_what_is_worse() -> None:
 TINY_MODEL = sharding.Size(width=16, blocks=1, vocabulary=32, tokens=8)
 
 
-def must_send() -> dict[str, float]:
-    """What `Sent` counts on this rank for 12 floats a rank."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    x, out = torch.zeros(12), torch.zeros(12 * ranks)
-    calls = {
-        "all_reduce": lambda: dist.all_reduce(x),
-        "all_gather": lambda: dist.all_gather([torch.zeros(12) for _ in range(ranks)], x),
-        "gather in one": lambda: dist.all_gather_into_tensor(out, x),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.zeros(12), out),
-        "all_to_all": lambda: dist.all_to_all_single(torch.zeros(12), x),
-        "uneven": lambda: dist.all_to_all_single(  # rank 0 sends all that it has to rank 1
-            torch.zeros(12 * rank), torch.zeros(12 * (1 - rank)), [12 * rank, 0], [0, 12 * (1 - rank)]
-        ),
-        "broadcast": lambda: dist.broadcast(x, 0),
-        "barrier": dist.barrier,
-    }
-    found = {}
-    for name, call in calls.items():
-        with world.Sent() as sent:
-            call()
-        found[name] = sent.bytes
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_bytes_are_those_that_a_rank_must_send() -> None:
-    assert world.run(2, must_send) == {
-        "all_reduce": 48,
-        "all_gather": 48,
-        "gather in one": 48,
-        "reduce_scatter": 48,
-        "all_to_all": 24,
-        "uneven": 48,
-        "broadcast": 48,
-        "barrier": 0,
-    }
-
-
 LOOPS = ((1, "whole"), (2, "flat"), (3, "whole"), (3, "flat"))
 
 
@@ -175,16 +136,3 @@ def test_sharded_rows_say_what_was_sent_and_computed() -> None:
     assert (theirs["matrices"], ours["matrices"]) == (12, 6)
     assert ours["sent"] < theirs["sent"]
     assert all(row["apart"] < 0.05 for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_the_planner_predicts_from_the_machine_that_was_measured() -> None:
-    cases = tuple(planner.Case(32, torch.float32, route) for route in planner.ROUTES)
-    rows = planner.speed(3, cases=cases, sides=(16, 32))
-    for case, row in zip(cases, rows, strict=True):
-        machine = planner.Cluster(**row["machine"])
-        assert all(rate > 0 for _, rate in machine.flops)
-        assert machine.latency > 0
-        assert machine.intra > 0
-        assert row["predicted"] == pytest.approx(1e3 * planner.predicted(case, machine, 2))

@@ -130,19 +130,6 @@ def test_code_is_no_wider_than_the_page(path: Path):
     assert not wrong, f"{path.relative_to(ROOT)}: " + "; ".join(wrong)
 
 
-def test_blocks_are_found_run_and_skipped(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\na = 1\n```\n\n<!-- not run: needs a cluster -->\n```python\n1 / 0\n```\n"
-        "\n- item\n\n  ```python\n  b = a + 1\n  ```\n\n```sh\nfalse\n```\n\n```pycon\n>>> a + b\n3\n```\n"
-    )
-    assert [block.line for block in blocks(page.read_text())] == [2, 13, 21]
-    assert run_page(page) == 3
-    page.write_text("```pycon\n>>> 1 + 1\n3\n```\n")
-    with pytest.raises(doctest.DocTestFailure):
-        run_page(page)
-
-
 NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
 
 

@@ -256,51 +256,7 @@ def rewind(folder: Path, *, to: int) -> None:
     assert mfx.checkpoint.inspect(mfx.checkpoint.latest(folder / CHECKPOINTS)).step == to
 
 
-@pytest.mark.parametrize(
-    ("way", "found", "message"),
-    [
-        ("hsdp", 5, "--shard hsdp: found 5 processes, expected an even number"),
-        ("tp", 3, "--shard tp: found 3 processes for 2 heads, expected a divisor"),
-        ("cp", 3, "--context: found 8, expected a multiple of the 3 processes"),
-        ("zero1", 3, "--batch: found 4, expected a multiple of the 3 processes"),
-    ],
-)
-def test_a_number_of_processes_that_does_not_fit_is_a_clear_error(module, way: str, found: int, message: str) -> None:
-    check = module("sharded").check_processes
-    with pytest.raises(ValueError, match=message):
-        check(way, found, heads=2, batch=4, context=8)
-    check(way, 4 if way == "hsdp" else 2, heads=2, batch=4, context=8)
-
-
 # ---------------------------------------------------------------------------------------------------- what is wrong
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lr", "nan"], "argument --lr: expected a number above 0, found 'nan'"),
-        (["--context", "1000000000"], "--context: found 1000000000, expected at most"),
-        (["--width", "6400000"], "make --batch 16, --context 256, --width 6400000 or --depth 4 smaller"),
-        (["--quick", "--text", "an empty folder"], "too little text"),
-        (["--lr", "0.1"], "--lr: found 2 optimizers, expected one"),
-        (["--offload", "cpu", "--optimizer", "muon", "adamw"], "--offload is for one optimizer"),
-        (["--state-dtype", "int8", "--optimizer", "torch-muon"], "leave out --state-dtype"),
-        (["--resume"], "there is no checkpoint in"),
-        (["--shard", "zero1"], "-m torch.distributed.run --nproc_per_node 2 "),
-    ],
-)
-def test_a_bad_option_is_named_and_the_exit_code_is_2(
-    tmp_path: Path, train_gpt, capsys, monkeypatch, arguments, message
-) -> None:
-    (tmp_path / "an empty folder").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        train_gpt.main([*arguments, "--out", str(tmp_path / "run")])
-    assert caught.value.code == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert not (tmp_path / "run").exists()
 
 
 # --------------------------------------------------------------------------------------------------- small examples
