@@ -50,6 +50,7 @@ def test_dir_shows_public_names_only(name: str):
     assert all(hasattr(module, shown) for shown in dir(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needs", "extra"), [("plot", "matplotlib", "examples"), ("testing", "hypothesis", "testing")]
 )

@@ -62,6 +62,7 @@ def test_an_error_comes_back_with_its_trace(world: World):
         world.check(2, fail, on=None)
 
 
+@pytest.mark.slow
 def test_a_pool_goes_on_after_errors_that_leave_it_in_step_and_is_made_anew_after_all_others():
     """Errors that differ, a rank that has skipped a collective, and a rank that has died."""
     own = World(2)

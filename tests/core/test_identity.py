@@ -152,6 +152,7 @@ SPAWNING = """
 """
 
 
+@pytest.mark.slow
 def test_fingerprints_are_the_same_in_every_process_and_for_a_script_and_its_import(tmp_path: Path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")

@@ -66,6 +66,7 @@ def test_more_shapes_than_the_compiler_would_trace_one_by_one(settings: dict, dy
     assert counter.graphs <= 5  # wide, tall, square and a batch; without `dynamic`, the first shape too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "dynamic"), [({"dtype": torch.float32, "method": "gram"}, True), ({"dtype": torch.bfloat16}, None)]
 )

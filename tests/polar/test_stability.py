@@ -53,6 +53,7 @@ def test_every_method_and_dtype_stays_in_the_band(name, kind, dtype, method, ste
     assert excess(x, name, steps, dtype=dtype, method=method) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v4", "polar_express", "polar_express_5", "keller"])
 @pytest.mark.parametrize("products", ["batched", "blocks"])
 def test_large_matrices_with_scaled_rows_stay_in_the_band(name: str, products: str) -> None:
