@@ -176,7 +176,10 @@ def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
 
 def _number_of(value: object) -> object:
     """Return the number of a constant schedule; return any other value unchanged."""
-    return value.arguments["value"] if isinstance(value, Schedule) and value.factory is constant else value
+    if not isinstance(value, Schedule):
+        return value
+    first = value(0)
+    return first if value == constant(first) else value
 
 
 def schedule_free_eval_params(state: PyTree, params: T) -> T:
