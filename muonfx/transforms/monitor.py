@@ -125,9 +125,10 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
             {f"{key}/{metric}": value(metric, part) for key, part in parts.items() for metric in metrics}
         )
 
-    def measured(updates: PyTree, total: Sum) -> MonitorState:
-        device = device_of(updates)
-        return values(updates, lambda metric, part: METRICS[metric](part, total).to(device, torch.float32))
+    def measured(updates: PyTree, state: MonitorState, total: Sum) -> MonitorState:
+        found = values(updates, lambda metric, part: METRICS[metric](part, total))
+        # The updates may all be None, so the state decides the device.
+        return MonitorState({key: value.to(state.values[key]) for key, value in found.values.items()})
 
     def init(params: PyTree) -> MonitorState:
         device = device_of(params)
@@ -136,10 +137,10 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     def update_by_sums(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
-        return updates, measured(updates, sum_over_leaves)
+        return updates, measured(updates, state, sum_over_leaves)
 
     def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return updates, measured(updates, sum_over_leaves)
+        return updates, measured(updates, state, sum_over_leaves)
 
     return init, update_by_sums if set(metrics) <= _SUMS and not by_leaf else update
 
