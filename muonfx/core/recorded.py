@@ -116,7 +116,7 @@ class Structure:
             return NotImplemented
         if self is other:  # as for values that differ only in numbers
             return True
-        same_call = self.kind is other.kind and self.factory is other.factory
+        same_call = (self.kind, self.factory) == (other.kind, other.factory)
         # The order of a dict counts, as the meaning of the parts depends on it.
         same_order = _names_in(self.skeleton, holes=False) == _names_in(other.skeleton, holes=False)
         return same_call and self.skeleton == other.skeleton and same_order
