@@ -146,7 +146,7 @@ def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]
     forward = torch.compile(model)
     labels = mfx.default_labels(model, muon="hidden", other="rest")
     hidden, rest = (
-        mfx.warmup_stable_decay(peak, STEPS // 20, STEPS // 2, STEPS, start=peak / (STEPS // 20))
+        mfx.warmup_stable_decay_schedule(peak, STEPS // 20, STEPS // 2, STEPS, start=peak / (STEPS // 20))
         for peak in (rate, REST_RATE)
     )
     settings = CANDIDATES[candidate]

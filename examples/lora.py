@@ -62,7 +62,7 @@ def add_lora(model: GPT, rank: int) -> None:
 
 def make_optimizer(name: str, rate: float, steps: int) -> mfx.Transform:
     """One optimizer for all factors: with the rest of the model frozen there is nothing to route."""
-    schedule = mfx.warmup_cosine(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
+    schedule = mfx.warmup_cosine_decay_schedule(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
     # fp32 and not "auto", which times this CPU: the same numbers on every machine but for rounding.
     muon = mfx.muon(
         schedule, weight_decay=0.0, rule="match_rms_adamw", orthogonalize=mfx.orthogonalize(dtype=torch.float32)
@@ -109,7 +109,7 @@ def pretrained(code: Tensor, steps: int, width: int) -> tuple[dict[str, Tensor],
     """The weights of a GPT that has learnt the source, and the arguments that build such a GPT."""
     shape = {"width": width, "depth": 2, "context": CONTEXT, "seed": 0}
     model = GPT(**shape)
-    schedule = mfx.warmup_cosine(0.01, warmup_steps=max(1, steps // 20), total_steps=steps)
+    schedule = mfx.warmup_cosine_decay_schedule(0.01, warmup_steps=max(1, steps // 20), total_steps=steps)
     tx = mfx.muon_with_adamw(
         schedule, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
     )

@@ -99,7 +99,7 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
 def schedule(config: Config, peak: float) -> mfx.Schedule:
     """Warm up for a twentieth of the steps, hold, and fall to zero over the second half."""
     warmup = max(1, config.steps // 20)
-    return mfx.warmup_stable_decay(peak, warmup, config.steps // 2, config.steps, start=peak / warmup)
+    return mfx.warmup_stable_decay_schedule(peak, warmup, config.steps // 2, config.steps, start=peak / warmup)
 
 
 def train(

@@ -42,7 +42,7 @@ def make_model() -> nn.Module:
 
 def make_optimizer(name: str, model: nn.Module, rate: float, steps: int) -> mfx.Transform:
     """Muon takes a kernel (out, in, height, width) for a matrix of ``out`` rows; the labels say which it gets."""
-    schedule = mfx.warmup_cosine(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
+    schedule = mfx.warmup_cosine_decay_schedule(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
     if name == "Muon":
         # fp32 and not "auto", which times this CPU: the same numbers on every machine but for rounding.
         return mfx.muon_with_adamw(

@@ -36,8 +36,9 @@ from muonfx.core import (
     identity, schedules, set_to_zero, stack, stateless, transform, with_hyperparams,
 )
 from muonfx.core.schedules import (
-    Scalar, ScalarOrSchedule, Schedule, ScheduleFunction, constant, cosine, exponential, join, linear, one_cycle,
-    polynomial, schedule, sgdr, warmup_cosine, warmup_stable_decay,
+    Scalar, ScalarOrSchedule, Schedule, ScheduleFunction, constant_schedule, cosine_decay_schedule, exponential_decay,
+    join_schedules, linear_schedule, onecycle_schedule, polynomial_schedule, schedule, sgdr_schedule,
+    warmup_cosine_decay_schedule, warmup_stable_decay_schedule,
 )
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
 from muonfx.select import Labels, MatrixView, default_labels, describe, labels
@@ -100,8 +101,9 @@ __all__ = [
     "InitAndUpdate", "Metric", "PyTree", "Scalar", "ScalarOrSchedule", "ScheduleFunction", "ShapeRule",
     "StateAndStep",
     # schedules
-    "Schedule", "constant", "cosine", "exponential", "join", "linear", "one_cycle", "polynomial", "schedule",
-    "sgdr", "warmup_cosine", "warmup_stable_decay",
+    "Schedule", "constant_schedule", "cosine_decay_schedule", "exponential_decay", "join_schedules",
+    "linear_schedule", "onecycle_schedule", "polynomial_schedule", "schedule", "sgdr_schedule",
+    "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule",
     # as a torch optimizer
     "Muon", "TransformOptimizer",
     # recipes

@@ -53,7 +53,9 @@ def test_replace_makes_another_value_and_names_what_there_is():
 
 
 def test_numeric_arguments_are_listed_by_dotted_name():
-    masked = mfx.chain(mfx.masked(mfx.scale_by_adam(), {"w": True}), mfx.scale_by_learning_rate(mfx.constant(1)))
+    masked = mfx.chain(
+        mfx.masked(mfx.scale_by_adam(), {"w": True}), mfx.scale_by_learning_rate(mfx.constant_schedule(1))
+    )
     assert list(dict(parts_of(masked))) == [
         "masked.inner.b1",
         "masked.inner.b2",
@@ -346,7 +348,7 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
         ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
         ([mfx.qk_clip(()), LEARNING_RATE], "qk_clip comes before"),
         ([mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)], "ema_params comes before"),
-        ([mfx.ema_params(), mfx.scale(mfx.linear(-0.1, 0.0, 10))], "the negative scale in 'scale'"),
+        ([mfx.ema_params(), mfx.scale(mfx.linear_schedule(-0.1, 0.0, 10))], "the negative scale in 'scale'"),
         ([mfx.master_params(mfx.momentum()), LEARNING_RATE], r"or move that into master_params\(...\)"),
         ([mfx.contrib.lookahead(mfx.momentum(), 2, 0.5), LEARNING_RATE], "lookahead comes before"),
     ],
@@ -412,7 +414,7 @@ def a_rate_of_ones_own():
         mfx.masked(a_rate_of_ones_own(), {"w": True}),
         mfx.scale(-0.1),
         mfx.chain(mfx.momentum(), mfx.scale(-0.1)),
-        mfx.scale(mfx.linear(-0.1, 0.0, 10)),
+        mfx.scale(mfx.linear_schedule(-0.1, 0.0, 10)),
         mfx.skip_nonfinite(mfx.scale(-0.1)),
         mfx.partition({"a": mfx.momentum(), "b": mfx.scale(-1.0)}, {"w": "a"}),
     ],

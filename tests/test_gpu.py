@@ -39,14 +39,18 @@ def chains() -> dict[str, mfx.Transform]:
         "muon": muon,
         "lion": mfx.lion(1e-3, weight_decay=0.1),
         "whole": mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.monitor("grad"), muon)),
-        "scheduled": mfx.chain(mfx.momentum(debias=True), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),
+        "scheduled": mfx.chain(
+            mfx.momentum(debias=True), mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10))
+        ),
         "numbers as tensors": mfx.as_tensors(mfx.adamw(1e-2)),
         "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
         "compact": mfx.chain(
             mfx.momentum(dtype=mfx.int8(64, code="dynamic", min_size=0)),
             mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
         ),
-        "followed": mfx.chain(mfx.momentum(mfx.linear(0.5, 0.9, 3)), mfx.scale(mfx.exponential(-0.1, 2, 0.5))),
+        "followed": mfx.chain(
+            mfx.momentum(mfx.linear_schedule(0.5, 0.9, 3)), mfx.scale(mfx.exponential_decay(-0.1, 2, 0.5))
+        ),
         "everyday": mfx.chain(
             mfx.adaptive_grad_clip(0.1),
             mfx.contrib.add_noise(0.01, 0.5),

@@ -14,7 +14,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING, require_transform, within
 from muonfx.core.factory import with_memory
 from muonfx.core.recorded import Memory
-from muonfx.core.schedules import Scalar, Schedule, constant
+from muonfx.core.schedules import Scalar, Schedule, constant_schedule
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, widest
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree, device_of
@@ -92,7 +92,7 @@ def schedule_free(
 
     Example:
         >>> import muonfx as mfx
-        >>> rate = mfx.linear(0.0, 0.1, 10)
+        >>> rate = mfx.linear_schedule(0.0, 0.1, 10)
         >>> tx = mfx.contrib.schedule_free(mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate)), rate)
         >>> params = {"w": torch.ones(1)}
         >>> state = tx.init(params)
@@ -179,7 +179,7 @@ def _number_of(value: object) -> object:
     if not isinstance(value, Schedule):
         return value
     first = value(0)
-    return first if value == constant(first) else value
+    return first if value == constant_schedule(first) else value
 
 
 def schedule_free_eval_params(state: PyTree, params: T) -> T:

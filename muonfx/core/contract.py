@@ -175,8 +175,8 @@ class Transform(Recorded):
         """The schedules among the arguments for which the constructor takes numbers.
 
         >>> import muonfx as mfx
-        >>> mfx.momentum(mfx.linear(0.85, 0.95, 300)).schedules
-        {'decay': linear(start=0.85, end=0.95, steps=300)}
+        >>> mfx.momentum(mfx.linear_schedule(0.85, 0.95, 300)).schedules
+        {'decay': linear_schedule(start=0.85, end=0.95, steps=300)}
         """
         if not [part for part in self.parts if isinstance(part, Schedule)]:
             return {}

@@ -40,34 +40,36 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
 
     >>> from hypothesis import find
     >>> find(schedules(), lambda drawn: drawn(0) != drawn(1))
-    linear(start=0.0, end=0.125, steps=1)
+    linear_schedule(start=0.0, end=0.125, steps=1)
     """
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
     lengths = st.integers(0, 4)
     ways = st.sampled_from(("linear", "cosine"))
 
     def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
-        return sch.warmup_stable_decay(peak, up, down, up + flat + down)
+        return sch.warmup_stable_decay_schedule(peak, up, down, up + flat + down)
 
     simple: st.SearchStrategy[Any] = st.one_of(
-        st.builds(sch.constant, values),
-        st.builds(sch.linear, values, values, lengths),
-        st.builds(sch.cosine, values, lengths, values),
-        st.builds(lambda peak, up, more: sch.warmup_cosine(peak, up, up + more), values, lengths, lengths),
+        st.builds(sch.constant_schedule, values),
+        st.builds(sch.linear_schedule, values, values, lengths),
+        st.builds(sch.cosine_decay_schedule, values, lengths, values),
+        st.builds(
+            lambda peak, up, more: sch.warmup_cosine_decay_schedule(peak, up, up + more), values, lengths, lengths
+        ),
         st.builds(trapezoid, values, lengths, lengths, lengths),
-        st.builds(sch.polynomial, values, values, lengths, st.sampled_from((1.0, 2.0)), st.integers(0, 1)),
+        st.builds(sch.polynomial_schedule, values, values, lengths, st.sampled_from((1.0, 2.0)), st.integers(0, 1)),
         # Not from 0: growth overflows at late steps, and zero times infinity is NaN, which is refused.
         st.builds(
-            sch.exponential,
+            sch.exponential_decay,
             st.sampled_from((0.125, 0.5, 1.0)),
             st.integers(1, 3),
             st.sampled_from((0.5, 2.0)),
             staircase=st.booleans(),
         ),
-        st.builds(sch.one_cycle, values, st.integers(1, 4), ways),
-        st.builds(sch.sgdr, values, st.integers(1, 3), st.integers(1, 3), growth=st.integers(1, 2)),
+        st.builds(sch.onecycle_schedule, values, st.integers(1, 4), ways),
+        st.builds(sch.sgdr_schedule, values, st.integers(1, 3), st.integers(1, 3), growth=st.integers(1, 2)),
     )
-    joined = st.builds(lambda a, b, at: sch.join([a, b], [at]), simple, simple, st.integers(1, 3))
+    joined = st.builds(lambda a, b, at: sch.join_schedules([a, b], [at]), simple, simple, st.integers(1, 3))
     return simple | joined
 
 
@@ -198,7 +200,7 @@ _OWN: dict[Callable[..., Transform], dict[str, st.SearchStrategy[Any]]] = {
     contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
     contrib.sampled_momentum: {"one_in": _COUNTS},
     contrib.scale_by_ademamix: {
-        "b3": _SHARES | st.builds(sch.linear, _SHARES, _SHARES, st.integers(0, 4)),
+        "b3": _SHARES | st.builds(sch.linear_schedule, _SHARES, _SHARES, st.integers(0, 4)),
         "alpha": _RATES,
     },
     contrib.scale_by_dion: {"rank": _COUNTS},

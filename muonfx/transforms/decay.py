@@ -107,7 +107,7 @@ def add_decayed_weights(
         An L2 penalty, and a decay with the square of the learning rate, as modded-nanogpt has it:
 
         >>> sgd = mfx.chain(tx, mfx.momentum(heavy_ball=True), mfx.scale_by_learning_rate(0.1))
-        >>> rate, decay = (mfx.cosine(peak, steps=100) for peak in (0.02, 0.1))
+        >>> rate, decay = (mfx.cosine_decay_schedule(peak, steps=100) for peak in (0.02, 0.1))
         >>> muon = mfx.chain(mfx.orthogonalize(), mfx.add_decayed_weights(decay), mfx.scale_by_learning_rate(rate))
     """
     return _functions("add_decayed_weights", weight_decay, mask, 1.0, cautious, _memory)

@@ -41,7 +41,7 @@ NAMES_HERE = {
         "partition": "multi_transform",
         "accumulate": "MultiSteps",
         "skip_nonfinite": "apply_if_finite zero_nans",
-        "scale(muonfx.linear(1.0, 0.0, 10))": "scale_by_schedule",
+        "scale(muonfx.linear_schedule(1.0, 0.0, 10))": "scale_by_schedule",
         "with_hyperparams": "inject_hyperparams",
         "momentum(heavy_ball=True)": "trace sgd",
         "momentum(nesterov=False)": "ema",
@@ -55,14 +55,10 @@ NAMES_HERE = {
         "scale_by_rms": "rmsprop RMSprop",
         "muon": "scale_by_muon",
         "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
-        "cosine": "cosine_decay_schedule",
-        "join": "join_schedules piecewise_constant_schedule piecewise_interpolate_schedule",
-        "exponential": "exponential_decay",
-        "one_cycle": "cosine_onecycle_schedule linear_onecycle_schedule",
-        "warmup_cosine": "warmup_cosine_decay_schedule",
-        "warmup_stable_decay": "warmup_exponential_decay_schedule",
+        "join_schedules": "piecewise_constant_schedule piecewise_interpolate_schedule",
+        "onecycle_schedule": "cosine_onecycle_schedule linear_onecycle_schedule",
+        "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
         "tree": "tree_utils",
-        **{name: f"{name}_schedule" for name in ("constant", "linear", "polynomial", "sgdr")},
         **{
             f"tree.{name}": f"tree_{name}"
             for name in ("add", "get", "map", "map_params", "norm", "scale", "set", "vdot")

@@ -83,7 +83,7 @@ def test_a_state_without_an_average_is_refused():
 
 
 def test_another_rate_and_a_momentum_within_are_warned_of():
-    rate, other = mfx.linear(0.0, 0.1, 5), mfx.linear(0.1, 0.0, 5)
+    rate, other = mfx.linear_schedule(0.0, 0.1, 5), mfx.linear_schedule(0.1, 0.0, 5)
     plain = mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(rate))
     for given in (0.5, other):
         with pytest.warns(UserWarning, match=r"^schedule_free: learning_rate is .* Give both the same") as caught:

@@ -57,7 +57,7 @@ def test_a_fingerprint_does_not_change_when_an_argument_with_a_default_is_added(
     older, newer = (momentum_like(module="muonfx.x", newer=added) for added in (False, True))
     for given_to_both in ({}, {"nesterov": False}, {"dtype": None}, {"decay": 0.5, "dtype": mfx.int8(4)}):
         assert older(**given_to_both).fingerprint == newer(**given_to_both).fingerprint
-    for used in ({"warm": True}, {"rate": mfx.linear(1.0, 0.0, 3)}, {"inner": mfx.momentum()}, {"rate": None}):
+    for used in ({"warm": True}, {"rate": mfx.linear_schedule(1.0, 0.0, 3)}, {"inner": mfx.momentum()}, {"rate": None}):
         assert newer(**used).fingerprint != older().fingerprint
     assert newer(rate=0.5, inner=mfx.scale(3.0)).fingerprint == older().fingerprint  # numbers do not count
     assert newer(rate=3).fingerprint == older().fingerprint  # an int where a float is meant

@@ -8,7 +8,7 @@ import torch
 
 import muonfx as mfx
 
-RISING = mfx.linear(0.5, 0.9, 4)
+RISING = mfx.linear_schedule(0.5, 0.9, 4)
 PARAMS = {"w": torch.ones(3, 2), "b": torch.ones(3)}
 STEPS = 6
 
@@ -72,7 +72,7 @@ def test_each_step_uses_the_schedules_number(name: str):
 
 
 def test_the_state_is_the_plain_one_with_a_count():
-    tx = mfx.scale_by_adam(b1=RISING, eps=mfx.constant(1e-3))
+    tx = mfx.scale_by_adam(b1=RISING, eps=mfx.constant_schedule(1e-3))
     state = tx.init(PARAMS)
     assert int(state.count) == 0
     assert mfx.tree.spec(state.inner) == mfx.tree.spec(mfx.scale_by_adam().init(PARAMS))
@@ -90,7 +90,7 @@ def test_localities_extras_and_promises_are_those_of_the_transform():
 
 def test_steps_recompile_nothing():
     compiled = torch.compile(lambda tx, g, s: tx.update(g, s), fullgraph=True, backend="eager")
-    tx = mfx.chain(mfx.momentum(RISING), mfx.scale(mfx.linear(-0.1, -0.01, 4)))
+    tx = mfx.chain(mfx.momentum(RISING), mfx.scale(mfx.linear_schedule(-0.1, -0.01, 4)))
     state, found = tx.init(PARAMS), []
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -101,11 +101,11 @@ def test_steps_recompile_nothing():
 
 
 def test_a_rate_that_would_overflow_after_the_run_is_accepted():
-    rate = mfx.exponential(1e-6, 10, 1.5)
+    rate = mfx.exponential_decay(1e-6, 10, 1.5)
     assert rate(1_000_000) == float("inf")
     assert mfx.scale_by_learning_rate(rate).arguments["learning_rate"] == rate
 
 
 def test_a_rate_that_becomes_nan_is_refused():
     with pytest.raises(ValueError, match="at step 10000, learning_rate must be finite, found nan"):
-        mfx.scale_by_learning_rate(mfx.exponential(0.0, 1, 2.0))
+        mfx.scale_by_learning_rate(mfx.exponential_decay(0.0, 1, 2.0))

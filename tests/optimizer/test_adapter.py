@@ -69,7 +69,9 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
         "now and then": mfx.chain(
             mfx.contrib.conditionally_transform(mfx.scale_by_adam(), every_other), mfx.scale(-0.1)
         ),
-        "scheduled": mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),
+        "scheduled": mfx.chain(
+            mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10))
+        ),
         "numbers as tensors": mfx.as_tensors(mfx.adamw(1e-2)),
         "masked": mfx.chain(
             mfx.scale_by_adam(), mfx.masked(mfx.clip_by_value(0.5), mfx.select.ndim(1)), mfx.scale(-0.1)
@@ -105,7 +107,7 @@ def test_steps_are_those_of_the_functional_form(name, bucket_bytes, donate_grads
 @pytest.mark.parametrize("by", ["hand", "a scheduler"])
 def test_a_rate_in_a_group_that_nothing_reads_is_warned_of_once_and_not_shown(by: str):
     model = nn.Linear(2, 2)
-    optimizer = mfx.TransformOptimizer(model, mfx.adamw(mfx.warmup_cosine(0.1, 2, 10)))
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(mfx.warmup_cosine_decay_schedule(0.1, 2, 10)))
     assert optimizer.groups_without_rate == (0,)
     assert "\nlr " not in str(mfx.describe(optimizer))
     model(torch.ones(2)).sum().backward()

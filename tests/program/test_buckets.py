@@ -79,7 +79,7 @@ MUON = mfx.chain(
     mfx.orthogonalize(dtype=torch.bfloat16, steps=2),
     mfx.scale_by_shape(),
     mfx.add_decayed_weights(0.1, mfx.select.path("[ab].*")),
-    mfx.scale_by_learning_rate(mfx.schedules.linear(0.1, 0.0, 5)),
+    mfx.scale_by_learning_rate(mfx.schedules.linear_schedule(0.1, 0.0, 5)),
 )
 CHAINS = {
     "muon with adamw": mfx.partition({"muon": MUON, "adamw": mfx.adamw(1e-2)}, LABELS),

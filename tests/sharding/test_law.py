@@ -77,7 +77,7 @@ SMALL = model(
     cold=Leaf((3, 4), "frozen"),
 )
 EXACT = two_groups(SMALL.labels)
-RISING = mfx.linear(0.5, 0.9, 2)
+RISING = mfx.linear_schedule(0.5, 0.9, 2)
 ROWS = {name: ("0",) if leaf.shape else ("r",) for name, leaf in SMALL.leaves.items()}
 GRID = {name: ("r", "0") if leaf.shape else ("r", "r") for name, leaf in SMALL.leaves.items()}
 BOTH = {name: ("0", "1") if len(leaf.shape) == 2 else ("r", "r") for name, leaf in SMALL.leaves.items()}
@@ -133,7 +133,7 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(RISING), muon(), mfx.normalize_neurons(RISING)),
-                "adamw": mfx.cautious(mfx.scale_by_adam(b1=RISING), min_share=mfx.constant(0.01)),
+                "adamw": mfx.cautious(mfx.scale_by_adam(b1=RISING), min_share=mfx.constant_schedule(0.01)),
                 "frozen": mfx.clip_by_global_norm(RISING),
             },
             SMALL.labels,

@@ -63,7 +63,7 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
         mfx.muon(0.05, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), mfx.adamw(0.01)
     ),
     "normuon": lambda: on_matrices(mfx.normuon(0.05, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)), mfx.adamw(0.01)),
-    "adamw_scheduled": lambda: mfx.adamw(mfx.warmup_cosine(0.05, 3, 10), mask=mfx.select.ndim(min=2)),
+    "adamw_scheduled": lambda: mfx.adamw(mfx.warmup_cosine_decay_schedule(0.05, 3, 10), mask=mfx.select.ndim(min=2)),
     "clipped_lion": lambda: mfx.chain(mfx.clip_by_global_norm(1.0), mfx.lion(0.01, weight_decay=0.1)),
     "gram": lambda: downhill(
         on_matrices(mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(method="gram", dtype=FLOAT32))),
@@ -80,9 +80,9 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
         mfx.ema_params(0.9),
     ),
     "momentum_on_a_schedule": lambda: downhill(
-        on_matrices(mfx.chain(mfx.momentum(mfx.linear(0.5, 0.95, 6)), mfx.orthogonalize(dtype=FLOAT32))),
+        on_matrices(mfx.chain(mfx.momentum(mfx.linear_schedule(0.5, 0.95, 6)), mfx.orthogonalize(dtype=FLOAT32))),
         mfx.add_decayed_weights(0.1, MATRICES),
-        rate=mfx.linear(0.1, 0.0, 10),
+        rate=mfx.linear_schedule(0.1, 0.0, 10),
     ),
 }
 

@@ -183,7 +183,8 @@ def test_independent_decay_does_not_know_the_learning_rate():
 
 def test_decay_with_the_square_of_the_learning_rate_is_a_schedule_of_its_shape():
     tx = mfx.chain(
-        mfx.add_decayed_weights(mfx.cosine(DECAY, steps=8)), mfx.scale_by_learning_rate(mfx.cosine(RATE, steps=8))
+        mfx.add_decayed_weights(mfx.cosine_decay_schedule(DECAY, steps=8)),
+        mfx.scale_by_learning_rate(mfx.cosine_decay_schedule(RATE, steps=8)),
     )
 
     def step(t: int, x: Tensor, g: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def test_grad_through_three_steps_by_the_initial_parameters(build: Any):
 @pytest.mark.slow
 def test_a_whole_training_step_compiles_once():
     params, loss, _ = regression()
-    given = mfx.as_tensors(muon_like(mfx.linear(0.1, 0.01, 3)))
+    given = mfx.as_tensors(muon_like(mfx.linear_schedule(0.1, 0.01, 3)))
     torch._dynamo.reset()
     counter = Counter("inductor")
 

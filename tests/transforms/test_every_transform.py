@@ -28,7 +28,7 @@ pytestmark = [
 
 ROWS_AND_COLUMNS = ((-2,), (-1,))
 STACKS = mfx.MatrixView(ROWS_AND_COLUMNS)
-A_SCHEDULE = mfx.linear(1.0, 0.1, 3)
+A_SCHEDULE = mfx.linear_schedule(1.0, 0.1, 3)
 MOMENTUM = mfx.momentum(0.9)
 FP32 = mfx.orthogonalize(dtype=torch.float32)
 TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
@@ -122,7 +122,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "momentum": [
         mfx.momentum(0.5, nesterov=False, dtype=None),
         mfx.momentum(0.9, debias=True, dtype=torch.bfloat16),
-        mfx.momentum(mfx.linear(0.5, 0.9, 4)),
+        mfx.momentum(mfx.linear_schedule(0.5, 0.9, 4)),
         mfx.momentum(0.9, heavy_ball=True, nesterov=False, dtype=torch.float64),
         mfx.momentum(0.9, dtype=mfx.int8(5, code="dynamic", min_size=3)),
         mfx.momentum(0.9, debias=True, nesterov=False, dtype=mfx.int8(**TINY, stochastic=True)),
@@ -169,7 +169,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "sam": [mfx.contrib.sam(0.5, adaptive=True)],
     "scale_by_ademamix": [
         mfx.contrib.scale_by_ademamix(
-            0.5, 0.9, mfx.linear(0.5, 0.9, 3), A_SCHEDULE, 1e-3, eps_root=1e-6, nu_dtype=None
+            0.5, 0.9, mfx.linear_schedule(0.5, 0.9, 3), A_SCHEDULE, 1e-3, eps_root=1e-6, nu_dtype=None
         ),
     ],
     "scale_by_dog": [mfx.contrib.scale_by_dog(0.1)],

@@ -48,15 +48,15 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.scale_by_learning_rate: (0.1,),
     mfx.Muon: (MODEL,),
     mfx.TransformOptimizer: (MODEL, mfx.scale(-0.1)),
-    schedules.constant: (1.0,),
-    schedules.cosine: (1.0, 4),
-    schedules.exponential: (1.0, 4, 0.5),
-    schedules.linear: (1.0, 0.1, 4),
-    schedules.one_cycle: (1.0, 4),
-    schedules.polynomial: (1.0, 0.1, 4),
-    schedules.sgdr: (1.0, 4, 2),
-    schedules.warmup_cosine: (1.0, 1, 4),
-    schedules.warmup_stable_decay: (1.0, 1, 1, 4),
+    schedules.constant_schedule: (1.0,),
+    schedules.cosine_decay_schedule: (1.0, 4),
+    schedules.exponential_decay: (1.0, 4, 0.5),
+    schedules.linear_schedule: (1.0, 0.1, 4),
+    schedules.onecycle_schedule: (1.0, 4),
+    schedules.polynomial_schedule: (1.0, 0.1, 4),
+    schedules.sgdr_schedule: (1.0, 4, 2),
+    schedules.warmup_cosine_decay_schedule: (1.0, 1, 4),
+    schedules.warmup_stable_decay_schedule: (1.0, 1, 1, 4),
     select.labels: (MODEL, []),
     select.where: (bool,),
     sharding.broadcast: (PARAMS, sharding.zero(PARAMS, 1)),
@@ -225,7 +225,7 @@ NUMBERS = {"np.float32": np.float32(0.25), "np.int64": np.int64(1), "fraction": 
 def test_a_number_of_another_library_is_pythons(number: Any):
     assert mfx.scale(number) == mfx.scale(float(number))
     assert mfx.adamw(number, weight_decay=number) == mfx.adamw(float(number), weight_decay=float(number))
-    assert repr(mfx.cosine(number, 10)) == repr(mfx.cosine(float(number), 10))
+    assert repr(mfx.cosine_decay_schedule(number, 10)) == repr(mfx.cosine_decay_schedule(float(number), 10))
     assert {g["lr"] for g in mfx.Muon(MODEL, lr=number).param_groups} == {float(number)}
     betas = (np.float32(0.5), Fraction(1, 2))
     assert mfx.Muon(MODEL, betas=betas).tx == mfx.Muon(MODEL, betas=(0.5, 0.5)).tx

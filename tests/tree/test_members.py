@@ -15,7 +15,7 @@ def marked(tx: mfx.Transform) -> dict[str, bool]:
 
 
 def test_moments_are_like_parameters_and_counters_are_not():
-    found = marked(mfx.chain(mfx.scale_by_adam(), mfx.momentum(mfx.constant(0.9)), mfx.ema_params(0.9)))
+    found = marked(mfx.chain(mfx.scale_by_adam(), mfx.momentum(mfx.constant_schedule(0.9)), mfx.ema_params(0.9)))
     others = {"scale_by_adam.count", "momentum.count"}
     assert {name for name, is_like in found.items() if not is_like} == others
 

@@ -45,9 +45,9 @@ def numbers_tensors_and_schedules() -> list[mfx.Transform]:
     return [
         mfx.momentum(0.95),
         mfx.momentum(torch.tensor(0.95)),
-        mfx.momentum(mfx.linear(0.85, 0.95, 300), nesterov=False),
+        mfx.momentum(mfx.linear_schedule(0.85, 0.95, 300), nesterov=False),
         mfx.scale_by_learning_rate(inverse_sqrt(0.1)),
-        mfx.adamw(1e-3, b1=mfx.linear(0.85, 0.9, 300), mask=None),
+        mfx.adamw(1e-3, b1=mfx.linear_schedule(0.85, 0.9, 300), mask=None),
     ]
 
 
@@ -81,7 +81,7 @@ def routes(model: nn.Module) -> mfx.Transform:
     return mfx.chain(
         mfx.partition({"muon": matrices, "adamw": mfx.scale_by_adam()}, mfx.default_labels(model)),
         mfx.masked(mfx.add_decayed_weights(0.1), mfx.select.ndim(min=2)),
-        mfx.scale_by_learning_rate(mfx.warmup_cosine(1e-2, warmup_steps=5, total_steps=20)),
+        mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(1e-2, warmup_steps=5, total_steps=20)),
     )
 
 
@@ -100,8 +100,8 @@ def a_named_tuple_of_parameters_stays_one() -> Tensor:
 
 def schedules() -> float:
     rate: float = inverse_sqrt(2.0)(3)
-    at: Tensor = mfx.cosine(1.0, 10, end=0.1)(torch.tensor(5))
-    return rate + float(at) + mfx.join([mfx.linear(0.0, 1.0, 5), mfx.constant(1.0)], [5])(2)
+    at: Tensor = mfx.cosine_decay_schedule(1.0, 10, end=0.1)(torch.tensor(5))
+    return rate + float(at) + mfx.join_schedules([mfx.linear_schedule(0.0, 1.0, 5), mfx.constant_schedule(1.0)], [5])(2)
 
 
 def torch_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:

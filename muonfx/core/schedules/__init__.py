@@ -8,16 +8,16 @@ for a plot. Step 0 is the first update.
 
 from muonfx.core.schedules.base import Scalar, ScalarOrSchedule, Schedule, ScheduleFunction, schedule
 from muonfx.core.schedules.curves import (
-    constant,
-    cosine,
-    exponential,
-    join,
-    linear,
-    one_cycle,
-    polynomial,
-    sgdr,
-    warmup_cosine,
-    warmup_stable_decay,
+    constant_schedule,
+    cosine_decay_schedule,
+    exponential_decay,
+    join_schedules,
+    linear_schedule,
+    onecycle_schedule,
+    polynomial_schedule,
+    sgdr_schedule,
+    warmup_cosine_decay_schedule,
+    warmup_stable_decay_schedule,
 )
 
 __all__ = [
@@ -25,17 +25,17 @@ __all__ = [
     "ScalarOrSchedule",
     "Schedule",
     "ScheduleFunction",
-    "constant",
-    "cosine",
-    "exponential",
-    "join",
-    "linear",
-    "one_cycle",
-    "polynomial",
+    "constant_schedule",
+    "cosine_decay_schedule",
+    "exponential_decay",
+    "join_schedules",
+    "linear_schedule",
+    "onecycle_schedule",
+    "polynomial_schedule",
     "schedule",
-    "sgdr",
-    "warmup_cosine",
-    "warmup_stable_decay",
+    "sgdr_schedule",
+    "warmup_cosine_decay_schedule",
+    "warmup_stable_decay_schedule",
 ]
 
 

@@ -21,9 +21,9 @@ class Schedule(Recorded):
     """A function of the step count that remembers its arguments; made by a factory that `schedule` decorates.
 
     >>> import muonfx as mfx
-    >>> mfx.linear(1.0, 0.0, 10)
-    linear(start=1.0, end=0.0, steps=10)
-    >>> mfx.linear(1.0, 0.0, 10)(5)
+    >>> mfx.linear_schedule(1.0, 0.0, 10)
+    linear_schedule(start=1.0, end=0.0, steps=10)
+    >>> mfx.linear_schedule(1.0, 0.0, 10)(5)
     0.5
     """
 

@@ -15,10 +15,10 @@ from muonfx.core.schedules.base import Scalar, Schedule, ScheduleFunction, sched
 
 
 @schedule
-def constant(value: Scalar) -> ScheduleFunction:
+def constant_schedule(value: Scalar) -> ScheduleFunction:
     """Hold one value.
 
-    >>> constant(0.5)(100)
+    >>> constant_schedule(0.5)(100)
     0.5
     """
     checks.finite("value", value)
@@ -31,7 +31,7 @@ def _fraction(count: Tensor, steps: int) -> Tensor:
 
 
 @schedule
-def linear(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
+def linear_schedule(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
     """Go from one value to another on a straight line, then stay.
 
     Args:
@@ -39,7 +39,7 @@ def linear(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
         end: the value at step ``steps`` and after.
         steps: the length in steps.
 
-    >>> [linear(0.0, 1.0, 4)(count) for count in (0, 1, 4, 9)]
+    >>> [linear_schedule(0.0, 1.0, 4)(count) for count in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
     checks.finite("start", start)
@@ -49,10 +49,10 @@ def linear(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
 
 
 @schedule
-def cosine(start: Scalar, steps: int, end: Scalar = 0.0) -> ScheduleFunction:
+def cosine_decay_schedule(start: Scalar, steps: int, end: Scalar = 0.0) -> ScheduleFunction:
     """Go from one value to another on half a cosine, then stay.
 
-    >>> [round(cosine(1.0, 10)(count), 3) for count in (0, 5, 10)]
+    >>> [round(cosine_decay_schedule(1.0, 10)(count), 3) for count in (0, 5, 10)]
     [1.0, 0.5, 0.0]
     """
     checks.finite("start", start)
@@ -62,7 +62,9 @@ def cosine(start: Scalar, steps: int, end: Scalar = 0.0) -> ScheduleFunction:
 
 
 @schedule
-def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begin: int = 0) -> ScheduleFunction:
+def polynomial_schedule(
+    start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begin: int = 0
+) -> ScheduleFunction:
     r"""Go from one value to another as a power of what is left of the way, $(1 - t/T)^p$, then stay.
 
     Args:
@@ -72,7 +74,7 @@ def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begi
         power: positive; 1 is `linear`.
         begin: the step at which it starts to move.
 
-    >>> [polynomial(1.0, 0.0, 4, power=2.0)(count) for count in (0, 2, 4, 9)]
+    >>> [polynomial_schedule(1.0, 0.0, 4, power=2.0)(count) for count in (0, 2, 4, 9)]
     [1.0, 0.25, 0.0, 0.0]
     """
     checks.finite("start", start)
@@ -84,7 +86,7 @@ def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begi
 
 
 @schedule
-def exponential(
+def exponential_decay(
     start: Scalar, steps: int, rate: Scalar, *, begin: int = 0, staircase: bool = False, end: Scalar | None = None
 ):
     """Multiply by a rate every so many steps, evenly or all at once.
@@ -97,7 +99,7 @@ def exponential(
         staircase: change every ``steps`` steps only.
         end: where it stops: a lower bound for a rate below 1, else an upper one.
 
-    >>> [exponential(1.0, 2, 0.25)(count) for count in (0, 1, 2, 4)]
+    >>> [exponential_decay(1.0, 2, 0.25)(count) for count in (0, 1, 2, 4)]
     [1.0, 0.5, 0.25, 0.0625]
     """
     checks.finite("start", start)
@@ -124,7 +126,9 @@ def _tensor(number: Scalar, like: Tensor) -> Tensor:
 
 
 @schedule
-def warmup_cosine(peak: Scalar, warmup_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0):
+def warmup_cosine_decay_schedule(
+    peak: Scalar, warmup_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
+):
     """Rise on a line to a peak, then fall on half a cosine until the last step.
 
     Args:
@@ -137,15 +141,18 @@ def warmup_cosine(peak: Scalar, warmup_steps: int, total_steps: int, start: Scal
     Raises:
         ValueError: the rise is longer than the whole.
 
-    >>> [round(warmup_cosine(1.0, 2, 10)(count), 3) for count in (0, 1, 2, 6, 10)]
+    >>> [round(warmup_cosine_decay_schedule(1.0, 2, 10)(count), 3) for count in (0, 1, 2, 6, 10)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     _within(warmup_steps, total_steps, "warmup_steps")
-    return joined([linear(start, peak, warmup_steps), cosine(peak, total_steps - warmup_steps, end)], [warmup_steps])
+    return joined(
+        [linear_schedule(start, peak, warmup_steps), cosine_decay_schedule(peak, total_steps - warmup_steps, end)],
+        [warmup_steps],
+    )
 
 
 @schedule
-def warmup_stable_decay(
+def warmup_stable_decay_schedule(
     peak: Scalar, warmup_steps: int, decay_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
 ):
     """Rise on a line, hold, and fall on a line over the last steps: the trapezoid.
@@ -153,7 +160,7 @@ def warmup_stable_decay(
     Raises:
         ValueError: rise and fall together are longer than the whole.
 
-    >>> wsd = warmup_stable_decay(1.0, 2, 4, 10)
+    >>> wsd = warmup_stable_decay_schedule(1.0, 2, 4, 10)
     >>> [wsd(count) for count in (0, 1, 2, 5, 6, 8, 10)]
     [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
@@ -161,7 +168,8 @@ def warmup_stable_decay(
     _within(warmup_steps + decay_steps, total_steps, "warmup_steps + decay_steps")
     fall_at = total_steps - decay_steps
     return joined(
-        [linear(start, peak, warmup_steps), constant(peak), linear(peak, end, decay_steps)], [warmup_steps, fall_at]
+        [linear_schedule(start, peak, warmup_steps), constant_schedule(peak), linear_schedule(peak, end, decay_steps)],
+        [warmup_steps, fall_at],
     )
 
 
@@ -173,7 +181,7 @@ def _within(steps: int, total_steps: int, name: str) -> None:
 
 
 @schedule
-def join(schedules: list[Schedule], boundaries: list[int]):
+def join_schedules(schedules: list[Schedule], boundaries: list[int]):
     """Follow one schedule after another, each counting from its own start.
 
     Args:
@@ -183,7 +191,7 @@ def join(schedules: list[Schedule], boundaries: list[int]):
     Raises:
         ValueError: the numbers do not fit, or the boundaries do not rise.
 
-    >>> joined = join([constant(1.0), linear(1.0, 0.0, 10)], [5])
+    >>> joined = join_schedules([constant_schedule(1.0), linear_schedule(1.0, 0.0, 10)], [5])
     >>> [joined(count) for count in (0, 5, 10, 15)]
     [1.0, 1.0, 0.5, 0.0]
     """
@@ -195,7 +203,7 @@ def join(schedules: list[Schedule], boundaries: list[int]):
 
 
 def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor], Tensor]:
-    """Return the function of `join` without checking the arguments."""
+    """Return the function of `join_schedules` without checking the arguments."""
 
     def value(count: Tensor) -> Tensor:
         result = schedules[0](count)
@@ -207,7 +215,7 @@ def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor
 
 
 @schedule
-def one_cycle(
+def onecycle_schedule(
     peak: float,
     total_steps: int,
     interpolation: Literal["linear", "cosine"] = "linear",
@@ -230,7 +238,7 @@ def one_cycle(
 
     Follows Smith and Topin (arXiv 1708.07120); ``linear_onecycle_schedule`` and ``cosine_onecycle_schedule`` of Optax.
 
-    >>> [one_cycle(1.0, 100, div_factor=4.0, final_div_factor=5.0)(count) for count in (0, 15, 30, 85, 100)]
+    >>> [onecycle_schedule(1.0, 100, div_factor=4.0, final_div_factor=5.0)(count) for count in (0, 15, 30, 85, 100)]
     [0.25, 0.625, 1.0, 0.25, 0.05]
     """
     checks.finite("peak", peak)
@@ -268,7 +276,7 @@ def _through(points: list[tuple[float | Tensor, float | Tensor]], interpolation:
 
 
 @schedule
-def sgdr(
+def sgdr_schedule(
     peak: Scalar,
     steps: int,
     cycles: int,
@@ -291,9 +299,9 @@ def sgdr(
         start: the value from which each cycle rises.
         end: the value to which each cycle falls.
 
-    Follows Loshchilov and Hutter (arXiv 1608.03983); `join` combines any other cycles.
+    Follows Loshchilov and Hutter (arXiv 1608.03983); `join_schedules` combines any other cycles.
 
-    >>> [round(sgdr(1.0, 4, 2, growth=2)(count), 3) for count in (0, 2, 4, 8, 12)]
+    >>> [round(sgdr_schedule(1.0, 4, 2, growth=2)(count), 3) for count in (0, 2, 4, 8, 12)]
     [1.0, 0.5, 1.0, 0.5, 0.0]
     """
     checks.positive_int("steps", steps)
@@ -302,6 +310,7 @@ def sgdr(
     checks.finite("decay", decay)
     lengths = [steps * growth**cycle for cycle in range(cycles)]
     parts = [
-        warmup_cosine(peak * decay**cycle, warmup_steps, length, start, end) for cycle, length in enumerate(lengths)
+        warmup_cosine_decay_schedule(peak * decay**cycle, warmup_steps, length, start, end)
+        for cycle, length in enumerate(lengths)
     ]
     return joined(parts, [sum(lengths[:cycle]) for cycle in range(1, cycles)])

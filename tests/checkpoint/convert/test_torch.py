@@ -237,10 +237,10 @@ def test_parameters_at_different_steps_need_a_decision():
 
 
 def test_a_schedule_goes_on_where_it_was():
-    tx = mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(mfx.cosine(1.0, 10)))
+    tx = mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(mfx.cosine_decay_schedule(1.0, 10)))
     state = convert.read("torch", saved(ENTRY), tx, PARAMS)
     assert int(state["scale_by_learning_rate"].count) == 2
-    tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.cosine(1.0, 10)))
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.cosine_decay_schedule(1.0, 10)))
     group = {"params": [0], "param_names": ["w"], "ns_coefficients": (3.4445, -4.775, 2.0315)}
     muon = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [group]}
     with pytest.raises(ValueError, match=r"scale_by_learning_rate/count: the source does not count steps; give step="):

@@ -136,7 +136,7 @@ SAME: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
 ]
 PAIRS: dict[str, Callable[[], tuple[mfx.Transform, Any]]] = {
     "ademamix": lambda: (
-        mfx.contrib.scale_by_ademamix(0.8, 0.95, 0.99, mfx.linear(0.0, 2e5, 1_000_000)),
+        mfx.contrib.scale_by_ademamix(0.8, 0.95, 0.99, mfx.linear_schedule(0.0, 2e5, 1_000_000)),
         negated(optax.contrib.ademamix(1.0, 0.8, 0.95, 0.99, lambda count: 0.2 * count)),
     ),
     "dog": lambda: (mfx.contrib.scale_by_dog(1e-2), negated(optax.contrib.dog(1.0, ("heuristic", 1e-2)))),
@@ -167,7 +167,7 @@ def test_a_scaling(name: str):
 
 @pytest.mark.parametrize("warms_up", [False, True])
 def test_schedule_free(warms_up: bool):
-    rate = mfx.linear(0.0, RATE, 10) if warms_up else RATE
+    rate = mfx.linear_schedule(0.0, RATE, 10) if warms_up else RATE
     their_rate = (lambda count: 0.01 * count.clip(0, 10)) if warms_up else RATE
     inner = mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate))
     reference = optax.contrib.schedule_free(optax.adam(their_rate, b1=0.0), their_rate, b1=0.9)
@@ -286,27 +286,27 @@ def one_cycles(peak: float, steps: int, way: str, first: float, last: float) -> 
     shares = {"pct_start": 0.3} | ({"pct_final": 0.85} if way == "linear" else {})
     more = shares | {"div_factor": first, "final_div_factor": last}
     theirs = optax.linear_onecycle_schedule if way == "linear" else optax.cosine_onecycle_schedule
-    return mfx.one_cycle(peak, steps, way, **more), theirs(steps, peak, **more)
+    return mfx.onecycle_schedule(peak, steps, way, **more), theirs(steps, peak, **more)
 
 
 def restarts(peak: float, steps: int, cycles: int, growth: int, decay: float, start: float, end: float) -> Any:
     same = {"init_value": start, "warmup_steps": 1, "end_value": end}
     each = [same | {"peak_value": peak * decay**n, "decay_steps": steps * growth**n} for n in range(cycles)]
-    ours = mfx.sgdr(peak, steps, cycles, growth=growth, decay=decay, warmup_steps=1, start=start, end=end)
+    ours = mfx.sgdr_schedule(peak, steps, cycles, growth=growth, decay=decay, warmup_steps=1, start=start, end=end)
     return ours, optax.sgdr_schedule(each)
 
 
 SCHEDULES: dict[str, st.SearchStrategy[Any]] = {
     "exponential": st.builds(
         lambda start, steps, rate, begin, stairs, end: (
-            mfx.exponential(start, steps, rate, begin=begin, staircase=stairs, end=end),
+            mfx.exponential_decay(start, steps, rate, begin=begin, staircase=stairs, end=end),
             optax.exponential_decay(start, steps, rate, begin, stairs, end),
         ),
         *(VALUES, LENGTHS, VALUES, BEGINS, st.booleans(), st.none() | VALUES),
     ),
     "polynomial": st.builds(
         lambda start, end, steps, power, begin: (
-            mfx.polynomial(start, end, steps, power, begin),
+            mfx.polynomial_schedule(start, end, steps, power, begin),
             optax.polynomial_schedule(start, end, power, steps, begin),
         ),
         *(VALUES, VALUES, LENGTHS, st.sampled_from((1.0, 0.5, 3.0)), BEGINS),
