@@ -30,7 +30,7 @@ from muonfx import compact as compact
 from muonfx import core as core
 from muonfx import polar, select, tree
 from muonfx import transforms as transforms
-from muonfx.compact import Compact, fp8, int8
+from muonfx.compact import QuantizedDtype, fp8, int8
 from muonfx.core import (
     Donation, InitAndUpdate, Locality, Transform, add_updates, apply_updates, as_tensors, chain, hyperparams,
     identity, schedules, set_to_zero, stack, stateless, transform, with_hyperparams,
@@ -90,7 +90,7 @@ __all__ = [
     "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_shape", "scale_by_sign",
     "scale_by_trust_ratio", "skip_nonfinite", "subtract_decayed_weights",
     # state in eight bits
-    "Compact", "fp8", "int8",
+    "QuantizedDtype", "fp8", "int8",
     # hyperparameters
     "as_tensors", "hyperparams", "stack", "with_hyperparams",
     # routing

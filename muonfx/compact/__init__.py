@@ -1,6 +1,6 @@
 """Optimizer state in eight bits: its dtypes, their codebooks, and the encoding and decoding of leaves."""
 
-from muonfx.compact.dtypes import Compact, fp8, int8
-from muonfx.compact.state import CompactState, KeyedCompactState
+from muonfx.compact.dtypes import QuantizedDtype, fp8, int8
+from muonfx.compact.state import KeyedQuantizedState, QuantizedState
 
-__all__ = ["Compact", "CompactState", "KeyedCompactState", "fp8", "int8"]
+__all__ = ["QuantizedDtype", "QuantizedState", "KeyedQuantizedState", "fp8", "int8"]

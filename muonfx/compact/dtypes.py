@@ -1,4 +1,4 @@
-"""The compact dtypes `int8` and `fp8`, which transforms accept as the dtype of a state."""
+"""The quantized dtypes `int8` and `fp8`, which transforms accept as the dtype of a state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from muonfx.compact.codec import Codec
 from muonfx.core import checks
 from muonfx.core.recorded import Recorded, make_factory
 
-__all__ = ["Compact", "fp8", "int8"]
+__all__ = ["QuantizedDtype", "fp8", "int8"]
 
 
 class Resolved(NamedTuple):
-    """The codecs and the seed of a compact dtype."""
+    """The codecs and the seed of a quantized dtype."""
 
     signed: Codec
     """For values of either sign."""
@@ -24,7 +24,7 @@ class Resolved(NamedTuple):
     """The seed of stochastic rounding; None rounds to nearest."""
 
 
-class Compact(Recorded):
+class QuantizedDtype(Recorded):
     """A dtype of a state that takes eight bits an element and a scale a block; made by `int8` or `fp8`.
 
     A frozen value: it prints as the code that makes it, compares, hashes and pickles, and is part of the fingerprint
@@ -50,8 +50,8 @@ Format = Literal["e4m3", "e5m2"]
 """The float types of `fp8`."""
 
 
-def _compact(constructor: Callable[P, Resolved]) -> Callable[P, Compact]:
-    return make_factory(Compact, constructor)
+def _compact(constructor: Callable[P, Resolved]) -> Callable[P, QuantizedDtype]:
+    return make_factory(QuantizedDtype, constructor)
 
 
 def _resolve(books: tuple[Book, Book], block: int, min_size: int, stochastic: bool, seed: int) -> Resolved:

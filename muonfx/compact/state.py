@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from muonfx.compact.codec import Codec, Encoded
-from muonfx.compact.dtypes import Compact
+from muonfx.compact.dtypes import QuantizedDtype
 from muonfx.compact.noise import key_of
 from muonfx.tree import Present, PyTree
 
-__all__ = ["CompactState", "Holder", "KeyedCompactState"]
+__all__ = ["QuantizedState", "Holder", "KeyedQuantizedState"]
 
 
-class CompactState(NamedTuple):
+class QuantizedState(NamedTuple):
     """Leaves in eight bits."""
 
     codes: PyTree
@@ -29,60 +29,60 @@ class CompactState(NamedTuple):
     """For each parameter the largest magnitude of each block, fp32: shape (blocks,), or (0,) for a leaf in fp32."""
 
 
-class KeyedCompactState(NamedTuple):
+class KeyedQuantizedState(NamedTuple):
     """Leaves in eight bits, rounded stochastically."""
 
     codes: PyTree
-    """As in `CompactState`."""
+    """As in `QuantizedState`."""
     scales: PyTree
-    """As in `CompactState`."""
+    """As in `QuantizedState`."""
     keys: PyTree
     """For each parameter the key of its next rounding: 0-d int64, raised by one whenever the leaf is stored."""
 
 
 class Holder:
-    """Reads and writes one tree of a transform's state in a compact dtype."""
+    """Reads and writes one tree of a transform's state in a quantized dtype."""
 
-    def __init__(self, dtype: Compact, role: str, *, signed: bool) -> None:
+    def __init__(self, dtype: QuantizedDtype, role: str, *, signed: bool) -> None:
         resolved = dtype.resolved
         self.codec: Codec = resolved.signed if signed else resolved.unsigned
         self.seed = resolved.seed
         self.role = role  # such as "mu": two trees of one parameter get different noise
 
-    def zeros(self, params: PyTree) -> CompactState | KeyedCompactState:
+    def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Encode zeros in the shapes of the parameters."""
         at = Present(params)
         return self._fresh(at, [self.codec.zeros(param) for param in at.pick(params)])
 
-    def of(self, values: PyTree) -> CompactState | KeyedCompactState:
+    def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Encode a tree of values, rounded to the nearest levels."""
         at = Present(values)
         return self._fresh(at, [self.codec.encode(value) for value in at.pick(values)])
 
-    def _fresh(self, at: Present, leaves: list[Encoded]) -> CompactState | KeyedCompactState:
+    def _fresh(self, at: Present, leaves: list[Encoded]) -> QuantizedState | KeyedQuantizedState:
         codes, scales = at.fill([leaf.codes for leaf in leaves]), at.fill([leaf.scales for leaf in leaves])
         if self.seed is None:
-            return CompactState(codes, scales)
+            return QuantizedState(codes, scales)
         numbers = [key_of(f"{self.seed}/{self.role}/{name}") for name in at.names()]
         keys = [
             torch.full((), number, dtype=torch.int64, device=leaf.codes.device)
             for number, leaf in zip(numbers, leaves, strict=True)
         ]
-        return KeyedCompactState(codes, scales, at.fill(keys))
+        return KeyedQuantizedState(codes, scales, at.fill(keys))
 
-    def read(self, at: Present, held: CompactState | KeyedCompactState) -> list[Tensor]:
+    def read(self, at: Present, held: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
         """Decode the selected leaves to new fp32 tensors."""
         pairs = zip(at.pick(held.codes), at.pick(held.scales), strict=True)
         return [self.codec.decode(codes, scales) for codes, scales in pairs]
 
     def write(
-        self, at: Present, values: list[Tensor], held: CompactState | KeyedCompactState
-    ) -> CompactState | KeyedCompactState:
+        self, at: Present, values: list[Tensor], held: QuantizedState | KeyedQuantizedState
+    ) -> QuantizedState | KeyedQuantizedState:
         """Encode values for the selected leaves; all other leaves stay."""
-        keys = at.pick(held.keys) if isinstance(held, KeyedCompactState) else [None] * len(values)
+        keys = at.pick(held.keys) if isinstance(held, KeyedQuantizedState) else [None] * len(values)
         leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
         codes = at.fill([leaf.codes for leaf in leaves], held.codes)
         scales = at.fill([leaf.scales for leaf in leaves], held.scales)
-        if not isinstance(held, KeyedCompactState):
-            return CompactState(codes, scales)
-        return KeyedCompactState(codes, scales, at.fill([key + 1 for key in keys if key is not None], held.keys))
+        if not isinstance(held, KeyedQuantizedState):
+            return QuantizedState(codes, scales)
+        return KeyedQuantizedState(codes, scales, at.fill([key + 1 for key in keys if key is not None], held.keys))

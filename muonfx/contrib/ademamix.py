@@ -21,11 +21,11 @@ class AdemamixState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     mu: PyTree
-    """Fast first moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """Fast first moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
     slow_mu: PyTree
     """Slow first moments, likewise."""
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """Second moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
 
 
 @leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
@@ -58,7 +58,7 @@ def scale_by_ademamix(
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".
-        TypeError: a dtype is neither floating point nor compact.
+        TypeError: a dtype is neither floating point nor quantized.
 
     Follows Pagliardini et al. (arXiv 2409.03137) and Optax's transform of ``contrib.ademamix``.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.compact import Compact
+from muonfx.compact import QuantizedDtype
 from muonfx.core.recorded import Recorded
 from muonfx.tree import PyTree
 
@@ -152,7 +152,7 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
     """Return the tolerance for a transform, by the narrowest dtype of some trees and of its arguments."""
     held = {leaf.dtype for given in trees for leaf in tree.tensors(given) if leaf.is_floating_point() and leaf.ndim}
     for value in values_within(tx):
-        if isinstance(value, Compact):
+        if isinstance(value, QuantizedDtype):
             held |= {codec.book.dtype for codec in value.resolved[:2]}
         elif isinstance(value, torch.dtype):
             held.add(value)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.compact import Compact
+from muonfx.compact import QuantizedDtype
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
@@ -30,8 +30,8 @@ __all__ = [
 WideStateDtype = torch.dtype | Literal["auto"] | None
 """"auto" (at least fp32 and at least the dtype of the parameter), a floating dtype, or None (as the parameter)."""
 
-StateDtype = WideStateDtype | Compact
-"""A `WideStateDtype` or a compact dtype."""
+StateDtype = WideStateDtype | QuantizedDtype
+"""A `WideStateDtype` or a quantized dtype."""
 
 
 def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:

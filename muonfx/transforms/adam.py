@@ -21,9 +21,9 @@ class AdamState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     mu: PyTree
-    """First moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """First moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """Second moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
 
 
 @leafwise(
@@ -59,7 +59,7 @@ def scale_by_adam(
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".
-        TypeError: a dtype is neither floating point nor compact.
+        TypeError: a dtype is neither floating point nor quantized.
 
     The square of a gradient beyond 1.8e19 overflows fp32 (beyond 1.3e154, fp64). The second moment of the element is
     then infinite, and the element stays fixed, as in torch. `clip_by_global_norm` in front keeps squares finite.

@@ -21,7 +21,7 @@ class EmaParamsState(NamedTuple):
     """State of `ema_params`."""
 
     average: PyTree
-    """The averaged parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """The averaged parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
 
 
 @leafwise(reads_params="updated", position="last_observer")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.compact import Compact
+from muonfx.compact import QuantizedDtype
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Position
@@ -47,13 +47,13 @@ class Slot:
 
     Args:
         dtype: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, None for each
-            parameter's own, or a compact one such as `int8`.
+            parameter's own, or a quantized one such as `int8`.
         argument: the argument that pins it, for errors.
         start: "zeros", or "params" for a copy of the parameters.
-        signed: whether elements may be negative; only a compact dtype cares.
+        signed: whether elements may be negative; only a quantized dtype cares.
 
     Raises:
-        TypeError: the dtype is neither floating point nor compact nor None, or another argument has another type.
+        TypeError: the dtype is neither floating point nor quantized nor None, or another argument has another type.
         ValueError: the dtype is a string other than "auto", or ``start`` is another one than "zeros" and "params".
 
     >>> import muonfx as mfx
@@ -67,7 +67,7 @@ class Slot:
     signed: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dtype, Compact):
+        if not isinstance(self.dtype, QuantizedDtype):
             checks.state_dtype(self.argument, self.dtype)
 
 
@@ -86,7 +86,7 @@ class SlotTrees:
 
     def __init__(self, slot: Slot, role: str) -> None:
         self._slot = slot
-        self._holder = Holder(slot.dtype, role, signed=slot.signed) if isinstance(slot.dtype, Compact) else None
+        self._holder = Holder(slot.dtype, role, signed=slot.signed) if isinstance(slot.dtype, QuantizedDtype) else None
         self.reads_copies = self._holder is not None
 
     def init(self, params: PyTree) -> PyTree:
@@ -142,7 +142,7 @@ def leafwise(
 
     Args:
         constructor: the function. It validates its arguments, and its name becomes the transform's name.
-        locality: the part of the tree that the step needs; at least LEAF with a compact dtype.
+        locality: the part of the tree that the step needs; at least LEAF with a quantized dtype.
         reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
             with this update. A slot that starts at the parameters needs it too.
         position: as for `muonfx.transform`.
@@ -185,8 +185,9 @@ def leafwise(
 
         def find_locality(*args: object, **kwargs: object) -> Locality:
             state, _ = declared(*args, **kwargs)
-            is_compact = any(isinstance(slot, Slot) and isinstance(slot.dtype, Compact) for slot in tree.leaves(state))
-            return max(locality, Locality.LEAF) if is_compact else locality  # the elements of a block share a scale
+            dtypes = [slot.dtype for slot in tree.leaves(state) if isinstance(slot, Slot)]
+            is_quantized = any(isinstance(dtype, QuantizedDtype) for dtype in dtypes)
+            return max(locality, Locality.LEAF) if is_quantized else locality  # the elements of a block share a scale
 
         decorator = transform(
             locality=find_locality,

@@ -17,7 +17,7 @@ class LionState(NamedTuple):
     """State of `scale_by_lion`."""
 
     mu: PyTree
-    """The average gradient, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """The average gradient, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
 
 
 @leafwise(
@@ -34,7 +34,7 @@ def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".
-        TypeError: the dtype is neither floating point nor compact.
+        TypeError: the dtype is neither floating point nor quantized.
 
     Follows Chen et al. (arXiv 2302.06675).
 

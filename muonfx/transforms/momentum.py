@@ -20,7 +20,7 @@ class MomentumState(NamedTuple):
     """State of `momentum`."""
 
     trace: PyTree
-    """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """The average, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
 
 
 class DebiasedMomentumState(NamedTuple):
@@ -29,7 +29,7 @@ class DebiasedMomentumState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     trace: PyTree
-    """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """The average, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
 
 
 @leafwise(short_names={"momentum": "decay"})
@@ -57,13 +57,13 @@ def momentum(
             in at least fp32.
 
     Returns:
-        A transform with a `MomentumState`, or a `DebiasedMomentumState`; of locality ELEMENT, or LEAF with a compact
+        A transform with a `MomentumState`, or a `DebiasedMomentumState`; of locality ELEMENT, or LEAF with a quantized
         dtype.
 
     Raises:
         ValueError: ``decay`` is out of range, ``debias`` is combined with ``heavy_ball``, or ``dtype`` is a string
             other than "auto".
-        TypeError: ``dtype`` is neither a floating-point dtype nor a compact one.
+        TypeError: ``dtype`` is neither a floating-point dtype nor a quantized one.
 
     Follows ``torch.optim.Muon`` (EMA form), ``torch.optim.SGD`` (heavy ball) and ``optax.contrib.muon`` (bias
     correction).

@@ -22,7 +22,7 @@ class RmsState(NamedTuple):
     """State of `scale_by_rms`."""
 
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """Second moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
 
 
 class DebiasedRmsState(NamedTuple):
@@ -31,7 +31,7 @@ class DebiasedRmsState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
+    """Second moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
 
 
 @leafwise(short_names={"alpha": "decay", "eps": "eps"}, position="sets_size")
@@ -57,11 +57,11 @@ def scale_by_rms(
         nu_dtype: pinned dtype of the average, as for `Slot`.
 
     Returns:
-        A transform with an `RmsState`, or a `DebiasedRmsState`; of locality ELEMENT, or LEAF with a compact dtype.
+        A transform with an `RmsState`, or a `DebiasedRmsState`; of locality ELEMENT, or LEAF with a quantized dtype.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".
-        TypeError: the dtype is neither floating point nor compact.
+        TypeError: the dtype is neither floating point nor quantized.
 
     Follows Hinton's RMSProp (lecture 6e of 2012) and Optax's transform of this name, where ``debias`` is
     ``bias_correction``.

@@ -270,7 +270,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, saved):
 
 
 @pytest.mark.parametrize("dtype", [mfx.int8(), mfx.fp8()], ids=["int8", "fp8"])
-def test_codes_are_never_taken_for_values(tmp_path: Path, dtype: mfx.Compact):
+def test_codes_are_never_taken_for_values(tmp_path: Path, dtype: mfx.QuantizedDtype):
     params = {"w": torch.randn(64, 96)}
     path = ck.save(tmp_path / "a", mfx.momentum(dtype=dtype).init(params))
     rename = {"trace/codes/w": "trace/w"}

@@ -43,7 +43,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("dtype", COMPACT)
-def test_a_compact_dtype_is_a_value(dtype: mfx.Compact):
+def test_a_compact_dtype_is_a_value(dtype: mfx.QuantizedDtype):
     import pickle
 
     assert eval(repr(dtype), vars(mfx)) == dtype == pickle.loads(pickle.dumps(dtype))
@@ -94,7 +94,7 @@ def test_an_element_takes_a_byte_and_its_share_of_a_scale():
 
 
 @pytest.mark.parametrize("dtype", COMPACT)
-def test_a_small_leaf_is_as_in_fp32(dtype: mfx.Compact):
+def test_a_small_leaf_is_as_in_fp32(dtype: mfx.QuantizedDtype):
     params, steps = tree_of()
     for make in (
         lambda d: mfx.momentum(0.9, dtype=d),
@@ -108,7 +108,7 @@ def test_a_small_leaf_is_as_in_fp32(dtype: mfx.Compact):
 
 @pytest.mark.parametrize("dtype", COMPACT)
 @given(seed=st.integers(0, 1000), decay=st.sampled_from((0.0, 0.5, 0.9, 0.95)))
-def test_momentum_stays_within_what_roundings_add_up_to(dtype: mfx.Compact, seed: int, decay: float):
+def test_momentum_stays_within_what_roundings_add_up_to(dtype: mfx.QuantizedDtype, seed: int, decay: float):
     params, steps = tree_of(seed, steps=5)
     tx = mfx.momentum(decay, nesterov=False, dtype=dtype)
     exact, state = tx.replace(dtype=torch.float64), tx.init(params)
@@ -154,7 +154,7 @@ def test_a_slow_average_moves_in_the_mean_only_if_rounding_is_stochastic(stochas
 
 
 @pytest.mark.parametrize("dtype", [mfx.int8(min_size=0), mfx.int8(min_size=0, code="dynamic"), mfx.fp8(min_size=0)])
-def test_no_second_moment_becomes_zero_and_no_update_explodes(dtype: mfx.Compact):
+def test_no_second_moment_becomes_zero_and_no_update_explodes(dtype: mfx.QuantizedDtype):
     tx = mfx.scale_by_adam(0.9, 0.999, mu_dtype=dtype, nu_dtype=dtype)
     grads = {"w": torch.logspace(0, -15, 2048)}
     state = tx.init(grads)
@@ -213,7 +213,7 @@ def run(model: nn.Module, optimizer: mfx.TransformOptimizer, steps: range) -> li
 
 
 @pytest.mark.parametrize("dtype", COMPACT)
-def test_save_load_step_is_step(dtype: mfx.Compact):
+def test_save_load_step_is_step(dtype: mfx.QuantizedDtype):
     model, optimizer = optimized(dtype)
     run(model, optimizer, range(3))
     file = io.BytesIO()

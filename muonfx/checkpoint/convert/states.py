@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checkpoint.errors import first_ones
-from muonfx.compact import CompactState, KeyedCompactState
+from muonfx.compact import KeyedQuantizedState, QuantizedState
 from muonfx.core import EmptyState, ScheduledState, Transform
 from muonfx.core.contract import within
 from muonfx.transforms import AdamState, LionState, MomentumState
@@ -105,7 +105,7 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
 
 
 def _codes_of(held: PyTree, path: str) -> PyTree:
-    if isinstance(held, CompactState | KeyedCompactState):
+    if isinstance(held, QuantizedState | KeyedQuantizedState):
         raise ValueError(f"{path}: states in eight bits are made from others by a step; convert into an fp32 state")
     return held
 
