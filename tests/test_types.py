@@ -17,7 +17,7 @@ import torch
 import muonfx as mfx
 from muonfx.compact.books import FLOAT8
 from muonfx.compact.dtypes import Code, Format
-from muonfx.polar.coefficients import KNOWN
+from muonfx.polar.coefficients import PRESETS
 from muonfx.program.offload.transform import Compute
 from muonfx.sharding.layouts import Partition
 from muonfx.sharding.transform import Replicas
@@ -128,7 +128,7 @@ def test_what_type_checkers_take_for_correct_runs():
     [
         (mfx.ShapeRule, SHAPE_RULES),
         (mfx.Metric, METRICS),
-        (mfx.polar.CoefficientSet, KNOWN),
+        (mfx.polar.CoefficientSet, PRESETS),
         (Format, FLOAT8),
     ],
 )

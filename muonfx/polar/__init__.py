@@ -8,8 +8,8 @@ All functions are pure and take tensors of shape ``(..., m, n)``. Nothing here u
 from muonfx.polar.bands import Band, band, scalar_polynomial
 from muonfx.polar.coefficients import (
     CANS_RAW,
-    KNOWN,
     POLAR_EXPRESS_RAW,
+    PRESETS,
     Coefficients,
     CoefficientSet,
     CoefficientsLike,
@@ -32,7 +32,7 @@ __all__ = [
     "polar_factor",
     "Workspace",
     # polynomials
-    "KNOWN",
+    "PRESETS",
     "CANS_RAW",
     "POLAR_EXPRESS_RAW",
     "Coefficients",

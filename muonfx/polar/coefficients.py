@@ -25,7 +25,7 @@ class Coefficients:
     """A schedule of odd polynomials `a s + b s^3 + c s^5`, applied in order.
 
     Args:
-        name: what the set is called, in errors and in `KNOWN`.
+        name: what the set is called, in errors and in `PRESETS`.
         steps: one `(a, b, c)` a step; `(a, b)` is accepted and means `c = 0`, which saves one matrix product a step.
         source: the paper or project that published the numbers.
         norm_safety: the input is divided by `norm_safety` times its Frobenius norm.
@@ -76,10 +76,10 @@ CoefficientSet = Literal[
     "deepseek_v4",
     "cubic",
 ]
-"""The names of `KNOWN`."""
+"""The names of `PRESETS`."""
 
 CoefficientsLike = CoefficientSet | Coefficients | Sequence[Sequence[float]]
-"""What `coefficients` resolves: a name of `KNOWN`, a set, or its `(a, b[, c])` alone."""
+"""What `coefficients` resolves: a name of `PRESETS`, a set, or its `(a, b[, c])` alone."""
 
 
 def _checked_steps(steps: Sequence[Sequence[float]], name: str) -> tuple[Step, ...]:
@@ -120,14 +120,14 @@ def coefficients(value: CoefficientsLike) -> Coefficients:
     if isinstance(value, Coefficients):
         return value
     if isinstance(value, str):
-        if value not in KNOWN:
+        if value not in PRESETS:
             raise ValueError(
-                f"unknown coefficients {value!r}; known: {', '.join(KNOWN)}; or give a sequence of (a, b, c)"
+                f"unknown coefficients {value!r}; known: {', '.join(PRESETS)}; or give a sequence of (a, b, c)"
             )
-        return KNOWN[value]
+        return PRESETS[value]
     if not isinstance(value, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"coefficients: found {type(value).__name__}, expected a name ({', '.join(KNOWN)}), a Coefficients "
+            f"coefficients: found {type(value).__name__}, expected a name ({', '.join(PRESETS)}), a Coefficients "
             "or a sequence of (a, b, c)"
         )
     return Coefficients("explicit", tuple(value), "given by the caller")  # type: ignore[arg-type]
@@ -199,7 +199,7 @@ CANS_RAW = Coefficients(
 )
 """The published CANS table, for exact arithmetic only: it sends 1.0005, which is 1 with a rounding error, to 1e14."""
 
-KNOWN: Mapping[str, Coefficients] = MappingProxyType(
+PRESETS: Mapping[str, Coefficients] = MappingProxyType(
     {
         known.name: known
         for known in (

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
-from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many, policy
+from muonfx.polar import PRESETS, orthogonalize, orthogonalize_many, policy
 
 from .strategies import TOLERANCE, gap, problem
 
@@ -53,7 +53,7 @@ def test_derivatives_with_respect_to_coefficients(width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_tensor_of_coefficients_is_the_same_numbers(dtype: torch.dtype) -> None:
     x = problem(0, 8, 12, "clustered").x
-    steps = KNOWN["keller"].steps
+    steps = PRESETS["keller"].steps
     table = torch.tensor(steps, dtype=torch.float64)
     y = orthogonalize(x, coefficients=table, dtype=dtype)
     assert gap(y, orthogonalize(x, coefficients=steps, dtype=dtype)) < TOLERANCE[dtype]
@@ -88,7 +88,7 @@ def test_vmap_equals_a_loop(shape: tuple[int, int], name: str) -> None:
             assert gap(found, expected if expected is loop else run(x.mT)) < 1e-12
 
 
-@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("name", list(PRESETS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_derivatives_at_zero_are_finite(dtype: torch.dtype, name: str) -> None:
     zero = torch.zeros(2, 3, 4)

@@ -12,8 +12,8 @@ import torch
 
 from muonfx.polar import (
     CANS_RAW,
-    KNOWN,
     POLAR_EXPRESS_RAW,
+    PRESETS,
     Coefficients,
     band,
     coefficients,
@@ -22,7 +22,7 @@ from muonfx.polar import (
     with_safety,
 )
 
-EVERY = [*KNOWN.values(), CANS_RAW, POLAR_EXPRESS_RAW]
+EVERY = [*PRESETS.values(), CANS_RAW, POLAR_EXPRESS_RAW]
 
 # Quoted to three decimals: minimum and maximum for normalised singular values of at least 0.01, overall maximum.
 QUOTED = [
@@ -58,10 +58,10 @@ def test_safety_divides_the_input_of_every_step_but_the_last() -> None:
     safe = with_safety("keller", 1.05)
     s = torch.linspace(0, 1, 101, dtype=torch.float64)
     y = s
-    for i, step in enumerate(KNOWN["keller"].steps):
+    for i, step in enumerate(PRESETS["keller"].steps):
         y = scalar_polynomial([step], y if i == 4 else y / 1.05)
     torch.testing.assert_close(scalar_polynomial(safe, s), y, rtol=1e-12, atol=1e-12)
-    assert safe.steps[-1] == KNOWN["keller"].steps[-1]
+    assert safe.steps[-1] == PRESETS["keller"].steps[-1]
 
 
 @pytest.mark.parametrize(

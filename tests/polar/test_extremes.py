@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many, polar_factor
+from muonfx.polar import PRESETS, orthogonalize, orthogonalize_many, polar_factor
 
 from .strategies import DTYPES, coarse, gap, problem
 
@@ -56,7 +56,7 @@ def test_exponent_is_that_of_each_matrix() -> None:
     assert torch.equal(orthogonalize(x * scales), orthogonalize(x))
 
 
-@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("name", list(PRESETS))
 def test_zero_gives_zero(name: str) -> None:
     for held, dtype in itertools.product(DTYPES, DTYPES):
         zero = torch.zeros(2, 3, 4, dtype=held)

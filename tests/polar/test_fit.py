@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from muonfx.polar import KNOWN, POLAR_EXPRESS_RAW, Coefficients, band, fit_coefficients, scalar_polynomial
+from muonfx.polar import POLAR_EXPRESS_RAW, PRESETS, Coefficients, band, fit_coefficients, scalar_polynomial
 from muonfx.polar.fit import best_quintic
 
 
@@ -17,7 +17,7 @@ from muonfx.polar.fit import best_quintic
     ("fitted", "published"),
     [
         (fit_coefficients(8), POLAR_EXPRESS_RAW),
-        (fit_coefficients(5, cushion=0.02, safety=1.02), KNOWN["polar_express_5"]),
+        (fit_coefficients(5, cushion=0.02, safety=1.02), PRESETS["polar_express_5"]),
     ],
 )
 def test_fit_finds_the_published_tables(fitted: Coefficients, published: Coefficients) -> None:

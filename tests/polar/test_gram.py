@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from muonfx.polar import KNOWN, band, explain, kernels, orthogonalize, orthogonalize_many
+from muonfx.polar import PRESETS, band, explain, kernels, orthogonalize, orthogonalize_many
 from muonfx.polar.iteration import newton_schulz
 from muonfx.polar.policy import SMALLEST_GRAM
 from muonfx.polar.products import Buffered, Functional
@@ -18,21 +18,21 @@ from muonfx.polar.stages import staged
 
 from .strategies import DTYPES, SPECTRA, Problem, gap, problem, problems, relative, tolerance
 
-EQUIVARIANT = tuple(name for name in KNOWN if name != "aol")
+EQUIVARIANT = tuple(name for name in PRESETS if name != "aol")
 sets = st.sampled_from(EQUIVARIANT)
 
 
 @given(problems(), sets, st.randoms(use_true_random=False))
 def test_gram_is_the_same_polynomial_under_any_restarts(p: Problem, name: str, random) -> None:
-    steps = len(KNOWN[name].steps)
+    steps = len(PRESETS[name].steps)
     restarts = sorted(random.sample(range(1, steps), random.randint(0, min(2, steps - 1))))
     # Without restarts a float64 run of ten steps amplifies its rounding by the square of all slopes: keep stages short.
-    cut = replace(KNOWN[name], restarts=tuple(sorted({*restarts, *range(3, steps, 3)})))
+    cut = replace(PRESETS[name], restarts=tuple(sorted({*restarts, *range(3, steps, 3)})))
     y = orthogonalize(p.x, coefficients=cut, method="gram")
     assert relative(y, orthogonalize(p.x, coefficients=name, method="standard")) < 1e-6
 
 
-@given(problems(), st.sampled_from(list(KNOWN)), st.sampled_from([torch.float64, torch.float32]))
+@given(problems(), st.sampled_from(list(PRESETS)), st.sampled_from([torch.float64, torch.float32]))
 def test_gram_equals_standard_within_the_dtype(p: Problem, name: str, dtype: torch.dtype) -> None:
     x = p.x.to(dtype)
     gram, plain = (orthogonalize(x, coefficients=name, method=m, dtype=dtype) for m in ("gram", "standard"))
@@ -73,7 +73,7 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
     assert taken((SMALLEST_GRAM - 1, 4096)) == "standard"
     assert taken((512, 2048), coefficients="aol") == "standard"
     unsafe = explain(
-        (512, 2048), dtype=torch.bfloat16, coefficients=replace(KNOWN["polar_express"], restarts=(2, 4, 6))
+        (512, 2048), dtype=torch.bfloat16, coefficients=replace(PRESETS["polar_express"], restarts=(2, 4, 6))
     )
     assert max(len(stage.steps) for stage in unsafe.stages[:-1]) == 1  # the set's restarts are not safe in bf16
     assert taken((512, 2048), coefficients=torch.ones(3, 3)) == "standard"
@@ -85,7 +85,7 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
 def test_kernels_run_the_whole_iteration(n: int, tall: bool, dtype: torch.dtype) -> None:
     x = torch.randn(2, n, 2 * n, generator=torch.Generator().manual_seed(n))
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)
-    stages = staged(KNOWN["quintic"].steps, (2, 3), 1 / n, 2.0)
+    stages = staged(PRESETS["quintic"].steps, (2, 3), 1 / n, 2.0)
     given = (x.mT if tall else x).contiguous().clone()
     found = newton_schulz(given, stages, Buffered(given, tall=tall, how="triton", small="triton"))
     expected = newton_schulz(x, stages, Functional())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import _muon
 
-from muonfx.polar import KNOWN, band, orthogonalize, polar_factor, scalar_polynomial
+from muonfx.polar import PRESETS, band, orthogonalize, polar_factor, scalar_polynomial
 
 from .strategies import (
     DTYPES,
@@ -25,7 +25,7 @@ from .strategies import (
 )
 
 # Scaling the rows does not commute with rotations, so `aol` is held to the other laws only.
-EQUIVARIANT = tuple(name for name in KNOWN if name != "aol")
+EQUIVARIANT = tuple(name for name in PRESETS if name != "aol")
 sets = st.sampled_from(EQUIVARIANT)
 dtypes = st.sampled_from(DTYPES)
 wide_dtypes = st.sampled_from([torch.float64, torch.float32])
@@ -38,7 +38,7 @@ def test_singular_values_are_those_of_the_scalar_polynomial(p: Problem, name: st
     assert gap(found, expected) < 10 * tolerance(name, torch.float64)
 
 
-@pytest.mark.parametrize("name", [n for n in KNOWN if n != "aol"])
+@pytest.mark.parametrize("name", [n for n in PRESETS if n != "aol"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_band_holds_in_low_precision(name: str, dtype: torch.dtype) -> None:
     p = problem(3, 24, 32, "clustered", (2,))
@@ -67,7 +67,7 @@ def test_rotations_pass_through(p: Problem, name: str, dtype: torch.dtype, seed:
     assert relative(outer, inner) < 4 * tolerance(name, dtype)
 
 
-@given(problems(), st.sampled_from(list(KNOWN)), dtypes)
+@given(problems(), st.sampled_from(list(PRESETS)), dtypes)
 def test_negation_is_exact_and_the_input_has_a_positive_inner_product(
     p: Problem, name: str, dtype: torch.dtype
 ) -> None:
@@ -79,7 +79,7 @@ def test_negation_is_exact_and_the_input_has_a_positive_inner_product(
 
 @given(
     problems(),
-    st.sampled_from(list(KNOWN)),
+    st.sampled_from(list(PRESETS)),
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     dtypes,
     st.integers(-100, 100),
@@ -92,7 +92,7 @@ def test_power_of_two_scale_is_exact(p: Problem, name: str, held: torch.dtype, d
     assert torch.equal(orthogonalize(scaled, coefficients=name, dtype=dtype), y)
 
 
-@given(problems(), st.sampled_from(list(KNOWN)), wide_dtypes, st.randoms())
+@given(problems(), st.sampled_from(list(PRESETS)), wide_dtypes, st.randoms())
 def test_permutations_and_transposes_pass_through(p: Problem, name: str, dtype: torch.dtype, random) -> None:
     m, n = p.x.shape[-2:]
     rows, columns = random.sample(range(m), m), random.sample(range(n), n)
@@ -110,7 +110,7 @@ def test_long_schedule_is_the_polar_factor(p: Problem) -> None:
     assert gap(y, polar_factor(p.x, rtol=1e-9)) < 1e-9
 
 
-@given(problems(), st.sampled_from(list(KNOWN)), dtypes, st.one_of(st.just("auto"), dtypes))
+@given(problems(), st.sampled_from(list(PRESETS)), dtypes, st.one_of(st.just("auto"), dtypes))
 def test_input_is_left_alone_and_output_is_like_it(p: Problem, name: str, held: torch.dtype, dtype) -> None:
     x = p.x.to(held)
     copy, version = x.clone(), x._version
@@ -143,11 +143,11 @@ def test_stated_tolerances_hold_on_gaussian_matrices(shape: tuple[int, int], nam
     assert gap(torch.stack([run(z) for z in x]), y) < bound
 
 
-@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("name", list(PRESETS))
 def test_no_set_amplifies_rounding_without_bound(name: str) -> None:
     # One part in 256 (bf16) too much at every step: CANS without its safety factor gives 1e60.
-    s = torch.linspace(0, 1, 100_001, dtype=torch.float64) * (1 + 2.0**-8) / KNOWN[name].norm_safety
-    for step in KNOWN[name].steps:
+    s = torch.linspace(0, 1, 100_001, dtype=torch.float64) * (1 + 2.0**-8) / PRESETS[name].norm_safety
+    for step in PRESETS[name].steps:
         s = scalar_polynomial([step], s) * (1 + 2.0**-8)
     assert s.abs().max() < 1.4
     assert steepest(name) < 1e5

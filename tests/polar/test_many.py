@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many
+from muonfx.polar import PRESETS, orthogonalize, orthogonalize_many
 
 from .strategies import DTYPES, gap, tolerance
 
@@ -27,7 +27,7 @@ def tensors(shapes: list, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
 @given(
     st.lists(shapes, max_size=8),
     st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),
-    st.sampled_from(list(KNOWN)),
+    st.sampled_from(list(PRESETS)),
     st.sampled_from([None, 1, 3000]),
 )
 def test_many_equals_a_loop(shapes: list, dtypes: list[torch.dtype], name: str, scratch: int | None) -> None:

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonfx.polar import KNOWN, Coefficients, band, compute_dtype, explain, fit_coefficients, orthogonalize, with_safety
+from muonfx.polar import (
+    PRESETS,
+    Coefficients,
+    band,
+    compute_dtype,
+    explain,
+    fit_coefficients,
+    orthogonalize,
+    with_safety,
+)
 from muonfx.polar.polynomials import polynomials
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 
@@ -22,7 +31,7 @@ FITTED = {
     for safety in (1.01, 1.02)
 }
 SAFER = {f"{name}, safety 1.05": with_safety(name, 1.05) for name in ("keller", "cans", "polar_express")}
-SETS: dict[str, Coefficients] = {**KNOWN, **FITTED, **SAFER}
+SETS: dict[str, Coefficients] = {**PRESETS, **FITTED, **SAFER}
 
 
 @functools.cache
