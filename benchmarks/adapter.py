@@ -39,7 +39,7 @@ def our_muon(params: Params) -> torch.optim.Optimizer:
     """The same optimizer as a chain."""
     return mfx.TransformOptimizer(
         params,
-        mfx.muon(1e-3, weight_decay=0.1, orthogonalize=mfx.orthogonalize(coefficients="keller"), rule="original"),
+        mfx.muon(1e-3, weight_decay=0.1, orthogonalize=mfx.orthogonalize(coefficients="keller"), lr_scaling="original"),
     )
 
 

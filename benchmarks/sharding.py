@@ -110,7 +110,7 @@ def chain(model: nn.Module) -> mfx.Transform:
         peers.RATE,
         adamw_weight_decay=peers.DECAY,
         weight_decay=peers.DECAY,
-        rule="original",
+        lr_scaling="original",
         orthogonalize=mfx.orthogonalize(coefficients=COMMON, dtype=torch.bfloat16),
         labels=labels(model),
     )

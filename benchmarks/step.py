@@ -36,7 +36,7 @@ BASELINE = "torch.optim.Muon"
 
 def _chain(params: list[torch.nn.Parameter], *, donate: bool, **settings: Any) -> torch.optim.Optimizer:
     """The optimizer of PyTorch as a chain."""
-    tx = mfx.muon(1e-3, weight_decay=0.1, rule="original", orthogonalize=mfx.orthogonalize(**settings))
+    tx = mfx.muon(1e-3, weight_decay=0.1, lr_scaling="original", orthogonalize=mfx.orthogonalize(**settings))
     return mfx.TransformOptimizer(_named(params), tx, donate_grads=donate)
 
 

@@ -1,9 +1,9 @@
 """What small language models end at with each candidate for the default, over seeds, rates and sizes.
 
 The model, the text, the loop and the learning rate's schedule are those of ``examples/train_gpt.py``; so is the
-comparison with ``torch.optim.Muon``. Of a candidate only what is asked about changes: the coefficients, the number of
-steps, the rule, the dtype. Each is run at every rate of a grid with every seed, and the grid is the same for all under
-one rule. A seed decides initial weights and batches, so runs of one seed are compared with one another.
+comparison with ``torch.optim.Muon``. Candidates differ only in what is studied: the coefficients, the number of steps, the
+scaling, the dtype. Each is run at every rate of a grid with every seed, and all candidates of one scaling have the same
+grid. A seed decides initial weights and batches, so runs of one seed are compared with one another.
 
 Runs take minutes each and hours together: finished ones are kept in ``results/training_quality.json`` and not repeated.
 """
@@ -59,7 +59,7 @@ RATES = {
     (LARGE, "match_rms_adamw"): (0.0072, 0.0078, 0.0085, 0.01, 0.0061),
     (SMALL, "original"): (0.024, 0.034, 0.048),
 }
-"""By size and rule; `original` leaves a matrix of n columns a factor of about 5 / sqrt(n) smaller."""
+"""By size and scaling; `original` leaves a matrix of n columns a factor of about 5 / sqrt(n) smaller."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Candidate:
     """Only so many steps of the set; None for all."""
     safety: float | None = None
     """Divides the published Polar Express polynomials; None for the set as it is."""
-    rule: str = "match_rms_adamw"
+    lr_scaling: str = "match_rms_adamw"
     dtype: torch.dtype = torch.float32
     sizes: tuple[str, ...] = tuple(SIZES)
     rates: tuple[float, ...] | None = None
@@ -91,7 +91,7 @@ class Candidate:
         return mfx.chain(
             mfx.momentum(0.95, nesterov=True),
             mfx.orthogonalize(coefficients=found, dtype=self.dtype),
-            mfx.scale_by_shape(self.rule),
+            mfx.scale_by_shape(self.lr_scaling),
         )
 
 
@@ -115,8 +115,8 @@ CANDIDATES: dict[str, Candidate | None] = {
     "polar_express, 5 steps, safety 1.05": Candidate(
         "polar_express", first=5, safety=1.05, rates=NARROW, sizes=(SMALL,)
     ),
-    "keller, original": Candidate("keller", rule="original", sizes=(SMALL,)),
-    "polar_express_5, original": Candidate(rule="original", sizes=(SMALL,)),
+    "keller, original": Candidate("keller", lr_scaling="original", sizes=(SMALL,)),
+    "polar_express_5, original": Candidate(lr_scaling="original", sizes=(SMALL,)),
 }
 
 
@@ -133,7 +133,7 @@ def runs() -> Iterator[dict[str, Any]]:
             own = candidate or Candidate()
             if size not in own.sizes:
                 continue
-            for rate in own.rates or RATES[size, own.rule]:
+            for rate in own.rates or RATES[size, own.lr_scaling]:
                 for seed in SEEDS:
                     yield {"size": size, "candidate": name, "rate": rate, "seed": seed}
 

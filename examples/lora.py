@@ -65,7 +65,7 @@ def make_optimizer(name: str, rate: float, steps: int) -> mfx.Transform:
     schedule = mfx.warmup_cosine_decay_schedule(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
     # fp32 and not "auto", which times this CPU: the same numbers on every machine but for rounding.
     muon = mfx.muon(
-        schedule, weight_decay=0.0, rule="match_rms_adamw", orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        schedule, weight_decay=0.0, lr_scaling="match_rms_adamw", orthogonalize=mfx.orthogonalize(dtype=torch.float32)
     )
     return muon if name == "Muon" else mfx.adamw(schedule, b2=0.95, weight_decay=0.0)
 

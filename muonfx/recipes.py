@@ -54,25 +54,25 @@ def muon(
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
     orthogonalize: Transform = orthogonalize(),
-    rule: ShapeRule = "match_rms_adamw",
+    lr_scaling: ShapeRule = "match_rms_adamw",
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
     """Muon, for parameters that are all matrices: orthogonalized momentum, scaled by shape, with decoupled decay.
 
     Args:
-        learning_rate: a number or a schedule. With the rule "match_rms_adamw" it has the size of AdamW's; with
+        learning_rate: a number or a schedule. With the scaling "match_rms_adamw" it has the size of AdamW's; with
             "original", Keller Jordan's 0.02 is customary.
         decay: decay of the momentum; a number or a schedule.
         nesterov: whether the momentum looks ahead.
         orthogonalize: the transform that orthogonalizes the momentum, such as ``orthogonalize(coefficients="keller")``.
             Its view is also the view of `scale_by_shape`.
-        rule: as in `scale_by_shape`.
+        lr_scaling: as in `scale_by_shape`.
         weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows Keller Jordan's Muon and Moonlight (arXiv 2502.16982). ``torch.optim.Muon(lr, weight_decay)`` is
-    ``muon(lr, weight_decay=weight_decay, orthogonalize=orthogonalize(coefficients="keller"), rule="original")``.
+    ``muon(lr, weight_decay=weight_decay, orthogonalize=orthogonalize(coefficients="keller"), lr_scaling="original")``.
 
     >>> muon(0.02)  # doctest: +NORMALIZE_WHITESPACE
     chain(momentum(), orthogonalize(), scale_by_shape(), add_decayed_weights(),
@@ -81,7 +81,7 @@ def muon(
     return chain(
         momentum(decay, nesterov=nesterov),
         orthogonalize,
-        scale_by_shape(rule, view=view_of(orthogonalize)),
+        scale_by_shape(lr_scaling, view=view_of(orthogonalize)),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -182,7 +182,7 @@ def muon_with_adamw(
     *,
     decay: ScalarOrSchedule = 0.95,
     orthogonalize: Transform = orthogonalize(),
-    rule: ShapeRule = "match_rms_adamw",
+    lr_scaling: ShapeRule = "match_rms_adamw",
     weight_decay: ScalarOrSchedule = 0.1,
     adam: Transform = scale_by_adam(0.9, 0.95),
     adamw_weight_decay: ScalarOrSchedule = 0.1,
@@ -193,11 +193,11 @@ def muon_with_adamw(
 
     Args:
         learning_rate: Muon's, a number or a schedule.
-        adamw_learning_rate: AdamW's, a number or a schedule; None: Muon's, which suits the rule "match_rms_adamw".
+        adamw_learning_rate: AdamW's, a number or a schedule; None: Muon's, which suits the scaling "match_rms_adamw".
         decay: decay of Muon's momentum.
         orthogonalize: as in `muon`. For parameters that its view does not set, the views of the labels apply
             (``labels.view()``); ``labels=Labels(labels)`` drops them.
-        rule: as in `scale_by_shape`.
+        lr_scaling: as in `scale_by_shape`.
         weight_decay: Muon's, decoupled.
         adam: the direction of AdamW's updates. ``optax.contrib.muon`` has one argument ``nesterov`` for Muon and Adam;
             here Muon looks ahead, and ``scale_by_adam(0.9, 0.95, nesterov=True)`` does.
@@ -213,7 +213,12 @@ def muon_with_adamw(
     ['adamw', 'muon']
     """
     matrices = muon(
-        learning_rate, decay=decay, orthogonalize=orthogonalize, rule=rule, weight_decay=weight_decay, mask=mask
+        learning_rate,
+        decay=decay,
+        orthogonalize=orthogonalize,
+        lr_scaling=lr_scaling,
+        weight_decay=weight_decay,
+        mask=mask,
     )
     require_transform("adam", adam)
     rest = chain(

@@ -143,7 +143,7 @@ def test_a_donated_step_takes_no_more_memory_than_torch_muon():
     theirs = peak(lambda params: torch.optim.Muon(list(params.values())))
     ours = peak(
         lambda params: mfx.TransformOptimizer(
-            params, mfx.muon(1e-3, orthogonalize=mfx.orthogonalize(coefficients="keller"), rule="original")
+            params, mfx.muon(1e-3, orthogonalize=mfx.orthogonalize(coefficients="keller"), lr_scaling="original")
         )
     )
     assert ours <= 1.1 * theirs, (ours, theirs)

@@ -82,7 +82,7 @@ WRONG = {
     "momentum(linear_schedule(-0.5, 0.9, 4))": r"momentum: at step 0, decay must be in \[0, 1\)",
     "momentum(linear_schedule(0.5, 1.0, 40))": r"momentum: at step 100, decay must be in \[0",
     # names that are not in a registry
-    "scale_by_shape('moonshot')": 'scale_by_shape: rule must be "fan_in" or .*, found .moonshot',
+    "scale_by_shape('moonshot')": 'scale_by_shape: lr_scaling must be "fan_in" or .*, found .moonshot',
     "orthogonalize(coefficients='kellr')": "keller",
     "normalize_neurons(axis='columns')": 'axis must be "longer" or "rows", found .columns',
     "monitor(metrics=('size',))": "unknown metrics",

@@ -185,7 +185,7 @@ def namo(
     b2: ScalarOrSchedule = 0.99,
     eps: ScalarOrSchedule = 1e-8,
     weight_decay: ScalarOrSchedule = 0.0,
-    rule: ShapeRule = "match_rms_adamw",
+    lr_scaling: ShapeRule = "match_rms_adamw",
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
@@ -197,7 +197,7 @@ def namo(
         b2: decay of the squared norm of gradients.
         eps: added to the root.
         weight_decay: decoupled, and scaled as the update is.
-        rule: as in `scale_by_shape`.
+        lr_scaling: as in `scale_by_shape`.
         orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
@@ -207,7 +207,7 @@ def namo(
     ['scale_by_namo', 'scale_by_learning_rate']
     """
     view = view_of(orthogonalize)
-    inner = chain(orthogonalize, scale_by_shape(rule, view=view), add_decayed_weights(weight_decay, mask))
+    inner = chain(orthogonalize, scale_by_shape(lr_scaling, view=view), add_decayed_weights(weight_decay, mask))
     return chain(scale_by_namo(inner, b1, b2, eps, view=view), scale_by_learning_rate(learning_rate))
 
 

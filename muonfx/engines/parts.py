@@ -30,8 +30,10 @@ def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: a part has no such argument; the message suggests one.
 
-    >>> with_parts({"rule": "original", "orthogonalize": {"dtype": "float32", "view": {"blocks": {"*.qkv": [4, 2]}}}})
-    {'rule': 'original', 'orthogonalize': orthogonalize(dtype=torch.float32, view=MatrixView(blocks={'*.qkv': (4, 2)}))}
+    >>> view = {"blocks": {"*.qkv": [4, 2]}}
+    >>> made = with_parts({"lr_scaling": "original", "orthogonalize": {"dtype": "float32", "view": view}})
+    >>> made["lr_scaling"], made["orthogonalize"]
+    ('original', orthogonalize(dtype=torch.float32, view=MatrixView(blocks={'*.qkv': (4, 2)})))
     """
     return {name: _part(name, value) for name, value in options.items()}
 

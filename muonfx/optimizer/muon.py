@@ -35,7 +35,7 @@ class Muon(TransformOptimizer):
     Args:
         params: a model (best: parameters are then routed by module type), named parameters, or groups of these; tensors
             without names if ``model`` gives them.
-        lr: the learning rate of Muon, scaled by ``rule``.
+        lr: the learning rate of Muon, scaled by ``lr_scaling``.
         weight_decay: decoupled weight decay of Muon's parameters.
         momentum: decay of Muon's average.
         orthogonalize: the transform that orthogonalizes the average. Its arguments are the options of the iteration,
@@ -43,8 +43,8 @@ class Muon(TransformOptimizer):
             ``muonfx.orthogonalize(coefficients="keller", view=muonfx.MatrixView(blocks={"*.qkv.weight": 3}))``. For
             parameters that its view does not set, the routing sets it: stacks of experts, and transposed and fused
             matrices of known layers (`Labels.views`). One block splits nothing.
-        rule: as in `muonfx.scale_by_shape`.
-        adamw_lr: the learning rate of AdamW; None: ``lr``, which suits the rule "match_rms_adamw".
+        lr_scaling: as in `muonfx.scale_by_shape`.
+        adamw_lr: the learning rate of AdamW; None: ``lr``, which suits the scaling "match_rms_adamw".
         adamw_weight_decay: decoupled weight decay of AdamW's parameters; None: ``weight_decay``.
         betas: AdamW's decays.
         labels: "muon", "adamw" or None by name, or a function that returns these for the model (for the named
@@ -74,7 +74,7 @@ class Muon(TransformOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         orthogonalize: Transform = orthogonalize(),
-        rule: ShapeRule = "match_rms_adamw",
+        lr_scaling: ShapeRule = "match_rms_adamw",
         adamw_lr: float | None = None,
         adamw_weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -97,7 +97,7 @@ class Muon(TransformOptimizer):
             weight_decay=weight_decay,
             momentum=momentum,
             orthogonalize=orthogonalize,
-            rule=rule,
+            lr_scaling=lr_scaling,
             adamw_lr=adamw_lr,
             adamw_weight_decay=adamw_weight_decay,
             betas=betas,
@@ -132,7 +132,7 @@ class Muon(TransformOptimizer):
             given.adamw_lr,
             decay=given.momentum,
             orthogonalize=given.orthogonalize,
-            rule=given.rule,
+            lr_scaling=given.lr_scaling,
             weight_decay=given.weight_decay,
             adam=scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1])),
             adamw_weight_decay=given.weight_decay if given.adamw_weight_decay is None else given.adamw_weight_decay,

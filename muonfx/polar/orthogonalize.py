@@ -30,8 +30,8 @@ def orthogonalize(
 
     Args:
         x: `(..., m, n)`, any batch dims, any of them zero, fp64, fp32, bf16 or fp16. Never modified.
-        coefficients: a name of `PRESETS`, a `Coefficients`, a sequence of `(a, b[, c])`, or a floating tensor `(k, 3)` or
-            `(k, 2)` on `x`'s device, which may be differentiated or mapped over and whose values are not checked.
+        coefficients: a name of `PRESETS`, a `Coefficients`, a sequence of `(a, b[, c])`, or a floating tensor `(k, 3)`
+            or `(k, 2)` on `x`'s device, which may be differentiated or mapped over and whose values are not checked.
         steps: the number of polynomials: the first ones, the last repeated beyond the set's length; None means that
             length.
         method: "standard" multiplies the whole matrix at every step; "gram" takes several steps on its Gram matrix,

@@ -66,7 +66,7 @@ class MatrixView:
         >>> view = mfx.MatrixView(blocks={"*.qkv.weight": 3})
         >>> mfx.chain(mfx.orthogonalize(view=view), mfx.scale_by_shape("spectral", view=view))
         chain(orthogonalize(view=MatrixView(blocks={'*.qkv.weight': 3})),
-              scale_by_shape(rule='spectral', view=MatrixView(blocks={'*.qkv.weight': 3})))
+              scale_by_shape(lr_scaling='spectral', view=MatrixView(blocks={'*.qkv.weight': 3})))
 
         Attention by head, 8 heads of queries and 2 of keys and values, whose outputs are the columns of ``o``:
 

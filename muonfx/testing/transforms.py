@@ -131,7 +131,7 @@ _BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "eps": _TINY,
     "dtype": _PINNED,
     "view": _VIEWS,
-    "rule": st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in")),
+    "lr_scaling": st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in")),
     "mask": st.sampled_from((None, select.ndim(min=2))),
     "orthogonalize": st.builds(tfs.orthogonalize, dtype=_COMPUTE),
     "labels": st.just(select.default_labels_by_name),

@@ -149,19 +149,21 @@ def scale_each(factors: Mapping[str, float]):
 
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     """Return `scale_each`, or the transform itself if a leaf has blocks of different shapes."""
-    rule = tx.arguments["rule"]
+    lr_scaling = tx.arguments["lr_scaling"]
     at = Present(params)
     names, leaves = at.names(), at.pick(params)
     split = Matrices(tx.arguments["view"], at, leaves, names).of_updates
     if any(len(matrices) > 1 for matrices in split):
         return tx
-    return scale_each({name: shape_factor(rule, matrices[0]) for name, matrices in zip(names, split, strict=True)})
+    return scale_each(
+        {name: shape_factor(lr_scaling, matrices[0]) for name, matrices in zip(names, split, strict=True)}
+    )
 
 
-def shape_factor(rule: str, matrix: Tensor) -> float:
-    """Return the factor of a rule for a matrix; 1 if the matrix is empty."""
+def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
+    """Return the factor of a scaling for a matrix; 1 if the matrix is empty."""
     rows, columns = matrix.shape[-2:]
-    return SHAPE_RULES[rule](rows, columns) if rows and columns else 1.0
+    return SHAPE_RULES[lr_scaling](rows, columns) if rows and columns else 1.0
 
 
 @transform(
@@ -172,20 +174,20 @@ def shape_factor(rule: str, matrix: Tensor) -> float:
     name_patterns=name_patterns,
 )
 def scale_by_shape(
-    rule: ShapeRule = "match_rms_adamw",
+    lr_scaling: ShapeRule = "match_rms_adamw",
     *,
     view: MatrixView = MatrixView(),
 ):
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
 
     Args:
-        rule: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$, "spectral"
+        lr_scaling: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$, "spectral"
             $\sqrt{r/c}$ or "fan_in" $1/c$, for r rows (output features) and c columns (input features) of the matrix,
             or of each block.
         view: which matrices a leaf consists of; the same as for `orthogonalize`.
 
     Raises:
-        ValueError: an unknown rule (the message lists those known); at `update`, a leaf that is no matrix.
+        ValueError: an unknown ``lr_scaling`` (the message lists those known); at `update`, a leaf that is no matrix.
 
     Follows ``torch.optim.Muon``'s ``adjust_lr_fn`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982), Dion,
     Scion (arXiv 2502.07529: "spectral", and "fan_in" for signs).
@@ -201,9 +203,9 @@ def scale_by_shape(
         leaves = at.pick(updates)
         matrices = Matrices(view, at, leaves)
         if all(len(own) == 1 for own in matrices.of_updates):
-            factors = [shape_factor(rule, own) for (own,) in matrices.of_updates]
+            factors = [shape_factor(lr_scaling, own) for (own,) in matrices.of_updates]
             return at.fill(ew.mul_each(leaves, factors, reuse=donate.updates)), state
-        out = [[matrix * shape_factor(rule, matrix) for matrix in own] for own in matrices.of_updates]
+        out = [[matrix * shape_factor(lr_scaling, matrix) for matrix in own] for own in matrices.of_updates]
         return at.fill(matrices.join(out, leaves)), state
 
     return no_state, update

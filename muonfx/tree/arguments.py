@@ -79,7 +79,7 @@ _ARGUMENTS_HERE = {
     "ns_steps": ("steps",),
     "ns_coefficients": ("coefficients",),
     "ns_coeffs": ("coefficients",),
-    "adjust_lr_fn": ("rule",),
+    "adjust_lr_fn": ("lr_scaling",),
     "adam_b1": ("b1", "betas"),
     "adam_b2": ("b2", "betas"),
     "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),

@@ -114,7 +114,7 @@ def test_namo():
 
     inner = mfx.chain(EXACT, mfx.add_decayed_weights(DECAY))
     assert_follows(mfx.chain(mfx.contrib.scale_by_namo(inner, BETA, 0.8), mfx.scale_by_learning_rate(RATE)), step)
-    ruled = mfx.contrib.namo(RATE, b1=BETA, b2=0.8, weight_decay=DECAY, rule="fan_in", orthogonalize=EXACT)
+    ruled = mfx.contrib.namo(RATE, b1=BETA, b2=0.8, weight_decay=DECAY, lr_scaling="fan_in", orthogonalize=EXACT)
     assert "scale_by_namo(chain(orthogonalize" in repr(ruled)
 
 

@@ -45,8 +45,10 @@ def model() -> nn.Module:
 def test_every_engine_takes_parts_as_muon_does(make: Any):
     part = {"coefficients": "keller", "view": {"blocks": {"1.weight": 3}}}
     view = mfx.MatrixView(blocks={"1.weight": 3})
-    expected = mfx.Muon(model(), orthogonalize=mfx.orthogonalize(coefficients="keller", view=view), rule="original")
-    assert make(orthogonalize=part, rule="original") == expected.tx
+    expected = mfx.Muon(
+        model(), orthogonalize=mfx.orthogonalize(coefficients="keller", view=view), lr_scaling="original"
+    )
+    assert make(orthogonalize=part, lr_scaling="original") == expected.tx
     with pytest.raises(TypeError, match=r"orthogonalize: there is no argument 'coeficients'.*'coefficients'"):
         make(orthogonalize={"coeficients": "keller"})
     with pytest.raises(TypeError, match=r"MatrixView: there is no argument 'blcks' .*'blocks'"):

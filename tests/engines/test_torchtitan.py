@@ -57,7 +57,9 @@ def test_the_command_line_overrides_a_rate() -> None:
 
     config = make_dataclass("Training", [("optimizer", OptimizersContainer.Config)])
     args = ["--optimizer.lr", "0.01"]
-    given: Any = tyro.cli(config, default=config(ours.muon(0.02, rule="spectral")), args=args, registry=custom_registry)
+    given: Any = tyro.cli(
+        config, default=config(ours.muon(0.02, lr_scaling="spectral")), args=args, registry=custom_registry
+    )
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     groups = given.optimizer.build(model_parts=[model]).optimizers[0].param_groups
     assert [(group["label"], group["lr"]) for group in groups] == [("muon", 0.01), ("adamw", 0.01)]

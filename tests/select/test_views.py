@@ -92,14 +92,16 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own(transposed):
         torch.testing.assert_close(param.detach(), torch.stack(wanted[name]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral"])
-def test_a_transposed_matrix_is_scaled_and_cut_as_the_linear_layer_that_it_is(rule):
+@pytest.mark.parametrize("lr_scaling", ["match_rms_adamw", "original", "spectral"])
+def test_a_transposed_matrix_is_scaled_and_cut_as_the_linear_layer_that_it_is(lr_scaling):
     model = held(c_fc=Conv1D(24, 8))
-    wanted = as_matrices(model, {"c_fc.weight": [model.c_fc.weight.T]}, rule=rule)["c_fc.weight"][0]
-    torch.testing.assert_close(stepped(model, rule=rule)["c_fc.weight"].detach(), wanted.T, rtol=1e-4, atol=1e-5)
+    wanted = as_matrices(model, {"c_fc.weight": [model.c_fc.weight.T]}, lr_scaling=lr_scaling)["c_fc.weight"][0]
+    torch.testing.assert_close(
+        stepped(model, lr_scaling=lr_scaling)["c_fc.weight"].detach(), wanted.T, rtol=1e-4, atol=1e-5
+    )
     rows = [part.T for part in model.c_fc.weight.split(8, dim=1)]
-    wanted = as_matrices(model, {"c_fc.weight": rows}, rule=rule)["c_fc.weight"]
-    found = stepped(model, mfx.MatrixView(blocks={"c_fc.weight": 3}), rule=rule)["c_fc.weight"].detach()
+    wanted = as_matrices(model, {"c_fc.weight": rows}, lr_scaling=lr_scaling)["c_fc.weight"]
+    found = stepped(model, mfx.MatrixView(blocks={"c_fc.weight": 3}), lr_scaling=lr_scaling)["c_fc.weight"].detach()
     torch.testing.assert_close(found, torch.cat(wanted).T, rtol=1e-4, atol=1e-5)
 
 

@@ -56,14 +56,16 @@ PRECISIONS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("lr_scaling", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_torch_optim_muon(rule, nesterov, monkeypatch):
+def test_muon_is_torch_optim_muon(lr_scaling, nesterov, monkeypatch):
     params, steps = draw(torch.float64)
     # torch iterates in bf16 whatever the parameters are, and nothing is comparable to 1e-12 after that: let it not.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.to(torch.float64, copy=True))
     theirs = run_torch(
-        lambda ps: torch.optim.Muon(ps, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=rule),
+        lambda ps: torch.optim.Muon(
+            ps, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=lr_scaling
+        ),
         params,
         steps,
     )
@@ -74,7 +76,7 @@ def test_muon_is_torch_optim_muon(rule, nesterov, monkeypatch):
         nesterov=nesterov,
         weight_decay=0.1,
         orthogonalize=mfx.orthogonalize(coefficients="keller", dtype=torch.float64),
-        rule=rule,
+        lr_scaling=lr_scaling,
     )
     assert_close(run_ours(tx, params, steps), theirs, rtol=1e-12, atol=1e-12)
 

@@ -105,7 +105,7 @@ def schedules() -> float:
 
 
 def torch_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    muon = mfx.Muon(model, lr=1e-2, weight_decay=0.1, rule="spectral", betas=(0.9, 0.99))
+    muon = mfx.Muon(model, lr=1e-2, weight_decay=0.1, lr_scaling="spectral", betas=(0.9, 0.99))
     mine = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)), donate_grads=True)
     torch.optim.lr_scheduler.CosineAnnealingLR(muon, T_max=20)
     return [muon, mine]

@@ -40,7 +40,7 @@ def planted(model: nn.Module, params: dict[str, Tensor], updates: dict[str, Tens
     mfx.adamw(learning_rat=0.1)  # wrong: reportCallIssue, call-arg
     mfx.muon(0.1, decay="0.9")  # wrong: reportArgumentType, arg-type
     mfx.Muon(model, lr="1e-3")  # wrong: reportArgumentType, arg-type
-    mfx.Muon(model, rule="spectrl")  # wrong: reportArgumentType, arg-type
+    mfx.Muon(model, lr_scaling="spectrl")  # wrong: reportArgumentType, arg-type
     mfx.TransformOptimizer(model)  # wrong: reportCallIssue, call-arg
     mfx.TransformOptimizer(model, mfx.momentum)  # wrong: reportArgumentType, arg-type
     mfx.sharding.zero(params, 2, partition="hole")  # wrong: reportArgumentType, arg-type

@@ -154,7 +154,7 @@ def recipe(
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, 4))
         >>> recipe("torch", torch.optim.Muon([weight], lr=0.1), {"w": weight})  # doctest: +NORMALIZE_WHITESPACE
-        chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(rule='original'),
+        chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(lr_scaling='original'),
               add_decayed_weights(weight_decay=0.1), scale_by_learning_rate(learning_rate=0.1))
     """
     form, tensors = _format(format), flat(params)

@@ -68,7 +68,7 @@ def _muon_chain(
     options: Options,
     *,
     heavy_ball: bool,
-    rule: ShapeRule | None,
+    lr_scaling: ShapeRule | None,
     **more: Any,
 ) -> Transform:
     """Return the chain of Muon; ``more`` is passed to `orthogonalize`, and its view also to `scale_by_shape`."""
@@ -77,7 +77,7 @@ def _muon_chain(
         # float(), since some optimizers hold these numbers in tensors.
         momentum(float(decay), nesterov=group.get("nesterov", True), heavy_ball=heavy_ball),
         orthogonal,
-        *([scale_by_shape(rule, view=orthogonal.arguments["view"])] if rule is not None else []),
+        *([scale_by_shape(lr_scaling, view=orthogonal.arguments["view"])] if lr_scaling is not None else []),
         add_decayed_weights(float(weight_decay)),
         scale_by_learning_rate(float(group["lr"])),
     )
@@ -116,7 +116,7 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         group["weight_decay"],
         options,
         heavy_ball=False,
-        rule=group["adjust_lr_fn"] or "original",
+        lr_scaling=group["adjust_lr_fn"] or "original",
         coefficients="keller" if steps == (_KELLER,) * 5 else steps,
     )
 
@@ -144,7 +144,7 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
         group["weight_decay"],
         options,
         heavy_ball=False,
-        rule="original",
+        lr_scaling="original",
         coefficients="keller",
         **steps,
         view=MatrixView(_STACKED if len(shape) == 3 else None),
@@ -169,7 +169,7 @@ def _moonlight_chain(group: Group, kind: str, shape: torch.Size, options: Option
         group["wd"],
         options,
         heavy_ball=True,
-        rule="match_rms_adamw",
+        lr_scaling="match_rms_adamw",
         coefficients="keller",
         steps=group["ns_steps"],
     )
@@ -202,7 +202,7 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
         group["weight_decay"],
         options,
         heavy_ball=True,
-        rule=_RULES[group["adjust_lr"]],
+        lr_scaling=_RULES[group["adjust_lr"]],
         view=MatrixView(_STACKED if len(shape) > 2 and not group["flatten"] else None, blocks),
     )
 
