@@ -8,7 +8,7 @@ from torch import Tensor
 from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, checks, transform
 from muonfx.core.contract import NOTHING
-from muonfx.polar.scaling import power_of_two
+from muonfx.polar.iteration import power_of_two
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms._matrices import matrix_locality, name_patterns
 from muonfx.transforms.matrixwise import matrixwise

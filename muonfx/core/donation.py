@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.polar.engine import overlaps_itself, sharing
+from muonfx.polar.checks import overlaps_itself, sharing
 from muonfx.tree import PyTree
 from muonfx.tree.tracing import functorch_is_active, is_traced
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from muonfx.polar.engine import check_matrix
+from muonfx.polar.checks import check_matrix
 
 
 def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
 
+from muonfx.polar.checks import check_matrix, check_out, sharing
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.engine import (
-    as_function,
-    check_matrix,
-    check_out,
-    in_place,
-    is_differentiated,
-    is_watched,
-    outside_autocast,
-    sharing,
-)
+from muonfx.polar.iteration import as_function, in_place, rounded_and_scaled, same_range
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
-from muonfx.polar.scaling import rounded_and_scaled, same_range
 from muonfx.polar.workspace import Workspace
-from muonfx.tree.tracing import is_traced
+from muonfx.tree.tracing import called_once, functorch_is_active, is_traced
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
@@ -84,7 +77,7 @@ def orthogonalize_many(
         check_matrix(x, f"xs[{i}]")
     run = Orthogonalizer(coefficients, steps, method, dtype, products)
     if not xs:  # invalid settings raise also for no matrices
-        run.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False)
+        run.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False, traced=False)
     return run(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, out=out, workspace=workspace)
 
 
@@ -114,9 +107,9 @@ class Orthogonalizer:
         self._plan = functools.partial(plan, resolved=self._polynomials, method=method, dtype=dtype, products=products)
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
-    def plan_for(self, kind: _Kind, *, differentiated: bool) -> Plan:
+    def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
         """Return the plan for matrices of one kind, made at the first call."""
-        if is_traced(kind.short, kind.long):  # symbols have no hash
+        if traced:  # symbols have no hash
             return self._plan(*kind[:4], differentiated=differentiated)
         known = self._plans.get((kind, differentiated))
         if known is None:
@@ -141,15 +134,17 @@ class Orthogonalizer:
         differentiated = watched and is_differentiated(*inputs)
         targets = _targets(xs, donate, out, watched)
         in_place = not watched and table is None and not self._polynomials.row_scaling
-        groups = _grouped(xs, in_place)
+        # Sides may be symbols. A tracer records operators, and then one batch is best.
+        traced = is_traced(*[side for x in xs for side in x.shape])
+        groups = _grouped(xs, in_place, traced)
         # All plans are made before any result, so invalid settings raise before anything is written.
-        plans = [self.plan_for(kind, differentiated=differentiated) for kind, _ in groups]
+        plans = [self.plan_for(kind, differentiated=differentiated, traced=traced) for kind, _ in groups]
         results: list[torch.Tensor] = list(xs)
         for (kind, members), own in zip(groups, plans, strict=True):
             scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
-            job = _Job(kind, own, self._polynomials, scratch, watched, workspace)
+            job = _Job(kind, own, self._polynomials, scratch, watched, watched or traced, workspace)
             filled = [i for i in members if xs[i].numel() > 0]
-            for i in set(members).difference(filled):
+            for i in set(members).difference(filled) if len(filled) < len(members) else ():
                 target = targets[i]
                 results[i] = torch.empty_like(xs[i]) if target is None else target
             done = _run([xs[i] for i in filled], [targets[i] for i in filled], job)
@@ -158,17 +153,50 @@ class Orthogonalizer:
         return results
 
 
-def _grouped(xs: Sequence[torch.Tensor], in_place: bool) -> list[tuple[_Kind, list[int]]]:
+def is_watched(*xs: torch.Tensor) -> bool:
+    """Return True if autograd, `torch.func` or the compiler records the tensors, so none may be overwritten."""
+    if torch.compiler.is_compiling() or functorch_is_active():
+        return True
+    if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+def is_differentiated(*xs: torch.Tensor) -> bool:
+    """Return True if derivatives are taken by autograd, forward mode or `torch.func`; `vmap` takes none."""
+    if _in_derivative():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+@called_once  # a compiler enters the same levels while it traces, and guards them
+def _in_derivative() -> bool:
+    if forward_ad._current_level >= 0:
+        return True
+    if not functorch_is_active():
+        return False
+    taking = (TransformType.Grad, TransformType.Jvp)
+    return any(level.key() in taking for level in get_interpreter_stack() or ())
+
+
+def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    """Call `function(x, ...)` outside any autocast region, which would change the dtype of the products."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return function(x, *rest, **named)
+    with torch.autocast(kind, enabled=False):
+        return function(x, *rest, **named)
+
+
+def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[tuple[_Kind, list[int]]]:
     """Return the indices of the matrices of each kind, kinds in order of first occurrence."""
     kinds: list[_Kind] = []
-    sides: list[int] = []
     for x in xs:
         rows, columns = x.shape[-2:]
         short, long = (rows, columns) if rows <= columns else (columns, rows)
         tall = rows > columns if in_place and short * long >= _LARGE else None
         kinds.append(_Kind(short, long, x.dtype, x.device, tall))
-        sides += (short, long)
-    if not is_traced(*sides):
+    if not traced:
         groups: defaultdict[_Kind, list[int]] = defaultdict(list)
         for i, kind in enumerate(kinds):
             groups[kind].append(i)
@@ -192,6 +220,9 @@ class _Job(NamedTuple):
     resolved: Polynomials
     scratch: int
     watched: bool
+    at_once: bool
+    """True if all matrices form one batch: autograd keeps all intermediates, a compiler plans memory itself, and
+    splitting would specialize all sizes."""
     workspace: Workspace | None
 
 
@@ -230,18 +261,17 @@ def _run(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) 
         limit = max(1, min(job.scratch // plan.scratch_bytes, plan.at_once or sum(map(len, flats))))
         mixed = False
     counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
-    # Autograd keeps all intermediates, a compiler plans memory itself, and splitting would specialize all sizes.
-    at_once = job.watched or is_traced(short, long, *counts)
     places = [
-        _place(x, target, whole=at_once or count <= limit) for x, target, count in zip(xs, targets, counts, strict=True)
+        _place(x, target, whole=job.at_once or count <= limit)
+        for x, target, count in zip(xs, targets, counts, strict=True)
     ]
     # The input stands for a new result here, and is then not written to.
     homes = [
         flat if place is None else _wide(place, short) if tall is None else place.view(flat.shape)
         for flat, place in zip(flats, places, strict=True)
     ]
-    batches = [(flats, homes)] if at_once else zip(packed(flats, limit), packed(homes, limit), strict=True)
-    owners = iter([i for i, count in enumerate(counts) for _ in range(1 if at_once else -(-count // limit))])
+    batches = [(flats, homes)] if job.at_once else zip(packed(flats, limit), packed(homes, limit), strict=True)
+    owners = iter([i for i, count in enumerate(counts) for _ in range(1 if job.at_once else -(-count // limit))])
     results = [x if place is None else place for x, place in zip(xs, places, strict=True)]
     for given, taken in batches:
         own = [next(owners) for _ in given]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from muonfx.polar.checks import check_matrix
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.engine import check_matrix
 from muonfx.polar.many import Orthogonalizer
 from muonfx.polar.policy import DTypeLike, MethodLike
 from muonfx.polar.products import ProductsLike
@@ -53,8 +53,8 @@ def orthogonalize(
         RuntimeError: `products="triton"` where the kernels do not run; `out` under autograd, `torch.func` or the
             compiler.
 
-    Follows Keller Jordan's Muon, with the scaling of this package (see `muonfx.polar.scaling`), and Gram Newton-Schulz
-    of Dao-AILab with changes (see `muonfx.polar.stages`).
+    Follows Keller Jordan's Muon, with the scaling of this package (see `muonfx.polar.iteration`), and Gram
+    Newton-Schulz of Dao-AILab with changes (see `muonfx.polar.stages`).
 
     >>> g = torch.tensor([[3e-20, 0.0, 0.0], [0.0, -5e-20, 0.0]])
     >>> orthogonalize(g, coefficients="polar_express", dtype=torch.float64).round(decimals=5) + 0.0

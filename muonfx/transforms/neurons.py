@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.polar.scaling import power_of_two
+from muonfx.polar.iteration import power_of_two
 from muonfx.select import MatrixView
 from muonfx.transforms._pinned import WideStateDtype
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import EmptyState, Locality, transform
-from muonfx.polar.scaling import power_of_two
+from muonfx.polar.iteration import power_of_two
 from muonfx.select import MatrixView
 from muonfx.transforms.matrixwise import StateAndMatrixStep, matrixwise
 from muonfx.transforms.scale import of_leaves

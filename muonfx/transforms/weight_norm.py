@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import EmptyState
-from muonfx.polar.scaling import power_of_two
+from muonfx.polar.iteration import power_of_two
 from muonfx.select import MatrixView
 from muonfx.transforms._pinned import WideStateDtype
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise

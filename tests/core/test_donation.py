@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import muonfx as mfx
-from muonfx.polar.engine import overlaps_itself
+from muonfx.polar.checks import overlaps_itself
 from muonfx.testing.violation import require_same
 from tests.transforms.test_every_transform import CASES
 

@@ -1,81 +1,13 @@
-"""Orthogonalize one batch of matrices of one shape by a `Plan`, as a pure function or in place; argument checks."""
+"""Checks of the matrices that `orthogonalize` receives, and of the memory that tensors share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Sequence
 
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-from torch.autograd import forward_ad
 
-from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor, standard_iteration
-from muonfx.polar.policy import SUPPORTED, Plan
-from muonfx.polar.polynomials import Polynomials
-from muonfx.polar.products import Buffered, Functional
-from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized
-from muonfx.polar.workspace import Workspace
-from muonfx.tree.tracing import called_once, functorch_is_active
-
-
-def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
-    """Orthogonalize nonempty `(b, n, m)`, n <= m, without in-place writes; the result has `plan.dtype`."""
-    x = frobenius_normalized(x, plan.dtype, resolved.safety)
-    if resolved.table is not None:
-        return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
-    if not resolved.row_scaling:
-        if plan.method == "standard":
-            return standard_iteration(x, resolved.steps)
-        return newton_schulz(x, plan.stages, Functional())
-    # The Frobenius norm is applied first, although row scaling undoes it, to keep fp16 row sums in range.
-    x, gram = row_normalized(x)
-    return newton_schulz(x, plan.stages, Functional(), gram)
-
-
-def in_place(
-    batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
-) -> torch.Tensor:
-    """Orthogonalize `(b, n, m)`, transposed if `tall`, in place; the result is in `batch` or memory of `results`."""
-    normalize_(batch, resolved.safety)
-    products = Buffered(
-        batch, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
-    )
-    return newton_schulz(batch, plan.stages, products)
-
-
-def is_watched(*xs: torch.Tensor) -> bool:
-    """Return True if autograd, `torch.func` or the compiler records the tensors, so none may be overwritten."""
-    if torch.compiler.is_compiling() or functorch_is_active():
-        return True
-    if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-
-
-def is_differentiated(*xs: torch.Tensor) -> bool:
-    """Return True if derivatives are taken by autograd, forward mode or `torch.func`; `vmap` takes none."""
-    if _in_derivative():
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-
-
-@called_once  # a compiler enters the same levels while it traces, and guards them
-def _in_derivative() -> bool:
-    if forward_ad._current_level >= 0:
-        return True
-    if not functorch_is_active():
-        return False
-    taking = (TransformType.Grad, TransformType.Jvp)
-    return any(level.key() in taking for level in get_interpreter_stack() or ())
-
-
-def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-    """Call `function(x, ...)` outside any autocast region, which would change the dtype of the products."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return function(x, *rest, **named)
-    with torch.autocast(kind, enabled=False):
-        return function(x, *rest, **named)
+from muonfx.polar.policy import SUPPORTED
 
 
 def check_matrix(x: torch.Tensor, name: str) -> None:
@@ -128,9 +60,15 @@ def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
     """Return the indices of the tensors whose memory overlaps another's, or that overlap themselves."""
+    starts = list(map(torch.Tensor.data_ptr, xs))
+    if all(map(torch.Tensor.is_contiguous, xs)):
+        # Spans are disjoint if each ends, in the order of the ends, before the next begins, in the order of the starts.
+        ends = sorted(map(operator.add, starts, [x.nbytes for x in xs]))
+        if all(map(operator.le, ends, sorted(starts)[1:])):
+            return set()
     spans: list[tuple[int, int, int]] = []
     found: set[int] = set()
-    for i, x in enumerate(xs):
+    for i, (x, start) in enumerate(zip(xs, starts, strict=True)):
         size = x.nbytes
         if not size:
             continue
@@ -139,7 +77,6 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
                 found.add(i)
             last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
             size = (last + 1) * x.itemsize
-        start = x.data_ptr()
         if start:  # meta tensors have no memory
             spans.append((start, start + size, i))
     spans.sort()
