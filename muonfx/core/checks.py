@@ -26,6 +26,8 @@ from muonfx.tree.tracing import functorch_is_active
 from muonfx.tree.wrappers import unwrapped
 
 __all__ = [
+    "ExpectedState",
+    "LeafSpec",
     "NamePatterns",
     "at_least",
     "check_floating",
@@ -206,6 +208,7 @@ def _shown(name: str) -> str:
 
 
 _LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy would break a compiled graph
+_PLAIN = frozenset({Tensor, nn.Parameter})
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -217,9 +220,9 @@ def is_usable(leaf: object) -> bool:
     """
     if leaf is None:
         return True
-    if not isinstance(leaf, Tensor) or isinstance(leaf, _LAZY):
+    if type(leaf) not in _PLAIN and isinstance(leaf, _LAZY):  # a slow test
         return False
-    return leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
+    return isinstance(leaf, Tensor) and leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
@@ -317,11 +320,20 @@ def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree
     raise ValueError(f"{what} must have the structure of {expected_of}: {detail}")
 
 
-def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure]:
+LeafSpec = tuple[torch.Size, torch.dtype] | None
+"""Shape and dtype of a leaf, or None for a leaf that is no tensor."""
+
+
+def _specs(leaves: Sequence[Any]) -> list[LeafSpec]:
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:
     """Require real floating-point updates that fit the parameters, if there are any.
 
     Returns:
-        The leaves and the structure of the parameters, or of the updates if there are no parameters.
+        The leaves, the structure, and the shapes and dtypes of the parameters, or of the updates if there are no
+        parameters.
 
     >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):
@@ -329,13 +341,16 @@ def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Struc
     """
     leaves, treedef = tree.flatten(updates)
     _check_leaves("updates", updates, leaves)
+    given = _specs(leaves)
     if params is None:
-        return leaves, treedef
+        return leaves, treedef, given
     like, expected = tree.flatten(params)
     if treedef != expected:
         check_structure("updates", updates, "params", params)
-    _check_shapes(updates, leaves, like)
-    return like, expected
+    specs = _specs(like)
+    if given != specs:
+        _check_shapes(updates, leaves, like)
+    return like, expected, specs
 
 
 def check_updates_fit(params: PyTree, updates: PyTree) -> None:
@@ -359,30 +374,44 @@ def _check_shapes(updates: PyTree, leaves: Sequence[Any], like: Sequence[Any]) -
         raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
 
 
-def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, Any], *, with_dtypes: bool) -> None:
-    """Require that a state has the structure, shapes and dtypes of another, given as leaves, structure and tree.
+class ExpectedState(NamedTuple):
+    """What `check_state_like` compares a state with."""
 
-    >>> expected = {"trace": torch.zeros(2)}
-    >>> check_state_like("momentum", {"trace": torch.zeros(3)}, (*tree.flatten(expected), expected), with_dtypes=True)
+    whole: PyTree
+    structure: tree.Structure
+    specs: list[LeafSpec]
+
+    @classmethod
+    def of(cls, state: PyTree) -> ExpectedState:
+        """Describe a state, such as one on the meta device."""
+        leaves, treedef = tree.flatten(state)
+        return cls(state, treedef, _specs(leaves))
+
+
+def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_dtypes: bool) -> None:
+    """Require that a state has the structure, shapes and dtypes of another.
+
+    >>> expected = ExpectedState.of({"trace": torch.zeros(2)})
+    >>> check_state_like("momentum", {"trace": torch.zeros(3)}, expected, with_dtypes=True)
     Traceback (most recent call last):
     ValueError: state: 'trace' has shape (3,) and dtype torch.float32, expected (2,) and torch.float32; shape and ...
     """
-    wanted, wanted_def, whole = expected
-    found, found_def = tree.flatten(state)
-    if found_def != wanted_def:
+    leaves, treedef = tree.flatten(state)
+    if treedef != expected.structure:
         what = f"state: was it made by another transform or for other parameters? The state of {name}"
-        check_structure(what, state, f"{name}.init(params)", whole)
-    for place, (have, want) in enumerate(zip(found, wanted, strict=True)):
-        if not isinstance(want, Tensor):
-            continue
-        if isinstance(have, Tensor) and have.shape == want.shape and (have.dtype == want.dtype or not with_dtypes):
+        check_structure(what, state, f"{name}.init(params)", expected.whole)
+    found = _specs(leaves)
+    if found == expected.specs:
+        return
+    for place, (have, want) in enumerate(zip(found, expected.specs, strict=True)):
+        if want is None or have == want or (have is not None and have[0] == want[0] and not with_dtypes):
             continue
         leaf = _shown(tree.names(state)[place])
-        if not isinstance(have, Tensor):
-            raise TypeError(f"state: {leaf} must be a tensor, found {type(have).__name__}")
+        if have is None:
+            raise TypeError(f"state: {leaf} must be a tensor, found {type(leaves[place]).__name__}")
         raise ValueError(
-            f"state: {leaf} has shape {tuple(have.shape)} and dtype {have.dtype}, expected {tuple(want.shape)} and "
-            f"{want.dtype}; shape and dtype are fixed by init"
+            f"state: {leaf} has shape {tuple(have[0])} and dtype {have[1]}, expected {tuple(want[0])} and {want[1]}; "
+            "shape and dtype are fixed by init"
         )
 
 
@@ -404,10 +433,10 @@ def warn_of_growing_graphs(what: str, params: PyTree, leaves: Sequence[object], 
     """
     if not torch.is_grad_enabled() or functorch_is_active():
         return
-    place = next((at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None), None)
-    if place is None or any(leaf.requires_grad for leaf in tree.tensors(others)):
+    grown = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    if not grown or any(leaf.requires_grad for leaf in tree.tensors(others)):
         return
-    name = tree.names(params)[place]
+    name = tree.names(params)[grown[0]]
     warnings.warn(
         f"{what}: the parameters, such as {name!r}, carry the graph of the steps before, and the gradients carry none: "
         "it grows with every step and takes memory. If nothing is differentiated through the steps, detach the "

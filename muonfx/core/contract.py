@@ -14,7 +14,7 @@ absent: it gets no update and its state does not change. Updates keep their dtyp
 
 from __future__ import annotations
 
-import inspect
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,40 +27,24 @@ from muonfx import tree
 from muonfx.core import checks
 from muonfx.core.checks import NamePatterns
 from muonfx.core.declaration import Declaration, Locality, Position
-from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
+from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.outline import describe_arguments
-from muonfx.core.recorded import Recorded, part_names
+from muonfx.core.recorded import Lazy, Recorded, part_names
 from muonfx.core.scheduled import follow
 from muonfx.core.schedules import Schedule
+from muonfx.core.signatures import (
+    ON_PIECES,
+    Extras,
+    Functions,
+    check_extras,
+    check_functions,
+    extras_of,
+    understood,
+)
 from muonfx.tree import PyTree, Structure
-from muonfx.tree.arguments import did_you_mean
 from muonfx.tree.display import Column, Report, Row, Table
 
 V = TypeVar("V")
-
-
-class Extras(NamedTuple):
-    """The named extras in the signature of an update function."""
-
-    named: frozenset[str]
-    takes_all: bool
-    """True if the function has ``**extras``, which it forwards to the transforms that it calls."""
-    required: frozenset[str]
-    """Extras that the function, or a transform that it calls, cannot run without."""
-
-
-class Functions(NamedTuple):
-    """The unchecked ``init`` and ``update`` of a transform, by name."""
-
-    init: Callable[[PyTree], PyTree]
-    update: Callable[..., tuple[PyTree, PyTree]]
-
-
-ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
-"""Extras that let a TREE transform work on a shard of each leaf; it then gets shards, not the gathered tree."""
-
-_OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
-"""Extras that callers of transforms supply, not training loops."""
 
 
 class EmptyState(NamedTuple):
@@ -76,16 +60,17 @@ def sum_over_leaves(scalars: PyTree) -> Tensor:
 
 
 def _derived(find: Callable[[Any], V]) -> V:
-    """Make a property of a transform that follows from its structure: cached there, so that no graph computes it."""
+    """Make an attribute of a transform that follows from its structure: found once for all values of the structure."""
     name = find.__name__
 
+    @functools.wraps(find)
     def get(self: Transform) -> V:
         derived = self.structure.derived
         if name not in derived:
             derived[name] = find(self)
         return derived[name]
 
-    return cast("V", property(get, doc=find.__doc__))
+    return cast("V", Lazy(get))
 
 
 class Transform(Recorded):
@@ -283,7 +268,7 @@ class Transform(Recorded):
             found += part.name_patterns
         return tuple(dict.fromkeys(found))
 
-    @property
+    @Lazy
     def functions(self) -> Functions:
         """The functions that the constructor returned for the arguments."""
         return Functions(*self.built)
@@ -291,14 +276,7 @@ class Transform(Recorded):
     @_derived
     def extras(self) -> Extras:
         """The named extras in the signature of the update function."""
-        parameters = inspect.signature(self.functions.update).parameters.values()
-        named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-        takes_all = inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters}
-        required = {parameter.name for parameter in named if parameter.default is parameter.empty}
-        names = frozenset({parameter.name for parameter in named})
-        for part in self.children if takes_all else ():
-            required |= part.extras.required - names  # an extra that this signature names with a default is optional
-        return Extras(names, takes_all, frozenset(required - {"sum_over_leaves"}))
+        return extras_of(self.functions.update, [part.extras for part in self.children])
 
     @_derived
     def understood_extras(self) -> frozenset[str] | None:
@@ -311,11 +289,9 @@ class Transform(Recorded):
         >>> sorted(mfx.chain(mfx.accumulate(mfx.momentum(), 2), mfx.scale(-0.1)).understood_extras)
         ['boundary']
         """
-        named, takes_all, _ = self.extras
-        if takes_all and not (self.children or self.declaration.combinator.in_sequence):
+        if self.extras.takes_all and not (self.children or self.declaration.combinator.in_sequence):
             return None
-        found = [part.understood_extras for part in self.children] if takes_all else []
-        return None if None in found else (named - _OUR_EXTRAS).union(*filter(None, found))
+        return understood(self.extras, [part.understood_extras for part in self.children])
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
         """Require every extra that a transform within needs, and no extra that none reads.
@@ -324,26 +300,8 @@ class Transform(Recorded):
             TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
             TypeError, ValueError: a transform within rejects the value.
         """
-        missing = sorted(self.extras.required - extras.keys())
-        if missing:
-            *_, innermost = (tx for tx in within(self) if missing[0] in tx.extras.required)
-            raise TypeError(
-                f"{innermost.name} needs the named extra {missing[0]}: give update(..., {missing[0]}=...), or "
-                f"optimizer.step({missing[0]}=...)"
-            )
-        if not extras:
-            return
-        understood = self.understood_extras
-        unknown = [] if understood is None else sorted(extras.keys() - understood - _OUR_EXTRAS)
-        if understood is not None and unknown:
-            raise TypeError(
-                f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
-                f"it reads {', '.join(sorted(understood)) or 'none'}. A transform reads the extras that its update's "
-                "signature names"
-            )
-        for tx in () if torch.compiler.is_compiling() else within(self):
-            if tx.declaration.check_extras is not None:
-                tx.declaration.check_extras(tx, extras)
+        if extras or self.extras.required:
+            check_extras(list(within(self)), extras)
 
     @property
     def works_on_pieces(self) -> bool:
@@ -366,7 +324,7 @@ class Transform(Recorded):
             self._check_schedules()
         super().prepare()
         if not torch.compiler.is_compiling():
-            _check_functions(self.factory.__name__, self.built)
+            check_functions(self.factory.__name__, self.built)
         _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -419,8 +377,8 @@ class Transform(Recorded):
                 not detached, so that the graphs of all steps are kept.
         """
         if not torch.compiler.is_compiling():
-            leaves, treedef = checks.check_update(updates, params)
-            expected = self._expected_state(leaves, treedef)
+            leaves, treedef, specs = checks.check_update(updates, params)
+            expected = self._expected_state(leaves, treedef, specs)
             if expected is not None:
                 checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)
             if params is not None:
@@ -428,40 +386,44 @@ class Transform(Recorded):
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         self.check_extras(extras)
-        given, updates, state = unshared(Donation.of(donate), updates, state, params)
+        given = NOTHING if donate is False else Donation.of(donate)
+        if given != NOTHING:
+            given, updates, state = unshared(given, updates, state, params)
         out, new_state = self.run(updates, state, params, donate=given, **extras)
         if given.state or torch.compiler.is_compiling():
             return out, new_state
-        return out, copy_kept(new_state, state)
+        return out, tree.copy_shared(new_state, state)
 
-    def _expected_state(self, leaves: list[Any], treedef: Structure) -> tuple[list[Any], Structure, PyTree] | None:
-        """Return leaves, structure and tree of the state that `init` returns on the meta device, once for each shape.
+    def _expected_state(
+        self, leaves: list[Any], treedef: Structure, specs: list[checks.LeafSpec]
+    ) -> checks.ExpectedState | None:
+        """Return the state that `init` returns on the meta device, once for each shape, for leaves with these specs.
 
         None: unknown. If gradients replace the parameters, a None leaf may still have a parameter and a state.
         """
         # The state may hold the numbers, so their shapes matter.
-        numbers = tuple([part.shape for part in self.tensors])
+        numbers = tuple([part.shape for part in self.tensors]) if self.tensors else ()
         if any(numbers):
             _check_numbers(self)
-        key = treedef, tuple([None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves]), numbers
-        known: dict[Any, tuple[list[Any], Structure, PyTree]] = self.structure.derived.setdefault("expected_states", {})
-        if key not in known:
-            if any(leaf is None for leaf in leaves):
+        key = treedef, tuple(specs), numbers
+        known: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
+        found = known.get(key)
+        if found is None:
+            if None in specs:
                 return None
             on_meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
             meta = tree.unflatten(treedef, on_meta)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # init has already issued these warnings
-                expected = self.functions.init(meta)
-            known[key] = (*tree.flatten(expected), expected)
-        return known[key]
+                found = known[key] = checks.ExpectedState.of(self.functions.init(meta))
+        return found
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the update function without checking the trees, with the extras that its signature names."""
-        given = {**extras, "donate": donate}
         names, takes_all, _ = self.extras
-        if not takes_all:
-            given = {name: value for name, value in given.items() if name in names}
+        given = extras if takes_all or not extras else {name: extras[name] for name in extras if name in names}
+        if takes_all or "donate" in names:
+            given["donate"] = donate
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
         _, update = self.built
@@ -494,27 +456,6 @@ def _check_numbers(value: Recorded) -> None:
     for part in value.parts:
         if isinstance(part, Recorded):
             _check_numbers(part)
-
-
-def _check_functions(owner: str, built: object) -> None:
-    """Require that a constructor returned ``init`` and ``update`` with signatures that fit their calls."""
-    if not (isinstance(built, tuple) and len(built) == 2 and all(map(callable, built))):
-        raise TypeError(
-            f"{owner}: the decorated function must return (init, update), two functions, found {type(built).__name__}"
-        )
-    for role, function, form, count in zip(("init", "update"), built, _FORMS, (1, 3), strict=True):
-        try:
-            signature = inspect.signature(function)
-        except ValueError:  # a function written in C may have no signature
-            continue
-        try:
-            named = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-            signature.bind(*[None] * count, **dict.fromkeys(named))
-        except TypeError as error:
-            raise TypeError(f"{owner}: its {role} must take {form}; it takes {signature}: {error}") from None
-
-
-_FORMS = ("(params)", "(updates, state, params=None), and named extras by keyword only")
 
 
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:

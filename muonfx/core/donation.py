@@ -81,12 +81,19 @@ def _shared(leaves: Sequence[Any]) -> set[int]:
         first: dict[Tensor, int] = {}  # memory cannot be compared here: only find tensors that occur twice
         pairs = [(first.setdefault(leaves[place], place), place) for place in places]
         return {place for pair in pairs if pair[0] != pair[1] for place in pair}
-    return {places[at] for at in sharing([_in_memory(leaves[place]) for place in places])}
+    held = [leaves[place] for place in places]
+    if not _PLAIN.issuperset(map(type, held)):
+        held = list(map(_in_memory, held))
+    return {places[at] for at in sharing(held)}
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+"""Classes of tensors that hold their own elements."""
 
 
 def _in_memory(leaf: Tensor) -> Tensor:
     """Return the tensor that holds a leaf's elements, such as the local tensor of a DTensor."""
-    while type(leaf) not in (Tensor, torch.nn.Parameter) and hasattr(leaf, "__tensor_flatten__"):
+    while type(leaf) not in _PLAIN and hasattr(leaf, "__tensor_flatten__"):
         inner: Any = leaf
         leaf = getattr(inner, inner.__tensor_flatten__()[0][0])
     return leaf
@@ -101,12 +108,3 @@ def check_writable(what: str, params: PyTree) -> None:
                 "several elements in one place of memory, as an expanded tensor has, and cannot be written to in "
                 "place; give it memory of its own with .clone()"
             )
-
-
-def copy_kept(new: PyTree, old: PyTree) -> PyTree:
-    """Copy the leaves that a new state shares with the old, so that donating the new cannot overwrite the old."""
-    before = {id(leaf) for leaf in tree.leaves(old) if isinstance(leaf, Tensor)}
-    leaves, treedef = tree.flatten(new)
-    if before.isdisjoint(map(id, leaves)):
-        return new
-    return tree.unflatten(treedef, [leaf.clone() if id(leaf) in before else leaf for leaf in leaves])

@@ -19,7 +19,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import optree
 import torch
@@ -78,9 +78,11 @@ def _join(skeleton: Any, parts: Iterator[object]) -> Any:
     """Fill parts into the holes of a skeleton: the inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
-    if type(skeleton) not in (tuple, list, dict):
-        return skeleton
-    return _map(skeleton, lambda name, item: next(parts) if item is _HOLE else item)
+    if type(skeleton) in (tuple, list):
+        return type(skeleton)([_join(item, parts) for item in skeleton])
+    if type(skeleton) is dict:
+        return {key: _join(item, parts) for key, item in skeleton.items()}
+    return skeleton
 
 
 def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
@@ -91,6 +93,23 @@ def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
 
 
 R = TypeVar("R", bound="Recorded")
+V = TypeVar("V")
+
+
+class Lazy(Generic[V]):
+    """An attribute that is computed when it is first read, and is then a plain attribute of the value."""
+
+    def __init__(self, compute: Callable[[Any], V]) -> None:
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    def __get__(self, value: Recorded | None, kind: type | None = None) -> V:
+        if value is None:  # read from the class, as by a documentation tool
+            return cast("V", self)
+        found = self._compute(value)
+        # What is made while tracing must not be stored on an object that outlives the trace.
+        if not torch.compiler.is_compiling():
+            value.__dict__[self._name] = found
+        return found
 
 
 def _as_float(definition: Definition, name: str, value: Any) -> object:
@@ -228,16 +247,10 @@ class Recorded:
             constructor = functools.partial(constructor, self.structure.memory)
         return self._call(constructor, arguments)
 
-    @property
+    @Lazy
     def built(self) -> Any:
-        """The constructor's result for the recorded arguments, computed on first use."""
-        kept = self.__dict__.get("_built")
-        if kept is None:
-            kept = self.build()
-            # Closures made while tracing must not be stored on an object that outlives the trace.
-            if not torch.compiler.is_compiling():
-                self.__dict__["_built"] = kept
-        return kept
+        """The constructor's result for the recorded arguments."""
+        return self.build()
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -242,7 +242,7 @@ def _check_step(
     derived = binding.derived
     if key not in derived:
         meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like))
-        derived[key] = (*tree.flatten(meta), meta)
+        derived[key] = checks.ExpectedState.of(meta)
     checks.check_state_like(tx.name, state, derived[key], with_dtypes=params is not None)
 
 

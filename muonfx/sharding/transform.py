@@ -11,7 +11,7 @@ from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.checks import warn_of_unmatched
 from muonfx.core.contract import Declaration, require_transform
-from muonfx.core.donation import NOTHING, copy_kept, unshared
+from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.recorded import make_factory
 from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.offload.transform import inner_of, store_of
@@ -166,7 +166,7 @@ def sharded(
                 problem=problem or transformed,
             )
         if check and not donate.state:
-            after = copy_kept(after, own)
+            after = tree.copy_shared(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
             return out, after
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after)

@@ -346,7 +346,7 @@ def plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[torch.dtype]]:
     """Return the dtype, or the dtype of each tensor, to compute in: the widest among a leaf's operands, or fp32."""
     kinds = {x.dtype for xs in lists for x in xs}
-    if all(len({x.dtype for x in xs}) <= 1 for xs in lists):
+    if len(kinds) <= 1 or all(len({x.dtype for x in xs}) <= 1 for xs in lists):
         return [ew.wide_dtype(*kinds)] * len(lists)
     return [[ew.wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]] * len(lists)
 
@@ -362,9 +362,11 @@ class Values:
         self._unsure = plan.unsure
         self.was_cast = [False] * len(operands)
         """For each operand, whether all values that were read are copies."""
-        for place, operation in plan.operations:
-            self._lists[place] = self._compute(operation)
-            self._may_write[place] = operation.overwrites is not None
+        numbers = [number for _, operation in plan.operations for number in operation.scalars]
+        with ew.unrecorded(*operands, numbers):
+            for place, operation in plan.operations:
+                self._lists[place] = self._compute(operation)
+                self._may_write[place] = operation.overwrites is not None
 
     def read(self, place: int) -> list[Tensor]:
         """Return the value at an index."""
@@ -379,7 +381,10 @@ class Values:
     def _compute(self, operation: Operation) -> list[Tensor]:
         """Run an operation, in the storage of an operand if this is its last use."""
         function, operands, scalars, overwrites = operation
-        lists = [self.read(place) for place in operands]
+        lists: list[list[Tensor]] = []
+        for place in operands:
+            values = self._lists[place]
+            lists.append(self.read(place) if values is None else values)
         if overwrites is None:
             result = function(*lists, *scalars)
             for place in operands:

@@ -29,6 +29,7 @@ from muonfx.tree.structure import (
     unflatten,
 )
 from muonfx.tree.structure import Structure as Structure
+from muonfx.tree.structure import copy_shared as copy_shared
 from muonfx.tree.structure import is_flat as is_flat
 
 __all__ = [

@@ -12,6 +12,7 @@ into the state or follow a schedule. On other devices a sum may round once with 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -23,6 +24,8 @@ from muonfx.tree.tracing import functorch_is_active, is_traced
 Scalar = float | Tensor
 Tensors = list[Tensor]
 
+_NARROW = frozenset({torch.bfloat16, torch.float16})
+
 
 def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
     """Return True if the foreach operators must be avoided: empty lists, functorch active, or autograd recording."""
@@ -30,7 +33,18 @@ def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    return (isinstance(scalar, Tensor) and scalar.requires_grad) or any(x.requires_grad for xs in lists for x in xs)
+    return (isinstance(scalar, Tensor) and scalar.requires_grad) or True in [
+        x.requires_grad for xs in lists for x in xs
+    ]
+
+
+def unrecorded(*lists: Sequence[object]) -> AbstractContextManager[object]:
+    """Return ``torch.no_grad()`` if no derivative is taken through these values, so that no operation looks again."""
+    if torch.compiler.is_compiling() or functorch_is_active() or not torch.is_grad_enabled():
+        return nullcontext()
+    if True in [x.requires_grad for xs in lists for x in xs if isinstance(x, Tensor)]:
+        return nullcontext()
+    return torch.no_grad()
 
 
 def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
@@ -56,7 +70,7 @@ def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
 
 
 def _on_cpu(xs: Sequence[Tensor]) -> bool:
-    return all(x.device.type == "cpu" for x in xs)
+    return not [x for x in xs if not x.is_cpu]
 
 
 def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool) -> Tensors:
@@ -75,17 +89,17 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
 
 def _wants_own(xs: Sequence[Tensor]) -> bool:
     """Return True if `_fit` leaves a scalar tensor wider, which would promote a 0-d tensor of a mixed list."""
-    return any(x.ndim == 0 for x in xs) and len({x.dtype for x in xs}) > 1
+    return len({x.dtype for x in xs}) > 1 and any(x.ndim == 0 for x in xs)
 
 
 def _would_widen(xs: Sequence[Tensor]) -> bool:
     """Return True if a 0-d tensor that `_fit` leaves as it is would promote narrow 0-d tensors."""
-    return any(x.ndim == 0 and x.dtype.itemsize < 4 for x in xs)
+    return bool([x for x in xs if x.dtype in _NARROW and x.ndim == 0])
 
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     """Return True if ``_foreach_mul_`` rounds a number to the tensors' dtype, as torch 2.13 does on CPUs."""
-    return "cpu" in {x.device.type for x in xs if x.dtype.itemsize < 4}
+    return bool([x for x in xs if x.dtype in _NARROW and x.is_cpu])
 
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:

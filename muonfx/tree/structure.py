@@ -11,6 +11,7 @@ optree's polyfill in torch 2.13 cannot be traced so. Both traverse in the same o
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -203,12 +204,12 @@ def is_flat(tree: PyTree) -> bool:
     # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves.
     if type(tree) is not dict:
         return False
-    kinds = {type(leaf) for leaf in tree.values()}
+    kinds = set(builtins.map(type, tree.values()))
     if not kinds <= _PLAIN_LEAVES and (  # DTensors are leaves, too
         torch.compiler.is_compiling() or not all(issubclass(kind, Tensor) for kind in kinds - _PLAIN_LEAVES)
     ):
         return False
-    return {type(key) for key in tree} <= {str}
+    return set(builtins.map(type, tree)) <= {str}
 
 
 def tensors(tree: PyTree) -> Iterator[Tensor]:
@@ -273,6 +274,21 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
+def copy_shared(new: PyTree, old: PyTree) -> PyTree:
+    """Copy the leaves of a tree that are also leaves of an older tree.
+
+    >>> x, y = torch.zeros(1), torch.ones(1)
+    >>> found = copy_shared({"a": x, "b": y}, {"a": x})
+    >>> found["a"] is x, found["b"] is y
+    (False, True)
+    """
+    before = {id(leaf) for leaf in leaves(old) if isinstance(leaf, Tensor)}
+    found = leaves(new)
+    if before.isdisjoint(builtins.map(id, found)):
+        return new
+    return unflatten(flatten(new)[1], [leaf.clone() if id(leaf) in before else leaf for leaf in found])
+
+
 def subtrees(treedef: Structure, tree: PyTree) -> list[Any]:
     """List what a tree has where a structure has leaves; by key, not by place.
 
@@ -325,7 +341,7 @@ class Present:
             self._leaves, self._treedef = flatten(tree)
         else:
             self._leaves = list(tree.values())
-        self._everywhere = type(None) not in {type(leaf) for leaf in self._leaves}
+        self._everywhere = type(None) not in set(builtins.map(type, self._leaves))
         self._places = (
             range(len(self._leaves))
             if self._everywhere

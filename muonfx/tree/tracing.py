@@ -23,9 +23,8 @@ _C = cast("Any", torch._C)
 _SYMBOLS = frozenset({torch.SymInt, torch.SymFloat})
 
 
-def functorch_is_active() -> bool:
-    """Return True inside ``vmap``, ``grad``, ``jvp`` or another transform of ``torch.func``."""
-    return bool(_C._are_functorch_transforms_active())
+functorch_is_active: Callable[[], bool] = _C._are_functorch_transforms_active
+"""Return True inside ``vmap``, ``grad``, ``jvp`` or another transform of ``torch.func``."""
 
 
 def is_wrapped(x: Tensor) -> bool:
