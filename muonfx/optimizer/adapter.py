@@ -18,29 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.core.checks import is_usable
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
-from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.optimizer.attachment import Attachment, check_real, check_usable, models_of
 from muonfx.optimizer.groups import (
-    NOT_HYPERPARAMS,
     NamedParameters,
     check_once,
     defaults_for_schedulers,
+    groups_by_route,
     named_pairs,
     names_in,
     resolve_groups,
-    split_by_route,
     warn_of_ascent,
+    warn_of_unread_rates,
 )
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.ownership import own_groups
-from muonfx.optimizer.state import Load, path_of, read_state_dict
+from muonfx.optimizer.state import Load, StateEntries, read_state_dict
 from muonfx.optimizer.stepping import Stepping, add_in_place
-from muonfx.optimizer.values import Group, GroupNumbers, fitted
+from muonfx.optimizer.values import Group
 from muonfx.program.placement import Arguments
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
@@ -163,7 +160,7 @@ class TransformOptimizer(Optimizer):
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._attachment.follow(self.param_groups, self._stepping)  # a copy finds the tensors by "param_names"
-        ours = ("donate_grads", "bucket_bytes", "_live", "_given", "_attachment", "_slots", "_labels")
+        ours = ("donate_grads", "bucket_bytes", "_live", "_given", "_attachment", "_labels")
         kept = {name: self.__dict__[name] for name in ours if name in self.__dict__}
         return {**super().__getstate__(), **kept, "tx": self.tx}
 
@@ -225,23 +222,9 @@ class TransformOptimizer(Optimizer):
         if not pairs:
             super().add_param_group({"label": None, "lr": 0.0, **others, "params": [], "param_names": []})
             return
-        routes, defaults = self._stepping.routes, hyperparams(self.tx)
-        own = [(part, GroupNumbers(routes[part[0][0]].hyperparams)) for part in split_by_route(pairs, routes)]
-        known = {one.key for _, numbers in own for one in numbers.hyperparams if not one.is_mirror}
-        if unknown := sorted(others.keys() - known - NOT_HYPERPARAMS):
-            there = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
-        for part, numbers in own:
-            values = numbers.complete(group, defaults)
-            with_hyperparams(self.tx, fitted(defaults, [values])[0]).prepare_all()  # raises if one is out of range
-            complete = {
-                "label": routes[part[0][0]].label,
-                "lr": 0.0,  # torch's schedulers require an lr in every group, also if it is never read
-                **{key: others[key] for key in others.keys() & NOT_HYPERPARAMS},
-                **numbers.entries(values),
-            }
-            super().add_param_group({**complete, "params": part})
-            for key in self.defaults.keys() - complete.keys():
+        for part in groups_by_route(self.tx, self._stepping.routes, others, pairs):
+            super().add_param_group(part)
+            for key in self.defaults.keys() - part.keys():
                 del self.param_groups[-1][key]  # torch adds all defaults to every group
 
     @property
@@ -249,21 +232,6 @@ class TransformOptimizer(Optimizer):
         """The places of groups whose ``lr`` nothing reads: the chain has its own schedule, or no learning rate."""
         groups = enumerate(self._attachment.groups)
         return tuple([place for place, one in groups if "lr" not in one.numbers.keys])
-
-    def _warn_of_unread_rates(self) -> None:
-        """Warn of an lr or a scheduler in the groups if no group has an lr that is read."""
-        if len(self.groups_without_rate) < len(self.param_groups):
-            return  # a scheduler writes into all groups, also groups without an lr that is read
-        for place, group in enumerate(self.param_groups):
-            if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
-                self._live["warned"] = True
-                warnings.warn(
-                    f"param_groups[{place}]: nothing reads this 'lr', found {group['lr']!r}: the chain has its own "
-                    "schedule, or no learning rate. For one that can be set here, build the chain with a number",
-                    UserWarning,
-                    stacklevel=5,  # torch wraps `step`
-                )
-                return
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -311,26 +279,11 @@ class TransformOptimizer(Optimizer):
     def _show_all(self) -> None:
         """Fill ``self.state`` with the leaves of the state."""
         named = self._named()
-        self._slots: list[tuple[Tensor | None, str]] = []
-        for path in tree.paths(self._state):
-            owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
-            self._slots.append((owner, path_of(path if owner is None else path[:-1])))
         self.state.clear()
         for param in named.values():
             self.state[param] = {}
-        self._live["shown"] = [self] * len(self._slots)  # no leaf is shown
-        self._publish()
-
-    def _publish(self) -> None:
-        """Update ``self.state`` with the leaves that are new objects."""
-        leaves = tree.leaves(self._state)
-        for place, (new, shown) in enumerate(zip(leaves, self._live["shown"], strict=True)):
-            if new is not shown:
-                owner, key = self._slots[place]
-                leaf = self._stepping.show(place, new)
-                for param in self.state if owner is None else (owner,):
-                    self.state[param][key] = leaf
-        self._live["shown"] = leaves
+        self._live["entries"] = StateEntries(self._state, named)
+        self._live["entries"].update(self.state, self._state, self._stepping.show)
 
     @contextmanager
     def _all_or_nothing(self) -> Generator[None]:
@@ -350,6 +303,8 @@ class TransformOptimizer(Optimizer):
         """Bind the state to the tensors now in the groups or the model, resharded by name with the same values."""
         # All ranks call this together, except in two moments without communication: "save", unless the sharding has
         # changed, and "clear" (zero_grad), which leaves the communication to the step.
+        if self._attachment.is_current(self.param_groups):
+            return
         self._attachment.follow(self.param_groups, self._stepping, may_repeat=moment == "save")
         named = self._named()
         replaced = self._attachment.replaced(named, at_step=moment == "step")
@@ -414,24 +369,16 @@ class TransformOptimizer(Optimizer):
         try:
             if not is_compiling:
                 self._rebind("step")
-                if not self._live.get("warned"):
-                    self._warn_of_unread_rates()
+                if not self._live.get("checked_rates"):
+                    is_read = len(self.groups_without_rate) < len(self.param_groups)
+                    self._live["checked_rates"] = is_read or warn_of_unread_rates(self.param_groups)
             params = self._named()
             updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
             if len(self.state) != len(updates):
                 raise ValueError(
                     "optimizer.state was cleared, but it only shows transform_state: recreate the optimizer"
                 )
-            for name, grad in updates.items():
-                if grad is not None and not is_usable(grad):
-                    raise TypeError(
-                        f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}"
-                    )
-            if late := [name for name in self._stepping.left_out if updates[name] is not None]:
-                raise ValueError(
-                    f"{min(late)!r} has a gradient, but the labels leave it out (label None): if it was frozen before, "
-                    "call optimizer.add_param_group({'params': [...]}) with it; else change the labels"
-                )
+            self._stepping.check_gradients(updates)
             if not is_compiling:
                 check_writable("step: params", params)
                 self._attachment.check(params, updates)
@@ -441,8 +388,8 @@ class TransformOptimizer(Optimizer):
             params = self._attachment.named
             updates = {name: param.grad for name, param in params.items()}
         call = Arguments(updates, self._state, params, Donation(self.donate_grads, True), extras, add_in_place)
-        self._live["state"] = self._stepping.step(call, problem)
-        self._publish()
+        state = self._live["state"] = self._stepping.step(call, problem)
+        self._live["entries"].update(self.state, state, self._stepping.show)
         return loss
 
     # -------------------------------------------------------------------------------------------------- persistence
@@ -463,7 +410,7 @@ class TransformOptimizer(Optimizer):
         found = super().state_dict()
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
         for place, leaf in self._stepping.exported(self._state).items():
-            owner, key = self._slots[place]
+            owner, key = self._live["entries"].slots[place]
             index = index_of[id(owner)]
             found["state"][index] = {**found["state"][index], key: leaf}
         return found
@@ -493,11 +440,7 @@ class TransformOptimizer(Optimizer):
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, given)
             given = given if changed is None else changed
-        places = {
-            (id(param), key): place
-            for place, (owner, key) in enumerate(self._slots)
-            for param in (self.state if owner is None else (owner,))
-        }
+        places = self._live["entries"].places(self.state)
         loads: list[Load] = []
         saved: list[Group] = []
         problem: Exception | None = None

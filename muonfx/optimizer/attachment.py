@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -107,12 +108,33 @@ class Attachment:
 
     # ------------------------------------------------------------------------------------------------------- groups
 
+    def is_current(self, groups: list[Group]) -> bool:
+        """Return True if groups and models have the bound parameters, of the former shapes, on the former devices."""
+        if not self._has(groups):
+            return False
+        for param, shape, device, _, slot in self._bound.values():
+            if param.shape != shape or param.device != device:
+                return False
+            now = None if slot is None else slot.now()
+            if now is not None and now is not param:
+                return False
+        return True
+
+    def _has(self, groups: list[Group]) -> bool:
+        """Return True if these are the bound groups, with the bound parameters."""
+        if len(groups) != len(self.groups):
+            return False
+        for group, one in zip(groups, self.groups, strict=True):
+            if group is not one.group or group.get("param_names") != one.names:
+                return False
+            bound = [self._bound[name].param for name in one.names]
+            if len(group["params"]) != len(bound) or not all(map(is_, group["params"], bound)):
+                return False
+        return True
+
     def follow(self, groups: Any, stepping: Stepping, *, may_repeat: bool = False) -> None:
         """Update the names and numbers of the groups after any change to their lists; errors change nothing."""
-        if len(groups) == len(self.groups) and all(
-            group is one.group and group.get("param_names") == one.names and self._is_bound(one.names, group["params"])
-            for group, one in zip(groups, self.groups, strict=True)
-        ):
+        if self._has(groups):
             return
         if may_repeat:  # as ``param_groups.extend(param_groups)`` makes them
             groups = list({id(group): group for group in groups}.values())
@@ -174,12 +196,6 @@ class Attachment:
                 "put them back; to stop training a parameter, set requires_grad_(False) and .grad = None"
             )
         return members
-
-    def _is_bound(self, names: list[str], params: list[Tensor]) -> bool:
-        """Return True if these are the bound parameters of these names."""
-        return len(names) == len(params) and all(
-            name in self._bound and self._bound[name].param is param for name, param in zip(names, params, strict=True)
-        )
 
     # --------------------------------------------------------------------------------------------------- parameters
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from muonfx.core import Locality
+from muonfx.core import Locality, Transform
 from muonfx.core.checks import warn_caller
+from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.order import combine_signs
-from muonfx.optimizer.values import Group, Hyperparam
+from muonfx.optimizer.values import Group, GroupNumbers, Hyperparam, fitted
 from muonfx.program.nodes import Node, Program
 
 __all__ = [
-    "NOT_HYPERPARAMS",
     "NamedParameters",
     "Route",
     "check_once",
     "defaults_for_schedulers",
+    "groups_by_route",
     "hyperparams_of",
     "named_pairs",
     "names_in",
@@ -27,6 +29,7 @@ __all__ = [
     "routes_of",
     "split_by_route",
     "warn_of_ascent",
+    "warn_of_unread_rates",
 ]
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
@@ -188,3 +191,42 @@ def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route])
 
 NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
 """Group entries that need not be hyperparameters; "lr" is one if the route has a learning rate."""
+
+
+def groups_by_route(
+    tx: Transform, routes: Mapping[str, Route], given: Group, pairs: list[tuple[str, Tensor]]
+) -> list[Group]:
+    """Split a group by the routes of its parameters, and complete each part with all of its hyperparameters."""
+    parts = [(routes[part[0][0]], part) for part in split_by_route(pairs, routes)]
+    known = {one.key for route, _ in parts for one in route.hyperparams if not one.is_mirror}
+    if unknown := sorted(given.keys() - known - NOT_HYPERPARAMS):
+        there = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
+    defaults = hyperparams(tx)
+    found: list[Group] = []
+    for route, part in parts:
+        numbers = GroupNumbers(route.hyperparams)
+        values = numbers.complete(given, defaults)
+        with_hyperparams(tx, fitted(defaults, [values])[0]).prepare_all()  # raises if one is out of range
+        complete: Group = {
+            "label": route.label,
+            "lr": 0.0,  # torch's schedulers require an lr in every group, also if it is never read
+            **{key: given[key] for key in given.keys() & NOT_HYPERPARAMS},
+            **numbers.entries(values),
+        }
+        found.append({**complete, "params": part})
+    return found
+
+
+def warn_of_unread_rates(groups: Sequence[Group]) -> bool:
+    """Warn of an lr or a scheduler in groups of which none has an lr that is read; return True if there was one."""
+    for place, group in enumerate(groups):
+        if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
+            warnings.warn(
+                f"param_groups[{place}]: nothing reads this 'lr', found {group['lr']!r}: the chain has its own "
+                "schedule, or no learning rate. For one that can be set here, build the chain with a number",
+                UserWarning,
+                stacklevel=5,  # torch wraps `step`
+            )
+            return True
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.checks import check_params, check_updates_fit, warn_of_unmatched
+from muonfx.core.checks import check_params, check_updates_fit, is_usable, warn_of_unmatched
 from muonfx.core.donation import Donation, unshared
 from muonfx.core.hyperparams import hyperparams
 from muonfx.optimizer.groups import routes_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import BoundGroup, Number, fitted, unchanged
+from muonfx.optimizer.values import BoundGroup, Number, fitted
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Program
@@ -100,10 +101,21 @@ class Stepping:
         for _, place, value in loads:
             leaves[place].copy_(value)
 
+    def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
+        """Raise if a gradient is sparse or complex, or if the labels leave its parameter out."""
+        for name, grad in updates.items():
+            if grad is not None and not is_usable(grad):
+                raise TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}")
+        if late := [name for name in self.left_out if updates[name] is not None]:
+            raise ValueError(
+                f"{min(late)!r} has a gradient, but the labels leave it out (label None): if it was frozen before, "
+                "call optimizer.add_param_group({'params': [...]}) with it; else change the labels"
+            )
+
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
         """Build the transforms for the current hyperparameters of the groups, if these have changed."""
         values = [one.numbers.read(one.group) for one in groups]
-        if self._read is not None and self._read[0] is groups and unchanged(values, self._read[1]):
+        if self._read is not None and self._read[0] is groups and all(map(is_, values, self._read[1])):
             return
         fit = fitted(hyperparams(self.tx), values)
         # Sort by name: the order of groups may differ between ranks, but the order of versions must not.
@@ -141,6 +153,7 @@ def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | No
     """Add updates to parameters; an update of another shape raises ValueError."""
     present = [(params[name], update) for name, update in updates.items() if update is not None]
     if present:
-        if any(param.shape != update.shape for param, update in present):  # would be broadcast
+        into, added = map(list, zip(*present, strict=True))
+        if [x.shape for x in into] != [x.shape for x in added]:  # would be broadcast
             check_updates_fit(params, updates)
-        torch._foreach_add_([param for param, _ in present], [update for _, update in present])
+        torch._foreach_add_(into, added)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["BoundGroup", "Group", "GroupNumbers", "Hyperparam", "Number", "equal", "fitted", "scalar", "unchanged"]
+__all__ = ["BoundGroup", "Group", "GroupNumbers", "Hyperparam", "Number", "equal", "fitted", "scalar"]
 
 Number = float | Tensor
 
@@ -84,8 +85,11 @@ class GroupNumbers:
         }
 
     def read(self, group: Group) -> dict[str, Number]:
-        """Return a group's current numbers and make the keys of each number agree; an error leaves it unchanged."""
-        if self._entries and all(group.get(key) is value for key, value in self._entries.items()):
+        """Return a group's current numbers and make the keys of each number agree; an error leaves it unchanged.
+
+        The result is the same dict as before if no number has changed.
+        """
+        if self._entries and all(map(is_, map(group.get, self._entries), self._entries.values())):
             return self._last
         numbers = self.parse(group)
         if missing := [one for one in self.hyperparams if not numbers.keys() >= set(one.names)]:
@@ -99,8 +103,11 @@ class GroupNumbers:
             wanted = [numbers[name] for name in one.names]
             if one.key not in group or not all(map(equal, one.numbers_in(group[one.key]), wanted)):
                 group[one.key] = tuple(wanted) if one.is_tuple else wanted[0]
-        self._last, self._entries = numbers, {one.key: group[one.key] for one in self.hyperparams}
-        return numbers
+        last = self._last
+        if last.keys() != numbers.keys() or not all(equal(last[name], value) for name, value in numbers.items()):
+            self._last = numbers
+        self._entries = {one.key: group[one.key] for one in self.hyperparams}
+        return self._last
 
 
 class BoundGroup(NamedTuple):
@@ -139,15 +146,6 @@ def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]
     return [{name: fit(name, value) for name, value in own.items()} for own in values]
 
 
-def unchanged(new: Sequence[Mapping[str, Number]], old: Sequence[Mapping[str, Number]]) -> bool:
-    """Return True if every group has the values that it had."""
-    return len(new) == len(old) and all(map(_all_equal, new, old))
-
-
 def equal(a: object, b: object) -> bool:
     """Return True for equal numbers and for the same tensor; values of tensors are not read."""
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-
-
-def _all_equal(a: Mapping[str, Number], b: Mapping[str, Number]) -> bool:
-    return a is b or (a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a))

@@ -13,7 +13,7 @@ from muonfx.core import Donation, Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.state import path_of
-from muonfx.optimizer.values import fitted, unchanged
+from muonfx.optimizer.values import fitted
 from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.transform import sharded
 from muonfx.sharding.views import from_global, to_global
@@ -144,9 +144,9 @@ class Unit:
     def step(self, numbers: dict[str, Any], states: States) -> None:
         """Step with the given hyperparameters and the state in ``optimizer.state``."""
         self._check(states)
-        if self._values is None or not unchanged([numbers], [self._values]):
+        if numbers is not self._values:
             self._now = with_hyperparams(self._tx, fitted(hyperparams(self._tx), [numbers])[0]).prepare_all()
-            self._values = dict(numbers)
+            self._values = numbers
         params = self.pieces.views([x.detach() for x in self.pieces.flat])
         grads = self.pieces.views([x.grad for x in self.pieces.flat])
         state = self._read(states)
