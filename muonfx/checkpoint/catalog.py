@@ -6,14 +6,14 @@ import errno
 import os
 import re
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
-from muonfx.checkpoint.index import INDEX, Index, is_own_name, read_index
+from muonfx.checkpoint.index import INDEX, DataFile, Index, is_own_name, read_index
 from muonfx.core.checks import positive_int
 
 __all__ = [
@@ -251,7 +251,7 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
             try:
                 index = inspect(path)
                 (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
-                remove_files(path, index)
+                remove_files(path, index.files)
                 with suppress(OSError):  # the folder still contains other files
                     path.rmdir()
                 removed.append(path)
@@ -266,9 +266,9 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
     return removed
 
 
-def remove_files(path: Path, index: Index) -> None:
+def remove_files(path: Path, files: Iterable[DataFile]) -> None:
     """Remove the data files of a checkpoint that is no longer at the path."""
-    for file in index.files:
+    for file in files:
         (path / file.name).unlink(missing_ok=True)
 
 

@@ -30,7 +30,7 @@ from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.files import fresh_file, open_regular, write_all
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Index, Leaf
 from muonfx.sharding.boxes import Box
-from muonfx.tree.dtypes import safetensors_name
+from muonfx.tree.dtypes import SAFETENSORS_NAMES
 
 __all__ = ["Part", "Progress", "Reader", "bytes_of", "write_data"]
 
@@ -41,22 +41,11 @@ Progress = Callable[[int, int], object]
 class Part(NamedTuple):
     """A box of a leaf to be written; ``tensor`` is called late, so that only one tensor is in memory at a time."""
 
-    name: str
+    key: str
+    """The name in the data file, unique there."""
     dtype: torch.dtype
     box: Box
-    whole: bool
     tensor: Callable[[], Tensor]
-
-    @property
-    def key(self) -> str:
-        """Return the name in the data file: the name of the leaf, with the slice appended for a part of the leaf."""
-        slices = ",".join(f"{a}:{b}" for a, b in zip(self.box.offsets, self.box.ends, strict=True))
-        return self.name if self.whole else f"{self.name}~[{slices}]"
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size in bytes."""
-        return self.box.numel * self.dtype.itemsize
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -82,23 +71,25 @@ def check_byte_order() -> None:
         raise CheckpointError("checkpoints hold little-endian numbers, and this machine is big-endian")
 
 
-def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = None) -> tuple[DataFile, list[Chunk]]:
-    """Write the parts to a new file, flush it, and return the file and one chunk per part, with file number 0."""
+def write_data(
+    path: Path, parts: Sequence[Part], progress: Progress | None = None
+) -> tuple[DataFile, dict[str, Chunk]]:
+    """Write the parts to a new file and flush it; return the file, and the chunks by key with file number 0."""
     check_byte_order()
     # Largest element size first, so that each leaf begins at a multiple of its element size.
-    order = sorted(range(len(parts)), key=lambda place: (-parts[place].dtype.itemsize, parts[place].key))
-    begins: dict[int, int] = {}
+    order = sorted(parts, key=lambda part: (-part.dtype.itemsize, part.key))
+    begins: list[int] = []
     total = 0
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for place in order:
-        part = parts[place]
-        begins[place] = total
-        total += part.nbytes
-        kind = safetensors_name(part.dtype)
+    for part in order:
+        begins.append(total)
+        nbytes = prod(part.box.sizes) * part.dtype.itemsize
+        total += nbytes
+        kind = SAFETENSORS_NAMES.get(part.dtype)
         header[part.key] = {
             "dtype": kind or "U8",
-            "shape": part.box.sizes if kind else [part.nbytes],
-            "data_offsets": [begins[place], total],
+            "shape": part.box.sizes if kind else [nbytes],
+            "data_offsets": [begins[-1], total],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -108,12 +99,11 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
             f"{path}: the names of {len(parts)} leaves take {len(head)} bytes, and a safetensors file has room for "
             f"{LONGEST_HEADER}: save with group=, so that each rank writes its own"
         )
-    chunks: dict[int, Chunk] = {}
+    chunks: dict[str, Chunk] = {}
     done = 0
     with fresh_file(path) as file:
         write_all(file, head)
-        for place in order:
-            part = parts[place]
+        for part, begin in zip(order, begins, strict=True):
             tensor = part.tensor().detach().resolve_conj().resolve_neg().cpu().contiguous()
             crc32: list[str] = []
             for block in blocks_of(bytes_of(tensor)):
@@ -123,10 +113,8 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
                 if progress is not None:
                     progress(done, total)
             del tensor  # free it before the next tensor is made
-            begin = len(head) + begins[place]
-            chunks[place] = Chunk(0, begin, part.box.offsets, part.box.sizes, tuple(crc32))
-    described = DataFile(path.name, len(head) + total, len(head), checksum_of(head))
-    return described, [chunks[place] for place in range(len(parts))]
+            chunks[part.key] = Chunk(0, len(head) + begin, *part.box, tuple(crc32))
+    return DataFile(path.name, len(head) + total, len(head), checksum_of(head)), chunks
 
 
 _MOST_OPEN = 64
@@ -228,7 +216,7 @@ class Reader:
         """Read and check blocks, file by file; blocks of one file are read in parallel."""
         blocks.sort(key=attrgetter("file", "begin"))
         for number, of_file in groupby(blocks, attrgetter("file")):
-            file = self._file(number)
+            file, path = self._file(number), self.folder / self.index.files[number].name
             parts: list[list[_Block]] = []  # small leaves share a part: a task costs more than the read
             left = 0
             for block in of_file:
@@ -237,7 +225,7 @@ class Reader:
                     left = BLOCK
                 parts[-1].append(block)
                 left -= len(block.into)
-            reads = [self._pool.submit(self._read_part, file, part) for part in parts]
+            reads = [self._pool.submit(self._read_part, path, file, part) for part in parts]
             try:
                 for read in reads:
                     read.result()
@@ -246,14 +234,13 @@ class Reader:
                     read.cancel()
                 wait(reads)  # the memory must not be freed while a thread writes to it
 
-    def _read_part(self, file: FileIO, part: list[_Block]) -> None:
-        for number, begin, into, crc32, name in part:
-            path = self.folder / self.index.files[number].name
-            with _reading(path):
+    def _read_part(self, path: Path, file: FileIO, part: list[_Block]) -> None:
+        with _reading(path):
+            for _, begin, into, crc32, name in part:
                 _fill(file, begin, into)
-            if checksum_of(into) != crc32:
-                where = f"bytes {begin} to {begin + len(into)} of the file"
-                raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
+                if checksum_of(into) != crc32:
+                    where = f"bytes {begin} to {begin + len(into)} of the file"
+                    raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
 
     def read_into(self, rooms: Mapping[str, Tensor]) -> None:
         """Read leaves into tensors of the same shapes; chunks that need a conversion are copied one at a time."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -149,24 +150,21 @@ class _Writer(StorageWriter):
         draft = self.draft = self.draft or Draft(self.job.path, save_id)
 
         def part(item: Any) -> Part:
-            data = item.tensor_data
+            data, key = item.tensor_data, item.index.fqn
             box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            whole = box == Box((0,) * len(data.size), tuple(data.size))
-
-            def tensor() -> Tensor:
-                found = planner.resolve_data(item)
-                assert isinstance(found, Tensor)
-                return found
-
-            return Part(item.index.fqn, data.properties.dtype, box, whole, tensor)
+            if box.sizes != tuple(data.size):  # other parts of the leaf may be in the same file
+                key += f"~[{','.join(f'{a}:{b}' for a, b in zip(box.offsets, box.ends, strict=True))}]"
+            tensor: Any = partial(planner.resolve_data, item)
+            return Part(key, data.properties.dtype, box, tensor)
 
         results: list[WriteResult] = []
         if plan.items:
             with _sendable(), draft.whole_or_not():
-                file, chunks = draft.write(path, [part(item) for item in plan.items], self.job.progress)
+                parts = [part(item) for item in plan.items]
+                file, chunks = draft.write(path, parts, self.job.progress)
             results = [
-                WriteResult(item.index, file.nbytes, (file, chunk))
-                for item, chunk in zip(plan.items, chunks, strict=True)
+                WriteResult(item.index, file.nbytes, (file, chunks[own.key]))
+                for item, own in zip(plan.items, parts, strict=True)
             ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -178,7 +176,7 @@ class _Writer(StorageWriter):
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
         for result in (result for rank in results for result in rank):
             file, chunk = result.storage_data
-            chunks[result.index.fqn].append(replace(chunk, file=files.setdefault(file, len(files))))
+            chunks[result.index.fqn].append(chunk._replace(file=files.setdefault(file, len(files))))
         leaves: dict[str, Leaf] = {}
         for name, described_by_torch in metadata.state_dict_metadata.items():
             assert isinstance(described_by_torch, TensorStorageMetadata)

@@ -5,7 +5,8 @@ gives the location of each leaf as one or more *chunks* (boxes of the leaf) and 
 bytes. The index is written last, and its rename completes the checkpoint.
 
 The text of an index is one JSON object with two members, formatted so that the second can be verified before it is
-parsed: ``{"sha256": "<64 hex digits>",`` line feed ``"index": <text>}`` line feed. The digest is of ``<text>``.
+parsed: ``{"sha256": "<64 hex digits>",`` line feed ``"index": <text>}`` line feed. The digest is of ``<text>``. The
+leaves are the last member of ``<text>`` and begin a line, so the members before them can be parsed alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +26,7 @@ from muonfx.checkpoint.files import read_regular
 from muonfx.sharding.boxes import Box, cover
 from muonfx.tree import Spec
 from muonfx.tree.display import Report, Shown, Table, format_bytes, printable
-from muonfx.tree.dtypes import dtype_named, name_of_dtype
+from muonfx.tree.dtypes import DTYPES, NAMES
 
 __all__ = [
     "BLOCK",
@@ -37,6 +40,7 @@ __all__ = [
     "Leaf",
     "data_name",
     "is_own_name",
+    "read_files",
     "read_index",
     "text_of",
     "unfinished_index_name",
@@ -58,12 +62,12 @@ _MOST_DIMS = 64
 _HEAD = b'{"sha256": "'
 _BETWEEN = b'",\n"index": '
 _TAIL = b"}\n"
+_LEAVES = b',\n"leaves":'  # no text before it has a line feed, which JSON escapes
 _START = len(_HEAD) + 64 + len(_BETWEEN)
 _BIGGEST = 2**63 - 1
 
 
-@dataclass(frozen=True)
-class DataFile:
+class DataFile(NamedTuple):
     """A data file: its name in the folder, its size, and the size and CRC-32 of its header."""
 
     name: str
@@ -72,8 +76,7 @@ class DataFile:
     header_crc32: str
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a leaf: its file, the position of its first byte there, and the CRC-32 of each block."""
 
     file: int
@@ -105,10 +108,10 @@ class Index(Shown):
         extra: the values that the caller gave.
         fingerprint: the fingerprint of the transform; None if no transform was given.
         chain: the transform as code; None if no transform was given.
+        products: the dtypes of matrix products that the transform used, by the name of its part.
         versions: the versions of muonfx and torch.
         files: the data files.
         leaves: name to `Leaf`, with a ``spec`` (shape and dtype) and the chunks that hold it.
-        products: the dtypes of matrix products that the transform used, by the name of its part.
 
     >>> import tempfile
     >>> import muonfx as mfx
@@ -117,15 +120,15 @@ class Index(Shown):
     (7, 24, (2, 3))
     """
 
-    save_id: str
-    step: int | None
-    extra: dict[str, Any]
-    fingerprint: str | None
-    chain: str | None
-    versions: dict[str, str]
-    files: tuple[DataFile, ...]
-    leaves: dict[str, Leaf]
+    save_id: str = ""
+    step: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    fingerprint: str | None = None
+    chain: str | None = None
     products: dict[str, str] = field(default_factory=dict[str, str])
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    files: tuple[DataFile, ...] = ()
+    leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
 
     @property
     def nbytes(self) -> int:
@@ -180,17 +183,18 @@ def text_of(index: Index) -> bytes:
         if index.fingerprint is None
         else {"fingerprint": index.fingerprint, "repr": index.chain, "products": index.products},
         "versions": index.versions,
-        "files": [asdict(file) for file in index.files],
-        "leaves": {
-            name: {
-                "dtype": name_of_dtype(leaf.spec.dtype),
-                "shape": leaf.spec.shape,
-                "chunks": [asdict(chunk) for chunk in leaf.chunks],
-            }
-            for name, leaf in index.leaves.items()
-        },
+        "files": [file._asdict() for file in index.files],
     }
-    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    leaves = {
+        name: {
+            "dtype": NAMES[leaf.spec.dtype],
+            "shape": leaf.spec.shape,
+            "chunks": [chunk._asdict() for chunk in leaf.chunks],
+        }
+        for name, leaf in index.leaves.items()
+    }
+    head, tail = (json.dumps(part, allow_nan=False, separators=(",", ":")).encode() for part in (body, leaves))
+    text = head[:-1] + _LEAVES + tail + b"}"
     if _START + len(text) + len(_TAIL) > LONGEST:
         raise CheckpointError(f"the index would have {len(text)} bytes, and may have {LONGEST}: save fewer pieces")
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
@@ -198,10 +202,24 @@ def text_of(index: Index) -> bytes:
 
 def read_index(path: Path) -> Index:
     """Read an index in bounded time and memory; raise `CorruptError`, or `FormatError` for another version."""
+    with _verified(path) as text:
+        return _index(_parsed(path, text))
+
+
+def read_files(path: Path) -> tuple[DataFile, ...]:
+    """Read the data files of an index without its leaves, which take most of the time; raise as `read_index`."""
+    with _verified(path) as text:
+        head, separator, _ = text.partition(_LEAVES)
+        return _files(_parsed(path, head + b"}" if separator else text)["files"])
+
+
+@contextmanager
+def _verified(path: Path) -> Generator[bytes]:
+    """Give the text of an index whose checksum is right; raise an error in what is made of it as `CorruptError`."""
     data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):
         raise CorruptError(f"{path} is damaged, or no index of a muonfx checkpoint: one begins with {_HEAD.decode()!r}")
-    digest, text = data[len(_HEAD) : len(_HEAD) + 64], memoryview(data)[_START : -len(_TAIL)]
+    digest, text = data[len(_HEAD) : len(_HEAD) + 64], data[_START : -len(_TAIL)]
     if (
         hashlib.sha256(text).hexdigest().encode() != digest
         or data[len(_HEAD) + 64 : _START] != _BETWEEN
@@ -209,17 +227,22 @@ def read_index(path: Path) -> Index:
     ):
         raise CorruptError(f"{path} is damaged: its text is not the one that its checksum was made of")
     try:
-        body = json.loads(bytes(text))
-        if body["format"] != FORMAT:
-            raise FormatError(f"{path} is of the format {body['format']!r:.80}, expected {FORMAT!r}")
-        if body["version"] != VERSION:
-            raise FormatError(
-                f"{path} is of version {body['version']!r:.80} of the format, and this muonfx reads version {VERSION}: "
-                "it was written by another muonfx, upgrade to that one"
-            )
-        return _index(body)
+        yield text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path} makes no sense: {type(error).__name__}: {error!s:.300}") from error
+
+
+def _parsed(path: Path, text: bytes) -> Any:
+    """Parse the text of an index and require the format and version that this code reads."""
+    body = json.loads(text)
+    if body["format"] != FORMAT:
+        raise FormatError(f"{path} is of the format {body['format']!r:.80}, expected {FORMAT!r}")
+    if body["version"] != VERSION:
+        raise FormatError(
+            f"{path} has version {body['version']!r:.80} of the format, and this muonfx reads version {VERSION}: "
+            "upgrade to the version of muonfx that wrote it"
+        )
+    return body
 
 
 # The checksum finds damage. The checks below are for files that were made to do harm, or by another program: they bound
@@ -227,13 +250,15 @@ def read_index(path: Path) -> Index:
 
 
 def _size(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= _BIGGEST:
-        raise ValueError(f"expected a size, found {value!r:.80}")
-    return value
+    return _sizes((value,))[0]
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    return tuple(map(_size, values))
+    sizes = tuple(values)
+    for value in sizes:  # not _size(value): a call for each number of each leaf takes much of the time of a load
+        if type(value) is not int or not 0 <= value <= _BIGGEST:
+            raise ValueError(f"expected a size, found {value!r:.80}")
+    return sizes
 
 
 def _text(value: object) -> str:
@@ -246,17 +271,21 @@ def _texts(values: Any) -> dict[str, str]:
     return {key: _text(value) for key, value in values.items()}
 
 
-def _index(body: Any) -> Index:
-    chain = body["chain"]
+def _files(entries: Any) -> tuple[DataFile, ...]:
     files = tuple(
         DataFile(_text(file["name"]), _size(file["nbytes"]), _size(file["header_nbytes"]), _text(file["header_crc32"]))
-        for file in body["files"]
+        for file in entries
     )
     for file in files:
         if not is_own_name(file.name):
             raise ValueError(f"{file.name:.80} is no name of a data file")
         if file.header_nbytes > LONGEST_HEADER:
             raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
+    return files
+
+
+def _index(body: Any) -> Index:
+    chain, files = body["chain"], _files(body["files"])
     ends = [file.header_nbytes for file in files]
     leaves = {name: _leaf(name, entry, files, ends) for name, entry in body["leaves"].items()}
     if ends != [file.nbytes for file in files]:
@@ -267,16 +296,16 @@ def _index(body: Any) -> Index:
         dict(body["extra"]),
         None if chain is None else _text(chain["fingerprint"]),
         None if chain is None else _text(chain["repr"]),
+        {} if chain is None else _texts(chain["products"]),
         _texts(body["versions"]),
         files,
         leaves,
-        {} if chain is None else _texts(chain["products"]),
     )
 
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -> Leaf:
     """Return a leaf; add the bytes of its chunks to ``ends``, the ends of the bytes in each file."""
-    dtype, shape = dtype_named(entry["dtype"]), _sizes(entry["shape"])
+    dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
     if len(shape) > _MOST_DIMS or prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
@@ -294,6 +323,7 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -
             raise ValueError(f"a chunk of {name!r} has {len(crc32)} checksums, expected one for each {BLOCK} bytes")
         ends[chunk.file] += nbytes
         chunks.append(chunk)
-    if problem := cover(shape, [chunk.box for chunk in chunks]):
+    is_whole = len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets)
+    if not is_whole and (problem := cover(shape, [chunk.box for chunk in chunks])):
         raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
     return Leaf(Spec(shape, dtype), tuple(chunks))

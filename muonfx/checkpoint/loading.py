@@ -16,7 +16,8 @@ from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Allow, Rules, Target, patterns_of
 from muonfx.core import Transform
-from muonfx.sharding.views import from_global, is_global, layout_of, to_global
+from muonfx.sharding.transform import Sharded
+from muonfx.sharding.views import from_global, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.renaming import Rename
 
@@ -94,10 +95,9 @@ def load(
         torch.bfloat16
     """
     rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
-    layout = layout_of(tx)
-    if layout is None or tx is None or isinstance(like, StateSpec):
+    if not isinstance(tx, Sharded) or isinstance(like, StateSpec):
         return _load(path, lambda: like, tx, rules, device, group, section="")
-    group = layout.group if group is None else group
+    group = tx.layout.group if group is None else group
     if is_global(like):  # a rank without shards takes the other path, which calls `_load` as well
         return _load(path, lambda: like, tx, rules, device, group, section="")
     return from_global(tx, _load(path, lambda: to_global(tx, like), tx, rules, device, group, section=""))
@@ -142,10 +142,9 @@ def load_params(
         {'w': tensor([1., 1.])}
     """
     rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
-    layout = layout_of(tx)
-    if layout is None:
+    if not isinstance(tx, Sharded):
         return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
-    group = layout.group if group is None else group
+    layout, group = tx.layout, tx.layout.group if group is None else group
     return layout.from_global(_load(path, lambda: layout.to_global(like), None, rules, device, group, section=PARAMS))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.tree import PyTree
-from muonfx.tree.wrappers import may_be_wrapped, unwrapped
+from muonfx.tree.wrappers import MAY_BE_WRAPPED, unwrapped
 
 __all__ = [
     "PARAMS",
@@ -95,7 +95,7 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Map each leaf name to the name without wrappers (`muonfx.tree.wrappers`) in its parameter name."""
     found = {name: name for name in names}
-    if not any(map(may_be_wrapped, found)):
+    if not any(map(MAY_BE_WRAPPED.search, found)):
         return found
     # Leaves with a common prefix, such as those of one momentum, belong to one model.
     beside: dict[str, dict[str, str]] = {}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muonfx.checkpoint.background import Saving, start, wait_for_saves
-from muonfx.checkpoint.data import Progress
-from muonfx.checkpoint.writing import Job, write
+from muonfx.checkpoint.data import Part, Progress
+from muonfx.checkpoint.index import Leaf
+from muonfx.checkpoint.writing import Draft, Job
 from muonfx.core import Transform
-from muonfx.tree import PyTree
+from muonfx.sharding.boxes import Box
+from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -144,9 +147,20 @@ def save_async(
 
 
 def _run(job: Job) -> None:
-    if job.group is None:
-        write(job)
-        return
-    from muonfx.checkpoint.distributed import save_together  # imports torch's DCP, which is slow
+    if job.group is not None:
+        from muonfx.checkpoint.distributed import save_together  # imports torch's DCP, which is slow
 
-    save_together(job)
+        save_together(job)
+        return
+    draft = Draft(job.path)
+    with draft.whole_or_not():
+        draft.begin()
+        specs = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in job.leaves.items()}
+        parts = [
+            Part(name, spec.dtype, Box((0,) * len(spec.shape), spec.shape), partial(job.leaves.__getitem__, name))
+            for name, spec in specs.items()
+        ]
+        file, chunks = draft.write(draft.data_file(0, 1), parts, job.progress)
+        leaves = {name: Leaf(spec, (chunks[name],)) for name, spec in specs.items()}
+        draft.commit(replace(job.head, save_id=draft.save_id, files=(file,), leaves=leaves))
+    draft.tidy(job.keep)

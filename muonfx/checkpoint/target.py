@@ -63,7 +63,9 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
     """Map each leaf in ``want`` to its name in the checkpoint, None if it is allowed to be missing."""
     problems: list[str] = []
     advice: list[str] = []
-    names, wrong = new_names(plain_names(index.leaves), rules.rename)
+    names, wrong = plain_names(index.leaves), list[str]()
+    if rules.rename:
+        names, wrong = new_names(names, rules.rename)
     there: dict[str, str] = {}  # the new name of each leaf in the section -> its name in the checkpoint
     for old, new in names.items():
         if in_section(new, section):
@@ -150,7 +152,7 @@ def _check_leaves(
             asked = ", ".join(sorted(map(str, chosen)))
             problems.append(f"cast:      {name!r} is wanted as {spec.dtype}, and cast= says {asked}")
             advice.append("cast= allows the dtype that `like` has, and does not change it: make `like` with that dtype")
-        elif not chosen and not widens(have.dtype, spec.dtype):
+        elif not chosen and have.dtype != spec.dtype and not widens(have.dtype, spec.dtype):
             problems.append(f"narrowing: {name!r} is {have.dtype} in the checkpoint, and {spec.dtype} is wanted")
             narrowed[name] = spec.dtype
     if narrowed:

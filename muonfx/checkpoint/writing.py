@@ -1,4 +1,4 @@
-"""Write a checkpoint: check the arguments of a save, then write its files in an order that makes it atomic."""
+"""Check the arguments of a save, and write its files in an order that makes the save atomic."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from muonfx.checkpoint.index import (
     Chunk,
     DataFile,
     Index,
-    Leaf,
     data_name,
+    read_files,
     text_of,
     unfinished_index_name,
 )
@@ -46,20 +46,17 @@ from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import strip_transparent
-from muonfx.sharding.boxes import Box
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.shards import FlatPiece
-from muonfx.sharding.views import is_global, layout_of, to_global
-from muonfx.tree import PyTree, Spec
-from muonfx.tree.dtypes import name_of_dtype
+from muonfx.sharding.transform import Sharded
+from muonfx.sharding.views import is_global, to_global
+from muonfx.tree import PyTree
+from muonfx.tree.dtypes import NAMES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Draft", "Job", "write"]
-
-
-_EMPTY = Index("", None, {}, None, None, {}, (), {})
+__all__ = ["Draft", "Job"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Job:
     """The arguments of one save; if they are not valid, ``problem`` is the error, to be raised on all ranks."""
 
     path: Path
-    head: Index = _EMPTY
+    head: Index = field(default_factory=Index)
     """The index without its id, files and leaves."""
     leaves: dict[str, Any] = field(default_factory=dict)
     """The leaves by name; copied to the CPU for a save in the background."""
@@ -92,7 +89,7 @@ class Job:
         copy: bool = False,
     ) -> Job:
         """Check the arguments of ``save``; with a group, an error is stored for `checked_leaves` to raise."""
-        where, layout = Path(), layout_of(tx)
+        where, layout = Path(), tx.layout if isinstance(tx, Sharded) else None
         if layout is not None and group is None and layout.group is not None:
             if copy:  # training continues and communicates on the same group
                 raise ValueError(
@@ -119,11 +116,11 @@ class Job:
                 params = None if params is None else layout.to_global(params)
             leaves = _leaves_of(state, params, whole=group is None)
             # Modules inside the package must not import it, so the version is looked up in sys.modules.
-            roof = sys.modules[__name__.partition(".")[0]]
-            versions = {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)}
-            fingerprint, chain = (None, None) if tx is None else (tx.fingerprint, repr(strip_transparent(tx)))
-            products = {} if tx is None else _products_of(tx, leaves)
-            head = Index("", step, _as_json(dict(extra or {})), fingerprint, chain, versions, (), {}, products)
+            package = sys.modules[__name__.partition(".")[0]]
+            versions = {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
+            head = Index(step=step, extra=_as_json(dict(extra or {})), versions=versions)
+            if tx is not None:
+                head = replace(head, **_record_of(tx, leaves))
             if copy:  # training may change the originals
                 leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
         except Exception as error:
@@ -161,7 +158,7 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
         if tree is not None:
             found |= {name: leaf for name, leaf in named_tensors(tree, section) if leaf is not None}
     for name, leaf in found.items():
-        if name_of_dtype(leaf.dtype) is None:
+        if leaf.dtype not in NAMES:
             raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
         if whole and isinstance(leaf, FlatPiece) and leaf.whole is not None:
             found[name] = leaf.whole
@@ -175,16 +172,18 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
     return found
 
 
-def _products_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, str]:
-    """The dtypes of matrix products, for the dtypes of the parameters; {} if no leaf gives any.
-
-    The state's leaves stand in for parameters that are not saved with it.
-    """
-    floating = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
-    params = [leaf for name, leaf in floating.items() if in_section(name, PARAMS)]
-    held = {leaf.dtype for leaf in params or floating.values()}
+def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an index that describe a transform; each is computed once for a value of a transform."""
+    dtypes = {name: leaf.dtype for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
+    # The state's dtypes stand in for the dtypes of parameters that are not saved.
+    held = frozenset([dtypes[name] for name in dtypes if in_section(name, PARAMS)] or dtypes.values())
     device = next((torch.device(leaf.device) for leaf in leaves.values()), None)
-    return {} if device is None or not held else product_dtypes(strip_transparent(tx), held, device)
+    key = "checkpoint", held, device
+    if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
+        own = strip_transparent(tx)
+        products = product_dtypes(own, held, device) if device is not None and held else {}
+        tx.derived[key] = {"fingerprint": tx.fingerprint, "chain": repr(own), "products": products}
+    return tx.derived[key]
 
 
 def _copy(leaf: Any) -> Any:
@@ -201,26 +200,6 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True)
 
 
-def write(job: Job) -> None:
-    """Write a checkpoint in this process only."""
-
-    def part(name: str, leaf: Tensor) -> Part:
-        shape = tuple(leaf.shape)
-        return Part(name, leaf.dtype, Box((0,) * len(shape), shape), True, lambda: leaf)
-
-    draft = Draft(job.path)
-    with draft.whole_or_not():
-        draft.begin()
-        parts = [part(name, leaf) for name, leaf in job.leaves.items()]
-        file, chunks = draft.write(draft.data_file(0, 1), parts, job.progress)
-        found = {
-            name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
-            for (name, leaf), chunk in zip(job.leaves.items(), chunks, strict=True)
-        }
-        draft.commit(replace(job.head, save_id=draft.save_id, files=(file,), leaves=found))
-    draft.tidy(job.keep)
-
-
 class Draft:
     """A save in progress on one rank; `whole_or_not` removes its files if it fails before the commit.
 
@@ -233,7 +212,7 @@ class Draft:
         self.path, self.save_id = path, save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._own: list[Path] = [self._unfinished_index]
-        self._replaced: Index | None = None
+        self._replaced: tuple[DataFile, ...] = ()
         self._at_begin: object = None
         self._other_writer = self._made = self._tried = self._done = False
 
@@ -255,7 +234,7 @@ class Draft:
         make_folder(self.path)
         self._at_begin = self._identity()
 
-    def write(self, file: Path, parts: Sequence[Part], progress: Progress | None) -> tuple[DataFile, list[Chunk]]:
+    def write(self, file: Path, parts: Sequence[Part], progress: Progress | None) -> tuple[DataFile, dict[str, Chunk]]:
         """Write a data file of this save; see `write_data`."""
         self._own.append(file)
         return write_data(file, parts, progress)
@@ -272,7 +251,7 @@ class Draft:
             write_all(file, text_of(index))
         self._other_writer = self._identity() != self._at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
-            self._replaced = inspect(self.path)
+            self._replaced = read_files(self.path / INDEX)
         self._tried = True  # from here on readers may see the files, so they are kept even if a later step fails
         os.replace(self._unfinished_index, self.path / INDEX)
         self._done = True
@@ -289,8 +268,7 @@ class Draft:
     def tidy(self, keep: int | None) -> None:
         """Remove obsolete files and checkpoints after the commit; warn if the system refuses to."""
         try:
-            if self._replaced is not None:
-                remove_files(self.path, self._replaced)
+            remove_files(self.path, self._replaced)
             if keep is not None:
                 prune(self.path.parent, keep, written=self.path)
             warn_of_later_steps(self.path)

@@ -263,6 +263,11 @@ class Recorded:
         """The pytree structure of the value, equal for values that differ only in numbers."""
         return optree.tree_structure(cast("Any", self), none_is_leaf=True, namespace=NAMESPACE)
 
+    @functools.cached_property
+    def derived(self) -> dict[Any, Any]:
+        """Results that other layers have computed from the value and its numbers; a copy begins without them."""
+        return {}
+
     def _new_structure(self) -> Structure:
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
 

@@ -39,6 +39,11 @@ class Sharded(Transform):
     """The transforms that `sharded` builds: errors are raised on all ranks, before anything is changed."""
 
     @property
+    def layout(self) -> Layout:
+        """The layout that the transform runs under."""
+        return self.arguments["layout"]
+
+    @property
     def stays_outermost(self) -> bool:
         """True: wrappers are placed inside, because ranks agree on a whole step before any of it runs."""
         return True

@@ -18,7 +18,7 @@ from muonfx.sharding.state import LeafPlacement, describe_state, global_state, l
 from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.tree import PyTree
 
-__all__ = ["binding_of", "check_local", "is_global", "layout_of", "from_global", "to_global"]
+__all__ = ["binding_of", "check_local", "is_global", "from_global", "to_global"]
 
 
 def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
@@ -87,11 +87,6 @@ def is_global(values: PyTree) -> bool:
     return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
 
 
-def layout_of(tx: object) -> Layout | None:
-    """Return the layout of a transform that `sharded` built, None for anything else."""
-    return tx.arguments["layout"] if isinstance(tx, Sharded) else None
-
-
 def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
     """Require the number and the shapes of leaves that a state has under a layout."""
     advice = "was it made by this chain, under this layout?"
@@ -111,7 +106,7 @@ def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTre
     """Return the binding of a sharded transform, its inner transform, and meta tensors of the local parameters."""
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
-    layout: Layout = tx.arguments["layout"]
+    layout = tx.layout
     binding = bind(layout, settings_of(tx), store_of(tx.arguments["tx"]))
     like = params if params is not None else binding.likes.get(inner_of(tx.arguments["tx"]).treedef)
     if like is None:

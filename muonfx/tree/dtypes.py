@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Named by every safetensors since 0.4.
-_SAFETENSORS = {
+SAFETENSORS_NAMES = {  # known to every safetensors since 0.4
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -22,7 +21,7 @@ _SAFETENSORS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# Not named by safetensors, so stored as bytes.
+"""The safetensors name of each dtype that has one."""
 _AS_BYTES = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
@@ -31,7 +30,10 @@ _AS_BYTES = (
     torch.complex128,
 )
 
-_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_SAFETENSORS, *_AS_BYTES)}
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*SAFETENSORS_NAMES, *_AS_BYTES)}
+"""The name of each dtype that a checkpoint can hold; quantized dtypes, for example, are missing."""
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+"""The dtype of each name."""
 
 _INTS = [torch.int8, torch.int16, torch.int32, torch.int64]
 _FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -50,22 +52,6 @@ _WIDER: dict[torch.dtype, set[torch.dtype]] = {
     torch.float32: {torch.float64},
     torch.complex64: {torch.complex128},
 }
-
-
-def name_of_dtype(dtype: torch.dtype) -> str | None:
-    """Return the name of a dtype in a checkpoint; None if it cannot be stored, such as a quantized one."""
-    name = str(dtype).removeprefix("torch.")
-    return name if name in _BY_NAME else None
-
-
-def dtype_named(name: object) -> torch.dtype | None:
-    """Return the dtype of a name, or None."""
-    return _BY_NAME.get(name) if isinstance(name, str) else None
-
-
-def safetensors_name(dtype: torch.dtype) -> str | None:
-    """Return the safetensors name of a dtype; None if it is stored as bytes."""
-    return _SAFETENSORS.get(dtype)
 
 
 def widens(old: torch.dtype, new: torch.dtype) -> bool:

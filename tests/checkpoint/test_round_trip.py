@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import muonfx as mfx
 from muonfx import testing as kit
-from muonfx.tree.dtypes import dtype_named, name_of_dtype
+from muonfx.tree.dtypes import DTYPES
 from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, threads, trained
 from tests.transforms.test_every_transform import CASES
 
@@ -24,7 +24,6 @@ pytestmark = [
 ]
 
 ck, Donation = mfx.checkpoint, mfx.Donation
-ALL_DTYPES = sorted({name for name in map(name_of_dtype, vars(torch).values()) if name})
 
 
 @given(kit.trees(), kit.trees())
@@ -44,9 +43,9 @@ def test_load_after_save_is_the_identity(state, params):
         assert all(bits(plain[name]) == bits(ours[name]) for name in ours)
 
 
-@pytest.mark.parametrize("name", ALL_DTYPES)
+@pytest.mark.parametrize("name", sorted(DTYPES))
 def test_every_dtype_is_kept(tmp_path: Path, name: str):
-    dtype = dtype_named(name)
+    dtype = DTYPES[name]
     raw = torch.randint(0, 256, (6, 4, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     whole = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(6, 4)
     state = {"whole": whole, "turned": whole.t(), "part": whole[1::2, 1:], "scalar": whole[0, 0], "none": whole[:0]}

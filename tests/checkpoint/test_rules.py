@@ -11,7 +11,7 @@ import muonfx as mfx
 from muonfx.checkpoint import MismatchError, NotFoundError
 from muonfx.checkpoint.target import matches
 from muonfx.polar import policy
-from muonfx.tree.dtypes import dtype_named, name_of_dtype, safetensors_name, widens
+from muonfx.tree.dtypes import DTYPES, NAMES, SAFETENSORS_NAMES, widens
 from tests.checkpoint.common import assert_same_tree, grads_like, small_params, trained
 
 ck = mfx.checkpoint
@@ -60,8 +60,8 @@ def test_issue_7746_mirrored_bf16_momentum_in_an_fp32_run(tmp_path: Path):
     assert_same_tree(ck.load(tmp_path / "full", mfx.spec(half, params), cast={"trace": torch.bfloat16}), state)
 
 
-ALL = [dtype_named(name) for name in map(name_of_dtype, vars(torch).values()) if name]
-SMALL = [dtype for dtype in dict.fromkeys(ALL) if dtype.itemsize <= 2 and dtype is not torch.bool]
+ALL = [*NAMES]
+SMALL = [dtype for dtype in ALL if dtype.itemsize <= 2 and dtype is not torch.bool]
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +72,7 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("old", SMALL, ids=str)
 def test_widening_is_exact_for_every_value(old):
     values = every_value(old)
-    wider = [new for new in dict.fromkeys(ALL) if new != old and widens(old, new)]
+    wider = [new for new in ALL if new != old and widens(old, new)]
     assert wider
     for new in wider:
         back = values.to(new).to(old)
@@ -82,8 +82,8 @@ def test_widening_is_exact_for_every_value(old):
 
 
 def test_nothing_widens_into_another_kind_or_into_less():
-    for old in dict.fromkeys(ALL):
-        for new in dict.fromkeys(ALL):
+    for old in ALL:
+        for new in ALL:
             if old != new and widens(old, new):
                 assert (old.is_floating_point, old.is_complex) == (new.is_floating_point, new.is_complex)
                 assert new.itemsize > old.itemsize
@@ -92,9 +92,10 @@ def test_nothing_widens_into_another_kind_or_into_less():
 
 
 def test_names_of_dtypes_read_back():
-    assert all(dtype_named(name_of_dtype(dtype)) == dtype for dtype in ALL)
-    assert len(set(ALL)) == 20
-    assert (name_of_dtype(torch.qint8), dtype_named("qint8"), safetensors_name(torch.float32)) == (None, None, "F32")
+    assert all(DTYPES[name] is dtype is getattr(torch, name) for dtype, name in NAMES.items())
+    assert len(ALL) == len(DTYPES) == 20
+    assert torch.qint8 not in NAMES
+    assert SAFETENSORS_NAMES[torch.float32] == "F32"
 
 
 @pytest.mark.parametrize(

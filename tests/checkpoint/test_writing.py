@@ -139,3 +139,19 @@ def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(world: World, t
         assert isinstance(result.error, CheckpointError), result.trace
         assert "rank 1: " in str(result.error)
         assert "Odd: odd" in str(result.error)
+
+
+def test_the_recorded_chain_has_the_numbers_of_the_save(tmp_path: Path):
+    """The record of a transform is kept for the next save, but not if a tensor in it may change in place."""
+    rate = torch.tensor(0.5)
+    tx = mfx.chain(mfx.momentum(), mfx.scale(rate))
+    for number in (0.5, 0.25):
+        rate.fill_(number)
+        ck.save(tmp_path, tx.init(OLD), tx=tx)
+        assert f"torch.tensor({number}" in str(ck.inspect(tmp_path).chain)
+    tx = mfx.orthogonalize()
+    for dtype, product in ((torch.float32, "float32"), (torch.float64, "float64"), (torch.float32, "float32")):
+        params = {"w": torch.ones(2, 2, dtype=dtype)}
+        index = ck.inspect(ck.save(tmp_path, tx.init(params), tx=tx, params=params))
+        assert index.products == {"orthogonalize": product}
+        assert index.chain == repr(tx)
