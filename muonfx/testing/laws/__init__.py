@@ -4,7 +4,7 @@
 therefore breaks that law, and not a later law whose example has an absent leaf.
 """
 
-# ruff: noqa: F403 - each family lists its laws
+# ruff: noqa: F403 - the registry LAWS lists what the families define
 # isort: off
 from muonfx.testing.laws.structure import *
 from muonfx.testing.laws.purity import *

@@ -9,8 +9,6 @@ from muonfx.testing.violation import require_same
 from muonfx.transforms import scale
 from muonfx.tree import PyTree
 
-__all__ = ["chain_of_one_is_its_member", "identity_is_neutral", "nested_chains_equal_flat_ones"]
-
 
 @law(share=0.4)
 def chain_of_one_is_its_member(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:

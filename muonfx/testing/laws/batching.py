@@ -16,8 +16,6 @@ from muonfx.testing.law import law
 from muonfx.testing.violation import require_close, tolerance_of
 from muonfx.tree import PyTree
 
-__all__ = ["vmap_over_gradients_equals_a_loop", "vmap_over_the_transform_equals_a_loop"]
-
 FACTORS = (1.0, -0.5, 3.0)
 
 

@@ -22,13 +22,6 @@ from muonfx.testing.laws.batching import _has_no_numbers
 from muonfx.testing.violation import Breach
 from muonfx.tree import PyTree
 
-__all__ = [
-    "derivatives_by_gradients_are_right",
-    "derivatives_by_hyperparameters_are_right",
-    "forward_mode_agrees_with_reverse_mode",
-    "second_derivatives_are_right",
-]
-
 
 def widened(value: Any) -> Any:
     """Replace every floating dtype among a transform's arguments by float64, so that derivatives can be compared."""

@@ -18,13 +18,6 @@ from muonfx.testing.laws.values import is_in_no_module
 from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.tree import PyTree
 
-__all__ = [
-    "changing_a_number_does_not_recompile",
-    "compiled_update_equals_eager",
-    "compiled_update_takes_other_shapes",
-    "traced_update_equals_eager",
-]
-
 
 class Counter:
     """A backend of ``torch.compile`` that counts graphs and passes them to another backend."""

@@ -31,17 +31,6 @@ from muonfx.testing.laws.locality import (
 from muonfx.testing.violation import Breach, named, require_close, require_same, tolerance_of
 from muonfx.tree import PyTree
 
-__all__ = [
-    "element_transforms_see_no_shape",
-    "large_leaves_are_as_small_ones",
-    "order_of_dicts_means_nothing",
-    "own_work_is_of_its_own_locality",
-    "params_are_not_read_where_declared_so",
-    "resolving_changes_nothing",
-    "rounding_first_changes_nothing",
-    "stacks_are_as_their_matrices",
-]
-
 
 def _declared(tx: Transform, what: str) -> Any:
     return getattr(tx.declaration, what)

@@ -13,8 +13,6 @@ from muonfx.testing.violation import require_close, require_same, tolerance_of
 from muonfx.transforms import scale
 from muonfx.tree import PyTree
 
-__all__ = ["donation_changes_no_value", "donation_keeps_to_what_is_donated", "next_in_chain_may_write_to_updates"]
-
 Compare = Callable[[str, PyTree, PyTree, str], None]
 
 

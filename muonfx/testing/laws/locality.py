@@ -19,13 +19,6 @@ from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.tree import PyTree
 
-__all__ = [
-    "element_transforms_see_one_element",
-    "leaf_transforms_see_one_leaf",
-    "matrix_transforms_see_one_matrix",
-    "tree_transforms_see_sums_over_leaves",
-]
-
 # Also used by the laws of declarations: check_elements, check_leaves, check_sums, enlarged, precise, wider_than.
 
 

@@ -14,15 +14,6 @@ from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, bits_equal, named, require_same, shown
 from muonfx.tree import PyTree
 
-__all__ = [
-    "interleaved_states_are_independent",
-    "outputs_share_no_storage_with_inputs",
-    "unknown_extras_are_ignored",
-    "update_leaves_its_inputs_unchanged",
-    "update_remembers_nothing",
-    "updates_do_not_overlap",
-]
-
 
 class Witness:
     """Copies of trees, to detect a changed leaf, version or container."""

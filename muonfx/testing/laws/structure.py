@@ -16,15 +16,6 @@ from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, named, require_same, require_spec, shown
 from muonfx.tree import PyTree
 
-__all__ = [
-    "absent_leaves_are_left_alone",
-    "empty_trees_are_taken",
-    "init_on_meta_gives_the_same_spec",
-    "init_returns_a_state_that_needs_no_grad",
-    "state_keeps_its_structure_and_dtypes",
-    "updates_look_like_the_gradients",
-]
-
 
 def _after_a_full_step(example: Example) -> Example:
     """Start with a step in which every gradient is present, so that the state has values to keep."""

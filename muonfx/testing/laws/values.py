@@ -19,14 +19,6 @@ from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_same, values_within
 from muonfx.tree import PyTree
 
-__all__ = [
-    "fingerprint_ignores_numbers",
-    "pickle_gives_an_equal_transform",
-    "pytree_views_round_trip",
-    "replacing_nothing_changes_nothing",
-    "repr_evaluates_to_an_equal_transform",
-]
-
 
 def names_within(tx: Transform) -> dict[str, Any]:
     """Return the factories, functions and classes in a transform, by the names that its repr shows."""
