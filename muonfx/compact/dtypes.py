@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, ParamSpec, get_args
+from typing import Literal, NamedTuple, ParamSpec
 
 from muonfx.compact.books import FLOAT8, Book, dynamic, float8, grid
 from muonfx.compact.codec import Codec
@@ -54,28 +54,20 @@ def _compact(constructor: Callable[P, Resolved]) -> Callable[P, QuantizedDtype]:
     return make_factory(QuantizedDtype, constructor)
 
 
-def _resolve(books: tuple[Book, Book], block: int, min_size: int, stochastic: bool, seed: int) -> Resolved:
-    checks.positive_int("block", block)
-    for name, value, kind in (("min_size", min_size, int), ("seed", seed, int), ("stochastic", stochastic, bool)):
-        if type(value) is not kind or value < 0:
-            raise ValueError(
-                f"{name} must be {'True or False' if kind is bool else 'an int of 0 or more'}, found {value!r}"
-            )
-    signed, unsigned = (Codec(book, block, min_size) for book in books)
-    return Resolved(signed, unsigned, seed if stochastic else None)
-
-
 _BOOKS: dict[str, tuple[Book, Book]] = {
     "linear": (grid(signed=True), grid(signed=False)),
     "dynamic": (dynamic(signed=True), dynamic(signed=False)),
     **{format: (float8(format, signed=True), float8(format, signed=False)) for format in FLOAT8},
 }
+"""The signed and the unsigned codebook of each code of `int8` and each format of `fp8`."""
 
 
-def _choose(name: str, value: str, among: tuple[str, ...]) -> tuple[Book, Book]:
-    if value not in among:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, among))}, found {value!r}")
-    return _BOOKS[value]
+def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) -> Resolved:
+    checks.positive_int("block", block)
+    checks.whole_number("min_size", min_size)
+    checks.whole_number("seed", seed)
+    signed, unsigned = (Codec(own, block, min_size) for own in _BOOKS[book])
+    return Resolved(signed, unsigned, seed if stochastic else None)
 
 
 @_compact
@@ -116,7 +108,7 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
         >>> state.trace.codes, state.trace.scales
         ({'w': tensor([127, -64,   1,   0], dtype=torch.int8)}, {'w': tensor([1.])})
     """
-    return _resolve(_choose("code", code, get_args(Code)), block, min_size, stochastic, seed)
+    return _resolve(code, block, min_size, stochastic, seed)
 
 
 @_compact
@@ -147,4 +139,4 @@ def fp8(block: int = 2048, *, format: Format = "e4m3", min_size: int = 4096, sto
         >>> tx.update(grads, tx.init(grads))[1].trace.codes
         {'w': tensor([ 448.0000, -224.0000,    4.5000,    0.0000], dtype=torch.float8_e4m3fn)}
     """
-    return _resolve(_choose("format", format, ("e4m3", "e5m2")), block, min_size, stochastic, seed)
+    return _resolve(format, block, min_size, stochastic, seed)
