@@ -111,7 +111,7 @@ def scale_by_namo(
         # The average may share storage with the state, so it is not donated.
         directions = at.fill(ew.cast_like(average, grads))
         out, inner_state = inner.run(directions, state.inner, params, donate=Donation(False, donate.state), **extras)
-        for name, own, update in zip(tree.names(out), tree.leaves(out), tree.leaves(updates), strict=True):
+        for (name, own), update in zip(tree.named_leaves(out), tree.leaves(updates), strict=True):
             if own is not None and update is None:
                 raise ValueError(
                     f"scale_by_namo: inner returns an update for {name!r}, whose gradient is None, so it has no scale; "

@@ -207,12 +207,7 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
             "the update of schedule_free, or of a transform around it, returned"
         )
-    found = {
-        name: (z, own.b1)
-        for own in states
-        for name, z in zip(tree.names(own.z), tree.leaves(own.z), strict=True)
-        if z is not None
-    }
+    found = {name: (z, own.b1) for own in states for name, z in tree.named_leaves(own.z) if z is not None}
 
     def average(name: str, y: Tensor | None) -> Tensor | None:
         if y is None or name not in found:
@@ -221,5 +216,5 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
         ((wide_z,), (wide_y,)) = widest([z], [y])
         return ew.lerp([wide_z], [wide_y], 1.0 / b1)[0].to(y.dtype)
 
-    leaves, treedef = tree.flatten(params)
-    return tree.unflatten(treedef, [average(n, y) for n, y in zip(tree.names(params), leaves, strict=True)])
+    averaged = [average(name, y) for name, y in tree.named_leaves(params)]
+    return tree.unflatten(tree.flatten(params)[1], averaged)

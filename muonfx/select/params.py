@@ -142,7 +142,7 @@ def _named_values(params: object) -> Iterable[tuple[str, object]]:
             )
     if _is_pairs(params):
         return cast("list[tuple[str, object]]", params)
-    return zip(tree.names(params), tree.leaves(params), strict=True)
+    return tree.named_leaves(params)
 
 
 def _is_pairs(params: object) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.testing.violation import named, shown
+from muonfx.testing.violation import shown
 from muonfx.tree import PyTree
 
 __all__ = ["DTYPES", "Example"]
@@ -49,7 +49,8 @@ class Example(NamedTuple):
         """Show names, dtypes, shapes and small values, a line for each leaf."""
         lines: list[str] = []
         for title, values in (("params", self.params), *((f"step {i}", grads) for i, grads in enumerate(self.steps))):
-            found = [f"{name!r}: {shown(leaf)}" for name, leaf in named(values)] or [f"no leaves: {values!r}"]
+            found = [f"{name!r}: {shown(leaf)}" for name, leaf in tree.named_leaves(values)]
+            found = found or [f"no leaves: {values!r}"]
             lines += [f"{'' if place else title:9}{line}" for place, line in enumerate(found)]
         return "\n".join(lines)
 

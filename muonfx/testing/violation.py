@@ -18,7 +18,6 @@ __all__ = [
     "LawViolation",
     "bits_equal",
     "is_close",
-    "named",
     "require_close",
     "require_same",
     "require_spec",
@@ -97,11 +96,6 @@ def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return torch.allclose(x, y, rtol=0.0, atol=tolerance * largest, equal_nan=True)
 
 
-def named(values: PyTree) -> list[tuple[str, Any]]:
-    """Return the name and the value of every leaf."""
-    return list(zip(tree.names(values), tree.leaves(values), strict=True))
-
-
 def _compare(
     what: str,
     found: PyTree,
@@ -115,7 +109,7 @@ def _compare(
     want_def = tree.flatten(expected)[1]
     if have_def != want_def:
         raise Breach(what, f"the tree is {have_def}, expected the structure of {expected_is}, {want_def}")
-    for a, (name, b) in zip(have, named(expected), strict=True):
+    for a, (name, b) in zip(have, tree.named_leaves(expected), strict=True):
         tensors = isinstance(a, Tensor), isinstance(b, Tensor)
         if same(a, b) if all(tensors) else not any(tensors) and (a is b or a == b):
             continue

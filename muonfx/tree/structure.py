@@ -234,6 +234,11 @@ def names(tree: PyTree) -> list[str]:
     return [".".join([str(entry) for entry in path]) for path in paths(tree)]
 
 
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """Return the name and the value of every leaf, in the order of `leaves`."""
+    return list(zip(names(tree), leaves(tree), strict=True))
+
+
 def paths(tree: PyTree) -> list[tuple[object, ...]]:
     """List the keys, indices and field names that lead to each leaf, in the order of `leaves`.
 

@@ -27,6 +27,7 @@ class Counter:
         self.backend = torch._dynamo.lookup_backend(backend)
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
+        """Count a graph, require that it reads no value, and compile it."""
         self.graphs += 1
         _require_no_value_read(graph)
         with without_torchs_own_warnings():

@@ -28,7 +28,7 @@ from muonfx.testing.laws.locality import (
     precise,
     wider_than,
 )
-from muonfx.testing.violation import Breach, named, require_close, require_same, tolerance_of
+from muonfx.testing.violation import Breach, require_close, require_same, tolerance_of
 from muonfx.tree import PyTree
 
 
@@ -82,7 +82,7 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     found = history(tx, _reversed(params), [_reversed(grads) for grads in steps])
     expected = history(tx, params, steps)
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
-        by_name = [dict(named(values)) for values in (one, other)]
+        by_name = [dict(tree.named_leaves(values)) for values in (one, other)]
         tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
         what = f"step {step}, with dicts in the other order, (updates, state)"
         require_close(what, by_name[0], by_name[1], "in this order", tolerance)
@@ -125,7 +125,7 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
     elif tx.locality in (Locality.MATRIX, Locality.LEAF):
         check_leaves(tx, params, steps, OTHERS_ABSENT)
     for grads, (updates, _) in zip(steps, history(tx, params, steps), strict=True):
-        for (name, grad), update in zip(named(grads), tree.leaves(updates), strict=True):
+        for (name, grad), update in zip(tree.named_leaves(grads), tree.leaves(updates), strict=True):
             if isinstance(update, Tensor) and update.shape != grad.shape:
                 raise Breach(f"updates {name!r}", f"has shape {tuple(update.shape)}, expected {tuple(grad.shape)}")
 
@@ -177,7 +177,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     >>> tx = mfx.orthogonalize(dtype=torch.float64, view=mfx.MatrixView(blocks=2))
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
-    shapes = {name: tuple(leaf.shape) for name, leaf in named(params)}
+    shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
     stacked, matrices = tx.on_stacks(shapes)
     matrices = {name: matrix for name, matrix in matrices.items() if prod(shapes[name])}
     if not matrices:
@@ -185,7 +185,9 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     for name, (rows, columns) in matrices.items():
         if prod(shapes[name]) % (rows * columns):
             raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
-    params, *steps = ({name: leaf for name, leaf in named(values) if name in matrices} for values in (params, *steps))
+    params, *steps = (
+        {name: leaf for name, leaf in tree.named_leaves(values) if name in matrices} for values in (params, *steps)
+    )
     whole = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
 

@@ -23,6 +23,8 @@ from muonfx.tree import PyTree
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
+    """Return the condition under which a law of a locality does not apply: the transform declares a wider one."""
+
     def why_not(tx: Transform) -> str | None:
         return f"its locality is {tx.locality.name}" if tx.locality > locality else None
 

@@ -11,7 +11,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.testing.examples import copied, copied_tree, history
 from muonfx.testing.law import law
-from muonfx.testing.violation import Breach, bits_equal, named, require_same, shown
+from muonfx.testing.violation import Breach, bits_equal, require_same, shown
 from muonfx.tree import PyTree
 
 
@@ -34,7 +34,7 @@ class Witness:
             now, now_def = tree.flatten(value)
             if now_def != treedef or any(a is not b for a, b in zip(now, leaves, strict=True)):
                 raise Breach(title, f"{when} has put other leaves into its container")
-            for (name, leaf), (old, version) in zip(named(value), kept, strict=True):
+            for (name, leaf), (old, version) in zip(tree.named_leaves(value), kept, strict=True):
                 if not isinstance(leaf, Tensor):
                     continue
                 if not bits_equal(leaf, old):
@@ -62,7 +62,7 @@ def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: lis
 
 def _filled(values: PyTree) -> list[tuple[str, Tensor]]:
     """Return the tensors with elements, by name."""
-    return [(name, leaf) for name, leaf in named(values) if isinstance(leaf, Tensor) and leaf.numel()]
+    return [(name, leaf) for name, leaf in tree.named_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
 
 
 def require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unless_same: bool = False) -> None:

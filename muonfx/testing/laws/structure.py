@@ -13,7 +13,7 @@ from muonfx.core import Transform
 from muonfx.core.contract import within
 from muonfx.testing.examples import Example, copied_tree, history, on_meta
 from muonfx.testing.law import law
-from muonfx.testing.violation import Breach, named, require_same, require_spec, shown
+from muonfx.testing.violation import Breach, require_same, require_spec, shown
 from muonfx.tree import PyTree
 
 
@@ -39,12 +39,12 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     for step, grads in enumerate(steps):
         before = copied_tree(state)
         updates, state = tx.run(grads, state, params)
-        leaves = dict(named(grads))
+        leaves = dict(tree.named_leaves(grads))
         seen |= {name for name, grad in leaves.items() if grad is not None and gathers}
         absent = {name for name, grad in leaves.items() if grad is None and name not in seen}
         if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
             raise Breach(f"step {step}", f"updates {updates!r} do not have the structure of the gradients {grads!r}")
-        for name, update in named(updates):
+        for name, update in tree.named_leaves(updates):
             if name in absent and update is not None:
                 raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
             if name not in absent and leaves[name] is not None and update is None:
@@ -52,7 +52,8 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
         if tree.flatten(state)[1] != tree.flatten(before)[1]:
             raise Breach(f"step {step}, state", "the structure has changed")
         kept, now = (
-            {place: x for place, x in named(held) if _owner(place, names) in absent} for held in (before, state)
+            {place: x for place, x in tree.named_leaves(held) if _owner(place, names) in absent}
+            for held in (before, state)
         )
         require_same(f"step {step}, state of None gradients,", now, kept, "before")
 
@@ -141,7 +142,7 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     state = tx.init(on_meta(params))
-    for name, leaf in named(state) if list(tree.tensors(params)) else ():
+    for name, leaf in tree.named_leaves(state) if list(tree.tensors(params)) else ():
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.device.type != "meta":
             raise Breach(f"state {name!r}", f"found {shown(leaf)} in memory, for parameters on the meta device")
     require_spec("state of meta parameters", state, tx.init(params), "init's on real ones", devices=False)
@@ -156,6 +157,6 @@ def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps
     >>> init_returns_a_state_that_needs_no_grad(mfx.master_params(mfx.scale(-1.0)), *Example.of({"w": (2, 3)}))
     """
     state = tx.init(tree.map(lambda p: p.detach().requires_grad_(), params))
-    for name, leaf in named(state):
+    for name, leaf in tree.named_leaves(state):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise Breach(f"state {name!r}", "requires grad: every step would keep the graphs of all earlier steps")
