@@ -8,7 +8,7 @@ and has no placeholders, which ``torch.func.vmap`` would not accept.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class _Assignment:
         self.what, self.given, self.kinds = what, given, kinds
         self._resolved: dict[Any, list[Any]] = {} if memory is None else memory
 
-    def __call__(self, params: PyTree, *, quiet: bool = False) -> tuple[list[str], list[Any]]:
-        """Return the names and values of the leaves; ``quiet`` suppresses warnings of the labels function."""
+    def __call__(self, params: PyTree, *, quiet: bool = False) -> dict[str, Any]:
+        """Return the value of each leaf by its name; ``quiet`` suppresses warnings of the labels function."""
         names = tree.names(params)
         # The key is not the tree's structure, which cannot be hashed under compilation.
         key: Any = tuple(names)
@@ -55,20 +55,18 @@ class _Assignment:
             shown = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
             key = tuple(zip(names, shown, strict=True))
         if torch.compiler.is_compiling():
-            return names, self._resolved[key] if key in self._resolved else self._resolve(params, names)
+            return self._resolved[key] if key in self._resolved else self._resolve(params, names)
         if key not in self._resolved:
             with warnings.catch_warnings():
                 if quiet:
                     warnings.simplefilter("ignore")
                 self._resolved[key] = self._resolve(params, names)
-        return names, self._resolved[key]
+        return self._resolved[key]
 
-    def of_updates(self, updates: PyTree, params: PyTree) -> tuple[list[str], list[Any]]:
-        """Return names and values at an update, from the gradients if no parameters are given."""
+    def of_updates(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
+        """Return the value of each leaf at an update, from the gradients if no parameters are given."""
         if params is None and callable(self.given):
-            absent = [
-                name for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True) if leaf is None
-            ]
+            absent = [name for name, leaf in tree.named_leaves(updates) if leaf is None]
             if absent:
                 raise ValueError(
                     f"{self.what}: a function decides by shapes, and {absent[0]!r} has no gradient: give parameters, "
@@ -76,7 +74,7 @@ class _Assignment:
                 )
         return self(updates if params is None else params, quiet=True)  # init has warned already
 
-    def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:
+    def _resolve(self, params: PyTree, names: list[str]) -> dict[str, Any]:
         given = self.given
         if isinstance(given, Predicate):
             given = dict.fromkeys(names, False) | {info.name: given(info) for info in read_params(params)[0]}
@@ -91,17 +89,17 @@ class _Assignment:
             given = _by_wrapped_name(given, names)
             if missing := [name for name in names if name not in given]:
                 raise ValueError(f"{self.what}: no value for {format_list(missing)}; every parameter needs one")
-            values = [given[name] for name in names]
+            values = {name: given[name] for name in names}
         elif tree.same_structure(given, params):
-            values = tree.leaves(given)
+            values = dict(zip(names, tree.leaves(given), strict=True))
         else:
             raise ValueError(
                 f"{self.what}: expected a tree of the structure of the parameters or a mapping by their dotted names, "
                 f"found a tree with leaves {format_list(tree.names(given))}, "
                 f"for parameters {format_list(tree.names(params))}"
             )
-        for name, value in zip(names, values, strict=True):
-            label = value.label if isinstance(value, Route) else value
+        for name, value in values.items():
+            label = _label_of(value)
             if not isinstance(label, self.kinds):
                 expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in self.kinds)
                 raise TypeError(f"{self.what}: the value for {name!r} is {label!r}, expected {expected}")
@@ -122,19 +120,19 @@ def _routes(labels: object, memory: Memory | None = None) -> _Assignment:
     return _Assignment("partition: labels", labels, (str, type(None)), memory)
 
 
-def _by_route(names: list[str], values: list[Any]) -> dict[str, Route]:
+def _label_of(value: Any) -> Any:
+    return value.label if isinstance(value, Route) else value
+
+
+def _by_route(values: Mapping[str, Any]) -> dict[str, Route]:
     """Return the route of each leaf; a plain label is a route without further fields."""
-    routes = (value if isinstance(value, Route) else Route(value) for value in values)
-    return dict(zip(names, routes, strict=True))
+    return {name: value if isinstance(value, Route) else Route(value) for name, value in values.items()}
 
 
-def _part(chosen: Sequence[Any], value: object, names: list[str], values: PyTree) -> dict[str, Any]:
+def _part(chosen: Mapping[str, Any], value: object, values: PyTree) -> dict[str, Any]:
     """Return the leaves whose chosen value is `value`, by name."""
-    return {
-        name: leaf
-        for name, choice, leaf in zip(names, chosen, tree.leaves(values), strict=True)
-        if choice is not None and choice == value
-    }
+    pairs = zip(chosen.items(), tree.leaves(values), strict=True)
+    return {name: leaf for (name, choice), leaf in pairs if choice is not None and choice == value}
 
 
 def _why(routes: Mapping[str, Route]) -> str:
@@ -225,15 +223,14 @@ def mask_patterns(tx: Transform) -> list[NamePatterns]:
 
 
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
-    routes = _by_route(*_routes(tx.arguments["labels"])(params))
+    routes = _by_route(_routes(tx.arguments["labels"])(params))
     _check_dims(tx.arguments["transforms"], routes, params)
     # The resolved transform may run on shards, whose dims differ: a 0-d parameter is 1-d in a flat buffer.
     return tx.replace(labels=Labels({name: route._replace(shape=None) for name, route in routes.items()}))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
-    names, chosen = _Assignment("masked: mask", tx.arguments["mask"], (bool,))(params)
-    return tx.replace(mask=dict(zip(names, chosen, strict=True)))
+    return tx.replace(mask=_Assignment("masked: mask", tx.arguments["mask"], (bool,))(params))
 
 
 @transform(
@@ -285,43 +282,39 @@ def partition(
             raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
     assign = _routes(labels, _memory)
 
-    def checked(found: tuple[list[str], list[Any]]) -> tuple[list[str], list[Any]]:
-        names, chosen = found[0], [own.label if isinstance(own, Route) else own for own in found[1]]
-        for name, label in zip(names, chosen, strict=True):
+    def checked(found: dict[str, Any]) -> dict[str, str | None]:
+        chosen = {name: _label_of(value) for name, value in found.items()}
+        for name, label in chosen.items():
             if label is not None and label not in transforms:
                 raise ValueError(
                     f"partition: {name!r} has the label {label!r}; the transforms are for "
                     f"{format_list(list(transforms))}"
                 )
-        return names, chosen
+        return chosen
 
     def init(params: PyTree) -> dict[str, PyTree]:
         found = assign(params)
-        names, chosen = checked(found)
-        routes = _by_route(*found)
+        chosen, routes = checked(found), _by_route(found)
         _check_dims(transforms, routes, params)
         _warn_of_views(transforms, routes)
         for label in transforms:
-            if label not in chosen:
+            if label not in chosen.values():
                 warn_caller(
                     f"partition: no parameter has the label {label!r}; its transform does nothing" + _why(routes)
                 )
-        return {label: tx.functions.init(_part(chosen, label, names, params)) for label, tx in transforms.items()}
+        return {label: tx.functions.init(_part(chosen, label, params)) for label, tx in transforms.items()}
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
-        names, chosen = checked(assign.of_updates(updates, params))
+        chosen = checked(assign.of_updates(updates, params))
         results: dict[str, Any] = {}
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
-            mine = None if params is None else _part(chosen, label, names, params)
-            out, new_state[label] = tx.run(
-                _part(chosen, label, names, updates), state[label], mine, donate=donate, **extras
-            )
+            mine = None if params is None else _part(chosen, label, params)
+            out, new_state[label] = tx.run(_part(chosen, label, updates), state[label], mine, donate=donate, **extras)
             results.update(out)
-        treedef = tree.flatten(updates)[1]
-        return tree.unflatten(treedef, [results.get(name) for name in names]), new_state
+        return tree.unflatten(tree.flatten(updates)[1], [results.get(name) for name in chosen]), new_state
 
     return init, update
 
@@ -364,23 +357,22 @@ def masked(
     assign = _Assignment("masked: mask", mask, (bool,), _memory)
 
     def init(params: PyTree) -> PyTree:
-        names, chosen = assign(params)
-        return inner.functions.init(_part(chosen, True, names, params))
+        return inner.functions.init(_part(assign(params), True, params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        names, chosen = assign.of_updates(updates, params)
-        mine = None if params is None else _part(chosen, True, names, params)
-        results, state = inner.run(_part(chosen, True, names, updates), state, mine, donate=donate, **extras)
+        chosen = assign.of_updates(updates, params)
+        mine = None if params is None else _part(chosen, True, params)
+        results, state = inner.run(_part(chosen, True, updates), state, mine, donate=donate, **extras)
         leaves, treedef = tree.flatten(updates)
-        merged = [results[name] if use else leaf for name, use, leaf in zip(names, chosen, leaves, strict=True)]
+        merged = [results[name] if chosen[name] else leaf for name, leaf in zip(chosen, leaves, strict=True)]
         return tree.unflatten(treedef, merged), state
 
     return init, update
 
 
 def resolve_mask(what: str, mask: Any, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
-    """Turn a mask of `masked` into a function from parameters to one bool per leaf; None is True for all."""
+    """Return a function from parameters to one bool for each leaf, given a mask of `masked`; None is True for all."""
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
     assign = _Assignment(what, mask, (bool,), memory)
-    return lambda params: assign(params)[1]
+    return lambda params: list(assign(params).values())
