@@ -19,38 +19,15 @@ from muonfx.contrib.schedule_free import ScheduleFreeState, schedule_free, sched
 from muonfx.contrib.sharpness import sam, sam_gradient
 from muonfx.contrib.spectral import clip_singular_values, scale_by_dual_norm
 
+# fmt: off
 __all__ = [
-    "AddNoiseState",
-    "AdemamixState",
-    "ConditionalState",
-    "DionState",
-    "DogState",
-    "DowgState",
-    "LookaheadState",
-    "NamoState",
-    "ProdigyState",
-    "ReduceOnPlateauState",
-    "SampledMomentumState",
-    "ScheduleFreeState",
-    "add_noise",
-    "clip_singular_values",
-    "conditionally_mask",
-    "conditionally_transform",
-    "lookahead",
-    "reduce_on_plateau",
-    "sam",
-    "sam_gradient",
-    "sampled_momentum",
-    "scale_by_ademamix",
-    "scale_by_dion",
-    "scale_by_dog",
-    "scale_by_dowg",
-    "scale_by_dual_norm",
-    "scale_by_namo",
-    "scale_by_prodigy",
-    "schedule_free",
-    "schedule_free_eval_params",
+    "AddNoiseState", "AdemamixState", "ConditionalState", "DionState", "DogState", "DowgState", "LookaheadState",
+    "NamoState", "ProdigyState", "ReduceOnPlateauState", "SampledMomentumState", "ScheduleFreeState", "add_noise",
+    "clip_singular_values", "conditionally_mask", "conditionally_transform", "lookahead", "reduce_on_plateau", "sam",
+    "sam_gradient", "sampled_momentum", "scale_by_ademamix", "scale_by_dion", "scale_by_dog", "scale_by_dowg",
+    "scale_by_dual_norm", "scale_by_namo", "scale_by_prodigy", "schedule_free", "schedule_free_eval_params",
 ]
+# fmt: on
 __all__ += recipes.__all__
 
 

@@ -18,31 +18,18 @@ from muonfx.testing.strategies import DTYPES, Pair, params_and_grads, trees
 from muonfx.testing.transforms import MATRIX_ONLY, arguments, chains, schedules, transforms
 from muonfx.testing.violation import LawViolation
 
+# fmt: off
 __all__ = [
     # checking a transform
-    "check_transform",
-    "laws_for",
-    "suitable_params",
-    "Report",
-    "LawViolation",
+    "check_transform", "laws_for", "suitable_params", "Report", "LawViolation",
     # laws
-    "laws",
-    "LAWS",
-    "Law",
-    "law",
+    "laws", "LAWS", "Law", "law",
     # examples
-    "Example",
-    "DTYPES",
-    "Pair",
-    "trees",
-    "params_and_grads",
+    "Example", "DTYPES", "Pair", "trees", "params_and_grads",
     # transforms to check
-    "MATRIX_ONLY",
-    "arguments",
-    "transforms",
-    "chains",
-    "schedules",
+    "MATRIX_ONLY", "arguments", "transforms", "chains", "schedules",
 ]
+# fmt: on
 
 
 def __dir__() -> list[str]:

@@ -33,31 +33,13 @@ from muonfx.tree.structure import copy_shared as copy_shared
 from muonfx.tree.structure import is_flat as is_flat
 from muonfx.tree.structure import named_leaves as named_leaves
 
+# fmt: off
 __all__ = [
-    "NAMESPACE",
-    "Present",
-    "PyTree",
-    "Spec",
-    "add",
-    "device_of",
-    "flatten",
-    "get",
-    "get_all",
-    "leaves",
-    "map",
-    "map_params",
-    "names",
-    "norm",
-    "paths",
-    "same_structure",
-    "scale",
-    "set",
-    "spec",
-    "subtrees",
-    "tensors",
-    "unflatten",
-    "vdot",
+    "NAMESPACE", "Present", "PyTree", "Spec", "add", "device_of", "flatten", "get", "get_all", "leaves", "map",
+    "map_params", "names", "norm", "paths", "same_structure", "scale", "set", "spec", "subtrees", "tensors",
+    "unflatten", "vdot",
 ]
+# fmt: on
 
 
 def __dir__() -> list[str]:
