@@ -98,14 +98,14 @@ _PARTS = (
 """An argument that is given as a value, arguments of that value, and the code that gives one of these."""
 
 
-def plain_kinds(annotation: object, names: Mapping[str, object] | None = None) -> frozenset[str]:
+def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
     """Return the members of a union if all are types and at least one is plain; empty means unchecked.
 
     An annotation in quotes is evaluated with the given names; if it cannot be, it is unchecked.
     """
     if isinstance(annotation, str):
         try:
-            annotation = eval(annotation, dict(names or {}))
+            annotation = eval(annotation, dict(names))
         except Exception:
             return frozenset()
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -246,6 +246,8 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
+            if not kinds[name]:
+                continue
             value = check_plain(owner, name, value, kinds[name])
             if isinstance(value, Tensor) and value.ndim and "float" in kinds[name]:
                 if value.numel() != 1:
@@ -274,13 +276,10 @@ def plain_fields(kind: type[T]) -> type[T]:
     return kind
 
 
-def kinds_of(
-    parameters: Mapping[str, inspect.Parameter], function: Callable[..., object] | None = None
-) -> dict[str, frozenset[str]]:
+def kinds_of(parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]) -> dict[str, frozenset[str]]:
     """Return the `plain_kinds` of each parameter; empty if it is variadic or its default is of another type."""
-    inner = None if function is None else inspect.unwrap(function)
-    module = sys.modules.get(getattr(inner, "__module__", ""))
-    names = getattr(inner, "__globals__", None) or getattr(module, "__dict__", {})  # a class has no globals
+    inner = inspect.unwrap(function)
+    names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals
     found: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
