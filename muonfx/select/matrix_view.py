@@ -151,7 +151,8 @@ class MatrixView:
         if isinstance(self.blocks, int):
             if size % self.blocks:
                 raise ValueError(f"{name!r}: {size} {self._axis_name} cannot be cut into {self.blocks} equal blocks")
-            return [_stack_blocks(matrix, self.blocks, self.axis)]
+            blocks = matrix.unflatten(self.axis, (self.blocks, size // self.blocks))
+            return [blocks if self.axis == -2 else blocks.movedim(-2, -3)]
         assert isinstance(self.blocks, tuple)  # `of` has resolved mappings
         if sum(self.blocks) != size:
             raise ValueError(
@@ -164,7 +165,8 @@ class MatrixView:
         if self.blocks is None:
             matrix = matrices[0]
         elif isinstance(self.blocks, int):
-            matrix = _unstack_blocks(matrices[0], self.axis)
+            (blocks,) = matrices
+            matrix = blocks.flatten(-3, -2) if self.axis == -2 else blocks.movedim(-3, -2).flatten(-2)
         else:
             matrix = torch.cat(matrices, dim=self.axis)
         if self.dims is None:
@@ -253,16 +255,3 @@ def _pick(setting: S | Mapping[str, S | None] | None, name: str) -> S | None:
     if not isinstance(setting, Mapping):
         return setting
     return next((value for pattern, value in setting.items() if matches(name, pattern)), None)
-
-
-def _stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
-    """Split (..., rows, columns) along rows (-2) or columns (-1) into equal blocks (..., count, rows, columns)."""
-    *batch, rows, columns = matrix.shape
-    if axis == -2:
-        return matrix.reshape(*batch, count, rows // count, columns)
-    return matrix.reshape(*batch, rows, count, columns // count).movedim(-2, -3)
-
-
-def _unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
-    """Concatenate equal blocks (..., count, rows, columns) along rows (-2) or columns (-1)."""
-    return stacked.flatten(-3, -2) if axis == -2 else stacked.movedim(-3, -2).flatten(-2)

@@ -77,9 +77,7 @@ class Labels(Mapping[str, Label]):
     def __len__(self) -> int:
         return len(self._routes)
 
-    def __eq__(self, other: object) -> bool:
-        return dict(self) == dict(cast("Mapping[str, Label]", other)) if isinstance(other, Mapping) else NotImplemented
-
+    # `Mapping` compares the labels of two mappings, without their routes and their order.
     def __hash__(self) -> int:
         return hash(frozenset(self.items()))
 

@@ -264,6 +264,7 @@ def is_convolution(info: ParamInfo) -> bool:
     return max(info.shape[2:]) <= _KERNEL_SIDE
 
 
+@functools.lru_cache(maxsize=1024)
 def class_name_fits(module: type | None, pattern: str) -> bool:
     """Return True if a pattern is found in the name of a class or of one of its bases."""
     return module is not None and any(re.search(pattern, base.__name__) for base in module.__mro__)
