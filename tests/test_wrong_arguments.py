@@ -110,7 +110,7 @@ WRONG = {
     "join_schedules([constant_schedule(1.0)], [3])": "one schedule more than boundaries",
     "qk_clip('*.attn')": r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'",
     "AttentionHeads('*', 2, key_dims=4)": r"key_dims must be a tuple \(first, end\)",
-    "masked(scale(2.0), select.module_type(torch.nn.Embedding))": "mask: .* asks for module types, and tensors",
+    "masked(scale(2.0), select.module_type(torch.nn.Embedding))": "mask: .* needs module types, which named tensors",
     "momentum().init({'a': {'b': torch.zeros(1)}, 'a.b': torch.zeros(1)})": "two leaves are named 'a.b'",
     "muon().init({'bias': torch.zeros(3)})": r"'bias' has shape \(3,\); a matrix is needed. Route vectors elsewhere",
     "partition({'slow': scale(1.0)}, {'w': 'fast'}).init(W)": "'w' has the label 'fast'; the transforms are for 'slow'",

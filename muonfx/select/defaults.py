@@ -86,40 +86,40 @@ def default_labels(
     3. a module that owns it, under any of its names, is an embedding: ``other``, and so is a head that is tied to one;
     4. such a module is a norm: ``other``;
     5. a factor of an adapter by name (``lora_A``, ``hada_w1_a``, ...) or a part of a parametrization (weight norm):
-       ``other``, for the product is the matrix, not the factor;
+       ``other``, because the weight is the product of its factors;
     6. fewer than two dimensions, or a bias by name: ``other``;
     7. by name an embedding, token or position table, an output head, a MoE router, a gain, a state-space layer's rates
        and the maps to them (``x_proj``, ``dt_proj``), the convolution that sees raw input, or a norm: ``other``;
     8. a shape without a matrix to orthogonalize: a side of 1 once flattened to (first dim, rest), a depthwise
        convolution (one vector a channel), a convolution from or to an image's (at most 3) channels, a matrix from or to
        at most 4 features and 32 times as many: ``other``;
-    9. what is left is a hidden matrix, a stack of them, a packed one, or a convolution: ``muon``.
+    9. every other parameter is a hidden matrix, a stack of matrices, a fused matrix, or a convolution: ``muon``.
 
-    Labels come with a view of each parameter that is not simply one matrix stored (out, in): stacks of experts,
-    transposed and fused matrices. ``Muon`` and ``muon_with_adamw`` apply these by default; other chains take them as
-    ``view=labels.view()``.
+    The labels have a view of each parameter that is not simply one matrix stored (out, in): stacks of experts,
+    transposed and fused matrices. ``Muon`` and ``muon_with_adamw`` apply these views by default. For other chains, pass
+    ``view=labels.view()`` to the transforms.
 
-    Given a model, types and names decide. Given only named tensors, as when ``partition`` calls this function, names
-    and shapes decide, and a warning lists the parameters that were labelled as hidden matrices;
-    `default_labels_by_name` does not warn. A component ``gate`` is a router, unless it is inside an expert or next to
-    an ``up`` or ``down`` matrix with as many dims, where it is the gate of a gated MLP.
+    With a model, types and names decide. With named tensors, as when ``partition`` calls this function, names and
+    shapes decide, and a warning lists the parameters that were labelled as hidden matrices; `default_labels_by_name`
+    does not warn. A component ``gate`` is a router, unless it is inside an expert or next to an ``up`` or ``down``
+    matrix with as many dims: then it is the gate of a gated MLP.
 
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
-        rules: your own (predicate, label) pairs; they win over everything below.
+        rules: your own (predicate, label) pairs; they take precedence over the default rules.
         muon: the label of hidden matrices.
         other: the label of the rest.
 
     Raises:
-        TypeError: a rule is no (Predicate, label) pair, or a parameter no tensor.
+        TypeError: a rule is not a (Predicate, label) pair, or a parameter is not a tensor.
         ValueError: a name occurs twice, or a parameter has no shape yet.
 
     Warns:
-        UserWarning: one of ``rules`` matches no parameter; tensors without a model were taken for hidden matrices; or
-            a hidden parameter of three or more dims is explained by no rule and would be flattened.
+        UserWarning: one of ``rules`` matches no parameter; named tensors without a model were labelled as hidden
+            matrices; or a hidden parameter has three or more dims for an unknown reason, and would be flattened.
 
     Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
-    and Moonlight, arXiv 2502.16982. To train routers with Muon is one rule: ``(path("*.gate.weight"), "muon")``.
+    and Moonlight, arXiv 2502.16982. To train routers with Muon, add the rule ``(path("*.gate.weight"), "muon")``.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 32))
@@ -133,9 +133,9 @@ def default_labels(
     by_name = not isinstance(model_or_params, nn.Module)
     assumed = [name for name in found if by_name and found[name] == muon and found.reason(name).startswith(_HIDDEN)]
     said = (
-        f" saw names and shapes, and no module types, and took these for hidden matrices: {format_list(assumed)}. An "
-        "embedding or a head whose name does not say so would be among them. Give the model, default_labels(model), or "
-        "say that names are enough: default_labels_by_name"
+        f" saw names and shapes, without module types, and labelled these as hidden matrices: {format_list(assumed)}. "
+        "An embedding or a head with an unusual name would be among them. Pass the model, default_labels(model), or "
+        "use default_labels_by_name if the names are reliable"
     )
     if (assumed or unexplained) and not torch.compiler.is_compiling():
         warn_caller(f"default_labels{said if assumed else ''}{unexplained}")
@@ -145,11 +145,11 @@ def default_labels(
 def default_labels_by_name(
     params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
 ) -> Labels:
-    """Label as `default_labels` does, for named tensors whose names are known to say what they are.
+    """Label named tensors as `default_labels` does, without the warning that module types are unknown.
 
-    Without a model there are no module types: an embedding called ``lookup`` looks like a hidden matrix, and a stack of
-    matrices like a convolution. Call this function only if there are none. Arguments and errors are the same as for
-    `default_labels`, without the warning.
+    Without module types, an embedding named ``lookup`` looks like a hidden matrix, and a stack of matrices like a
+    convolution. Use this function if there is no model and the names are reliable. Arguments and errors are those of
+    `default_labels`.
 
     >>> import torch
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
@@ -188,8 +188,8 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: 
         and not is_convolution(info)
     ]
     said = (
-        ": these have more than two dims for a reason that is not known, and are flattened behind the first: "
-        f"{format_list(unknown, str)}. Give Muon's orthogonalize, or each transform with a view, "
+        ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
+        f"{format_list(unknown, str)}. Give Muon's orthogonalize, or each transform that takes a view, "
         "view=muonfx.MatrixView(dims={'*.name': ((-2,), (-1,))}) for a stack of matrices (out, in), ((-1,), (-2,)) if "
         "each is (in, out), ((0,), (1, 2)) for one matrix whose columns are two dims"
     )

@@ -39,7 +39,7 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "block_axis": (lambda own: type(own) is int and own in (-2, -1), "-2 (rows) or -1 (columns)"),
 }
-"""The condition that each value of a setting meets, and its description for errors."""
+"""For each setting, the condition that its values must satisfy, and the description of valid values for errors."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -47,16 +47,17 @@ class MatrixView:
     """The matrices that a leaf consists of, for the transforms that work on matrices.
 
     Transforms take it as ``view=``. Each setting is one value for all leaves, or a mapping from globs over dotted names
-    to values. The first glob that matches a leaf's name counts; a leaf without a match has None.
+    to values. The first glob that matches the name of a leaf applies; without a match, the value is None.
 
     Args:
-        dims: the dims of a leaf that are rows and the dims that are columns; all others are batch dims. ``((-2,),
-            (-1,))`` treats each matrix of a stack of experts separately. None flattens all dims after the first into
-            columns, as for a convolution.
+        dims: the row dims and the column dims of a leaf; all other dims are batch dims. ``((-2,), (-1,))`` treats each
+            matrix of a stack of experts separately. None: the first dim is the rows, and all other dims are flattened
+            into columns, as for a convolution.
         blocks: split each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
             treat each block separately: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for updates by
             head.
-        block_axis: -2 splits rows (output features), -1 splits columns (input features); a leaf without a match has -2.
+        block_axis: the axis along which ``blocks`` splits: -2, the default, for rows (output features), or -1 for
+            columns (input features).
 
     Raises:
         ValueError: a setting is malformed; the message contains the expected form.
@@ -121,7 +122,7 @@ class MatrixView:
         return [views[settings] for settings in found]
 
     def extended(self, dims: Mapping[str, Dims], blocks: Mapping[str, Blocks]) -> MatrixView:
-        """Append settings by glob for leaves that this view does not cover. The blocks are blocks of rows."""
+        """Return a view with further settings by glob, for leaves that this view does not set. Blocks split rows."""
         axis = self.block_axis
         if blocks and axis != -2:
             axis = dict.fromkeys(blocks, -2) | (dict(axis) if isinstance(axis, Mapping) else {"*": axis})
@@ -139,7 +140,11 @@ class MatrixView:
         return self.block_axis
 
     def split(self, leaf: Tensor, name: str) -> list[Tensor]:
-        """View a leaf as matrices of shape (..., rows, columns): one tensor, or one for each of unequal blocks.
+        """Split a leaf into its matrices.
+
+        Returns:
+            One tensor of shape (..., rows, columns), in which equal blocks are a batch dim; or a tensor for each of
+            several unequal blocks.
 
         Raises:
             ValueError: the leaf is not a matrix, or does not fit the settings; the message contains its name.

@@ -29,13 +29,14 @@ class ParamInfo:
 
     Attributes:
         name: the dotted name, as the model or the caller gives it.
-        shape: the global shape, also where the tensor at hand is a shard.
+        shape: the global shape, also if the tensor is a shard.
         dtype: the tensor's dtype.
-        requires_grad: False only for an ``nn.Parameter`` that was frozen. A plain tensor counts as trainable: in
-            functional code no parameter requires grad.
-        module: the type of the module that owns the parameter; None when no model was given.
+        requires_grad: False for a frozen ``nn.Parameter``. It is True for a plain tensor, because parameters in
+            functional code do not require grad.
+        module: the type of the module that owns the parameter; None if no model was given.
         tied: the other names of the same tensor.
-        tied_modules: the types that own it under those names, in their order; empty when no model was given.
+        tied_modules: the types of the modules that own the tensor under the names in ``tied``, in the same order;
+            empty if no model was given.
 
     >>> ParamInfo("blocks.0.attn.weight", (8, 4)).numel
     32
@@ -61,13 +62,13 @@ class ParamInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of the tensor: its own first, those it is tied to, and each without its wrappers' components."""
+        """All names of the tensor: `name`, the tied names, and each of them without the components of wrappers."""
         own = (self.name, *self.tied)
         return tuple(dict.fromkeys((*own, *map(plain_name, own))))
 
     @property
     def modules(self) -> tuple[type, ...]:
-        """The types of all modules that own the tensor; empty when no model was given."""
+        """The types of all modules that own the tensor; empty if no model was given."""
         return () if self.module is None else (self.module, *self.tied_modules)
 
 

@@ -1,8 +1,8 @@
 """Different transforms for different parameters: `partition` and `masked`.
 
-Both pass the inner transform a flat dict of its own leaves under their dotted names, for any structure of the outer
-tree. A label's state holds only its leaves, is read as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``,
-and has no placeholders, which ``torch.func.vmap`` would not accept.
+For any structure of the tree, an inner transform receives a flat dict of its own leaves, with dotted names as keys. So
+its state contains these leaves only, as in ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``, and no
+placeholders for other leaves, which ``torch.func.vmap`` would not accept.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Assignment:
     """Resolves labels or a mask to one value per leaf, once for each structure of parameters."""
 
     # `given` is a tree, a mapping by name, or a function of the parameters that returns either and depends on names,
-    # shapes and dtypes only. `memory` keeps its results for a transform that is rebuilt at every step.
+    # shapes and dtypes only. `memory` caches the results for a transform that is rebuilt at every step.
     def __init__(self, what: str, given: Any, kinds: tuple[type, ...], memory: Memory | None = None) -> None:
         if asks_for_modules(given):
             raise ValueError(
-                f"{what}: {given!r} asks for module types, and tensors that come by name have none: it would match "
-                "nothing. Decide with the model at hand: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
+                f"{what}: {given!r} needs module types, which named tensors do not have, so it would match nothing. "
+                "Apply it to the model instead: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
             )
         self.what, self.given, self.kinds = what, given, kinds
         self._resolved: dict[Any, list[Any]] = {} if memory is None else memory
@@ -69,7 +69,7 @@ class _Assignment:
             absent = [name for name, leaf in tree.named_leaves(updates) if leaf is None]
             if absent:
                 raise ValueError(
-                    f"{self.what}: a function decides by shapes, and {absent[0]!r} has no gradient: give parameters, "
+                    f"{self.what}: a function decides by shapes, and {absent[0]!r} has no gradient; pass parameters, "
                     "update(updates, state, params)"
                 )
         return self(updates if params is None else params, quiet=True)  # init has warned already
@@ -169,9 +169,9 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
     }
     if found:
         warn_caller(
-            f"partition: the labels know dims of {format_list(list(found), str)}, and a transform for them has none: "
-            "each is flattened after its first dim: give it view=labels.view() (labels = default_labels(model)), or "
-            "labels=Labels(labels) if this is intended"
+            f"partition: the labels have dims for {format_list(list(found), str)}, and the view of their transform has "
+            "none, so all dims after the first are flattened. Give the transform view=labels.view(), with labels = "
+            "default_labels(model), or pass Labels(labels) if this is intended"
         )
     whole = {name: view for name, route, view in _uncovered(transforms, routes, "blocks") if route.suspected}
     if not whole:
@@ -251,19 +251,20 @@ def partition(
 
     Args:
         transforms: one transform for each label.
-        labels: a tree of strings like the parameters, a mapping from dotted name to label (such as `default_labels`
-            makes), or a function of the parameters that returns either and looks at names, shapes and dtypes only.
-            The label ``None`` leaves a parameter out: no state, and an update of ``None``.
+        labels: a tree of strings like the parameters, a mapping from dotted name to label, as `default_labels` returns,
+            or a function of the parameters that returns either and depends on names, shapes and dtypes only. A
+            parameter with the label None has no state, and its update is None.
 
     Raises:
         TypeError: a label is neither a string nor None; an entry is not a transform.
-        ValueError: a parameter has no label, or a label no transform. Or a tensor has more dims than the parameter for
-            which `Labels` were chosen, and would be flattened. The message names the parameter.
+        ValueError: a parameter has no label, or there is no transform for its label; or a tensor has more dims than the
+            parameter for which `Labels` were chosen, and would be flattened. The message names the parameter.
 
     Warns:
-        UserWarning: at `init`, a transform has no parameter (the message lists the labels and their reasons); or
-            labels know dims of a parameter that the transform for it was not given; or the name of a parameter suggests
-            a fused matrix (``qkv``, ``c_attn``) that is not split. The message has the line that splits it.
+        UserWarning: at `init`, in these cases. No parameter has the label of a transform: the message lists the labels
+            and their reasons. The labels have dims for a parameter, and the view of its transform has none. The name of
+            a parameter suggests a fused matrix (``qkv``, ``c_attn``) that is not split: the message has the code that
+            splits it.
 
     Example:
         >>> import muonfx as mfx
@@ -331,19 +332,19 @@ def masked(
     inner: Transform,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree],
 ):
-    """Apply a transform to some parameters and pass the updates of the others on unchanged.
+    """Apply a transform to some parameters, and return the updates of all others unchanged.
 
-    The state is the inner transform's, over a flat dict of just its leaves. Follows Optax's ``masked``.
+    The state is the inner transform's state for a flat dict of these parameters. Follows Optax's ``masked``.
 
     Args:
         inner: the transform for the parameters whose mask is true.
         mask: a tree of bools like the parameters, a mapping from dotted name to bool, a predicate of `muonfx.select`,
-            or a function of the parameters that returns a tree or mapping and looks at names, shapes and dtypes only.
+            or a function of the parameters that returns a tree or mapping and depends on names, shapes and dtypes only.
 
     Raises:
-        TypeError: a mask value is not a bool.
-        ValueError: a parameter has no mask value (the message names it), or a predicate needs module types, which
-            are unknown here.
+        TypeError: a value of the mask is not a bool.
+        ValueError: a parameter has no value in the mask (the message names it), or a predicate needs module types,
+            which named tensors do not have.
 
     Example:
         >>> import muonfx as mfx

@@ -20,8 +20,8 @@ __all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path
 class Predicate:
     """A condition on one parameter, as a value.
 
-    Predicates are compared by the arguments that built them, can be hashed and pickled, print as the code that builds
-    them, and combine with ``&``, ``|`` and ``~``. Build them with ``ndim``, ``path``, ``module_type`` and ``where``.
+    Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``. They
+    compare by their arguments, can be hashed and pickled, and print as the code that builds them.
 
     >>> tall = ndim(2) & ~path("*head*")
     >>> tall
@@ -89,10 +89,10 @@ _MATCHES: dict[str, Callable[..., bool]] = {
 
 @plain_arguments
 def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None) -> Predicate:
-    """Parameters with ``n`` dimensions, or with ``min`` to ``max`` of them, both ends included.
+    """Match parameters by their number of dimensions: exactly ``n``, or ``min`` to ``max``, both included.
 
     Raises:
-        ValueError: no bound is given, or both an exact number and a bound.
+        ValueError: there is no argument, or both ``n`` and a bound.
 
     >>> ndim(2), ndim(min=2)
     (ndim(2), ndim(min=2))
@@ -104,11 +104,11 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
 
 
 def path(*patterns: str) -> Predicate:
-    """Parameters with a name that fits one of the patterns.
+    """Match parameters by their names.
 
-    Patterns are matched by ``fnmatch.fnmatchcase`` against the whole dotted name: ``*`` matches anything, dots too,
-    ``?`` one character, ``[ab]`` one of a set. All names of a tied tensor are tried, with and without the components
-    that ``torch.compile``, FSDP and checkpointing wrappers add.
+    Each pattern is compared with the whole dotted name by ``fnmatch.fnmatchcase``: ``*`` matches any characters,
+    including dots, ``?`` one character, and ``[ab]`` one character of a set. A tied tensor matches by any of its names.
+    Names match with and without the components that ``torch.compile``, FSDP and activation checkpointing add.
 
     Raises:
         ValueError: no pattern is given.
@@ -126,10 +126,10 @@ def path(*patterns: str) -> Predicate:
 
 
 def module_type(*types: type | str) -> Predicate:
-    """Parameters owned by a module of one of the types, or of a subclass of one.
+    """Match parameters that are owned by a module of one of the types, or of a subclass.
 
-    A string is a pattern over class names, for classes that are not imported. A tied tensor has several owners and any
-    of them counts. Without a model no owner is known and nothing matches.
+    A string is a glob over class names, for classes that are not imported. A tied tensor matches if any of its owners
+    does. Without a model no owner is known, and nothing matches.
 
     Raises:
         ValueError: no type is given.
@@ -148,13 +148,13 @@ def module_type(*types: type | str) -> Predicate:
 
 @plain_arguments
 def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate:
-    """Parameters for which your own function returns True.
+    """Match parameters for which a function returns True.
 
-    It prints as ``where(fn, name)``, compares by function and name, and pickles if the function does: a function
-    defined in a module can be pickled, a lambda cannot.
+    The predicate prints as ``where(fn, name)``, and compares by function and name. It can be pickled if the function
+    can: a function of a module can, a lambda cannot.
 
     Raises:
-        TypeError: ``fn`` cannot be called.
+        TypeError: ``fn`` is not callable.
 
     >>> where(lambda info: info.shape[0] > 100, "tall")(ParamInfo("fc.weight", (128, 4)))
     True

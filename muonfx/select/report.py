@@ -30,7 +30,7 @@ class Routing(Shown):
     groups: tuple[Mapping[str, Any], ...] | None = None
     """The parameter groups of an optimizer; None for labels alone."""
     without_rate: Sequence[int] = ()
-    """The indices of the groups whose learning rate has no effect."""
+    """The indices of the groups on which ``lr`` has no effect."""
 
     def report(self) -> Report:
         """Return a row for each parameter, and totals by label or by the groups of an optimizer."""
@@ -76,20 +76,19 @@ class Routing(Shown):
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
-    """Describe the label of every parameter and its reason, with totals for each label.
+    """Tabulate the label of every parameter and its reason, with totals for each label.
 
-    If a parameter holds several matrices, or one stored transposed, two columns say which: their number and sides, and
-    the order in which they are stored. Names are never shortened, because rules are written from them. The label None,
-    which leaves a parameter out, shows as ``-``.
+    If a parameter holds several matrices, or a transposed matrix, two more columns show the number and sides of the
+    matrices, and the order in which they are stored. Names are never shortened, so that rules can be written from them.
+    The label None is shown as ``-``.
 
     Args:
-        what: labels, together with ``params``. Or one value alone: a model or named tensors, which are labelled by
-            ``default_labels``; or a `TransformOptimizer`, with two more tables of its groups and their hyperparameters.
+        what: labels, for the parameters in ``params``; a model or named tensors, which ``default_labels`` labels; or a
+            `TransformOptimizer`, for which two more tables show the groups and their hyperparameters.
         params: the parameters of the labels: a model, named tensors, or any pytree of tensors.
 
     Returns:
-        A value that prints as the table: ``print(describe(model))``, or by itself in a console, or as HTML in a
-        notebook.
+        A value that prints as the table in a terminal, and is shown as HTML in a notebook.
 
     Raises:
         TypeError: labels without parameters, or an optimizer whose groups have no names.
@@ -122,7 +121,7 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         raise ValueError(f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)")
     if unknown := sorted(set(labels) - {info.name for info in infos} - set(absent)):
         raise ValueError(
-            f"labels for {format_list(unknown)}, which are no parameters here; make the labels from these params"
+            f"labels for {format_list(unknown)}, which are not parameters here; make the labels from these params"
         )
     return Routing(infos, labels)
 

@@ -34,20 +34,20 @@ class Route(NamedTuple):
     view: MatrixView = MatrixView()
     """The matrices in the parameter; by default it is one matrix stored (out, in)."""
     shape: tuple[int, ...] | None = None
-    """The shape for which the label was chosen. ``partition`` refuses a tensor with more dims, such as a stack over
-    several models, if it would be flattened."""
+    """The shape for which the label was chosen. ``partition`` raises if a tensor has more dims, such as a stack over
+    several models, and would be flattened."""
     suspected: int | None = None
-    """The number of matrices that the parameter's name suggests, in a layer of unknown code; they are not split."""
+    """The number of fused matrices that the name suggests if the layer's code is unknown; they are not split."""
 
 
 class Labels(Mapping[str, Label]):
     """A frozen mapping from parameter name to label, which remembers each parameter's `Route`.
 
-    The label None leaves a parameter out of every group. Two ``Labels`` are equal if they give the same labels, in any
-    order; only the labels count in equality, hash and repr.
+    A parameter with the label None is in no group. Equality, hash and repr depend on the labels only, and not on their
+    order, reasons and views.
 
     Args:
-        routes: name to label or to `Route`. ``Labels(labels)`` keeps the labels alone, without matrices.
+        routes: a label or a `Route` for each name. ``Labels(labels)`` keeps the labels and drops reasons and views.
 
     Raises:
         TypeError: a name is not a string, or a label is neither a string nor None.
@@ -99,10 +99,9 @@ class Labels(Mapping[str, Label]):
         return {name: route.view for name, route in self._routes.items() if route.view != MatrixView()}
 
     def view(self, given: MatrixView = MatrixView()) -> MatrixView:
-        """Return one view for all parameters: the given one, then the views found for parameters it does not cover.
+        """Return one view for all parameters: the given view, extended by the views of the labels.
 
-        A parameter whose dims are given keeps the blocks that are given, because the blocks found are blocks of the
-        rows found.
+        If ``given`` sets the dims of a parameter, the view of its label is ignored: its blocks split other rows.
 
         >>> labels = Labels({"experts.gate_up": Route("muon", view=MatrixView(((-1,), (-2,)), 2)), "fc": "muon"})
         >>> labels.view()
@@ -136,14 +135,14 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
         rules: (predicate, label) pairs, tried in order. The label None leaves a parameter out.
-        default: the label of parameters that no rule matches; without it every parameter must be matched.
+        default: the label of parameters that no rule matches. Without a default, such a parameter is an error.
 
     Raises:
-        TypeError: a rule is no (Predicate, label) pair, or a parameter no tensor.
-        ValueError: a parameter is matched by no rule and there is no default, or a name occurs twice.
+        TypeError: a rule is not a (Predicate, label) pair, or a parameter is not a tensor.
+        ValueError: no rule matches a parameter and there is no default, or a name occurs twice.
 
     Warns:
-        UserWarning: a rule matches no parameter, which is most often a misspelt path.
+        UserWarning: a rule matches no parameter; usually its path is misspelt.
 
     >>> import torch
     >>> from muonfx.select import ndim, path

@@ -28,7 +28,7 @@ __all__ = ["PLAIN_LEAVES", "class_name_fits", "find_matrices", "is_convolution",
 
 T = TypeVar("T")
 Found = tuple[MatrixView, str, int | None]
-"""A view, a note for the report, and how many matrices a parameter's name suggests if its layer is unknown."""
+"""A view, a note for the report, and the number of matrices that the name suggests if the layer is unknown."""
 
 STACK: Dims = ((-2,), (-1,))
 TRANSPOSED_STACK: Dims = ((-1,), (-2,))
@@ -179,7 +179,7 @@ def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[st
     suspected = None
     if not parts and (suspected := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
         glob = "*." + ".".join(plain_name(info.name).split(".")[-2:])
-        parts = f"fused? Not split; if so, one whole after another, blocks={{{glob!r}: {suspected}}}"
+        parts = f"maybe fused, not split: to split equal parts, blocks={{{glob!r}: {suspected}}}"
     return MatrixView(view.dims, blocks), "; ".join(filter(None, (stored, parts))), suspected
 
 
@@ -271,7 +271,7 @@ def class_name_fits(module: type | None, pattern: str) -> bool:
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
-    """Return few and short globs that match each name with its value and none of the others."""
+    """Return values by a few short globs, each of which matches only names with its value and none of `others`."""
     # Globs begin with `*`, since wrappers add components in front of names.
     found: dict[str, T] = {}
     rest = [name for name in others if name not in values]

@@ -622,7 +622,9 @@ def test_a_question_that_makes_no_sense_is_refused(make, error):
 def test_named_tensors_taken_for_hidden_matrices_are_said_and_by_name_says_that_they_are():
     model = nn.ModuleDict({"lookup": nn.Embedding(8, 4), "up": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
     named = dict(model.named_parameters())
-    with pytest.warns(UserWarning, match=r"no module types, .* hidden matrices: 'lookup.weight', 'up.weight'\. An emb"):
+    with pytest.warns(
+        UserWarning, match=r"without module types, .* hidden matrices: 'lookup.weight', 'up.weight'\. An emb"
+    ):
         by_name = default_labels(named)
     assert by_name["lookup.weight"] == "muon"
     assert default_labels(model)["lookup.weight"] == "adamw"  # where the type is seen
@@ -636,7 +638,7 @@ def test_named_tensors_taken_for_hidden_matrices_are_said_and_by_name_says_that_
 def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
     params = {"h.fc.weight": torch.ones(4, 4), "h.fc.bias": torch.ones(4)}
     tx = muonfx.muon_with_adamw(0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32))
-    with pytest.warns(UserWarning, match="took these for hidden matrices: 'h.fc.weight'"):
+    with pytest.warns(UserWarning, match="labelled these as hidden matrices: 'h.fc.weight'"):
         state = tx.init(params)
     tx.replace().update(params, state, params)  # one that has met no parameters, as in another process
     silent = muonfx.muon_with_adamw(
@@ -649,7 +651,7 @@ def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
 def test_an_optimizer_of_named_groups_can_be_told_the_labels():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
     groups = [{"params": list(model[0].named_parameters(prefix="0"))}, {"params": [("1.weight", model[1].weight)]}]
-    with pytest.warns(UserWarning, match="took these for hidden matrices: '0.weight', '1.weight'"):
+    with pytest.warns(UserWarning, match="labelled these as hidden matrices: '0.weight', '1.weight'"):
         muonfx.Muon([dict(group) for group in groups])
     told = muonfx.Muon([dict(group) for group in groups], labels=default_labels(model))
     assert [group["label"] for group in told.param_groups] == ["adamw", "muon"]

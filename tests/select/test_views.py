@@ -203,10 +203,11 @@ def test_a_partition_that_does_not_use_the_dims_of_its_labels_is_warned_of():
     params = {name: param.detach() for name, param in model.named_parameters()}
     labels = default_labels(model)
     with pytest.warns(
-        UserWarning, match=r"'experts.gate_up_proj' \(hidden .* stack of 4 matrices.*give it view=labels.view"
+        UserWarning,
+        match=r"'experts.gate_up_proj' \(hidden .* stack of 4 matrices.*Give the transform view=labels.view",
     ):
         mfx.partition({"muon": mfx.muon(), "adamw": mfx.adamw()}, labels).init(params)
-    with pytest.warns(UserWarning, match="the labels know dims"):
+    with pytest.warns(UserWarning, match="the labels have dims"):
         mfx.muon_with_adamw(labels=default_labels_by_name).init(params)
     for muon, chosen in (
         (mfx.muon(orthogonalize=mfx.orthogonalize(view=labels.view())), labels),
@@ -236,7 +237,7 @@ def test_the_report_says_which_matrices_there_are_and_how_they_are_stored():
     lines = str(mfx.describe(model)).splitlines()
     assert lines[0].split() == ["parameter", "shape", "label", "matrices", "stored", "rule"]
     assert (
-        "4 x 8 x 12  muon   4 of 12 x 8  in, out  hidden matrix (3-D); stack of 4 matrices; fused? Not split"
+        "4 x 8 x 12  muon   4 of 12 x 8  in, out  hidden matrix (3-D); stack of 4 matrices; maybe fused, not split"
         in lines[1]
     )
     assert "4 of 8 x 6   in, out  hidden matrix (3-D); stack of 4 matrices" in lines[2]
