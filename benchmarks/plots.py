@@ -111,7 +111,7 @@ def draw_training() -> None:
         axes.set_title(f"{size} parameters, 300 steps, 3 seeds", loc="left", fontsize=10, color=GREY)
     all_axes[0, 0].set_ylabel("validation loss, nats per byte", color=GREY)
     _write(plt, figure, all_axes[0, 0], TRAINING_PICTURE, columns=3)
-    figure, axes = plt.subplots(figsize=(7.2, 3.3), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
     _losses(axes, curves(found, sizes[-1]), HEADLINE)
     axes.set_ylabel("validation loss, nats per byte", color=GREY)
     axes.set_xlabel("peak learning rate", color=GREY)  # of all parameters under AdamW

@@ -64,6 +64,7 @@ trim_doctest_flags = True
 html_theme = "pydata_sphinx_theme"
 html_title = "muonfx"
 html_static_path = ["_static"]
+templates_path = ["_templates"]
 html_css_files = ["muonfx.css"]
 html_logo = "assets/logo.svg"
 html_favicon = "assets/logo.svg"
@@ -75,12 +76,15 @@ html_show_sphinx = False
 html_last_updated_fmt = None
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
 html_theme_options = {
+    "logo": {"text": "muonfx"},
+    "icon_links": [{"name": "Repository", "url": "https://github.com/muonfx/muonfx", "icon": "fa-brands fa-github"}],
     "navbar_align": "left",
-    "navbar_end": ["theme-switcher"],
+    "navbar_start": ["navbar-logo", "version"],
+    "navbar_end": ["theme-switcher", "navbar-icon-links"],
     "header_links_before_dropdown": 7,
     "show_toc_level": 2,
     "navigation_with_keys": False,
-    "secondary_sidebar_items": ["page-toc"],
+    "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
     "article_footer_items": [],
     "footer_start": ["copyright"],
     "footer_end": [],
@@ -95,12 +99,17 @@ copybutton_exclude = ".linenos, .gp, .go"  # the prompt and what it answered sta
 search_words = {
     "getting-started": ["install", "quickstart"],
     "torch-optimizer": ["torch.optim.lr_scheduler", "param groups", "GradScaler"],
+    "api/transforms-around": ["EMA", "exponential moving average", "gradient accumulation"],
     "api/schedules": ["schedule", "learning rate schedule", "cosine", "warmup"],
     "concepts/hyperparameters": ["learning rate", "learning rate schedule", "lr", "sweep"],
     "concepts/state": ["bf16", "bfloat16", "fp16", "fp32", "dtype", "int8", "fp8", "state dtype", "memory"],
     "concepts/numerics": ["bf16", "Newton-Schulz", "coefficients", "TF32"],
-    "concepts/chains": ["weight decay", "gradient clipping"],
+    "concepts/chains": ["gradient clipping"],
+    "setting-the-numbers": ["weight decay", "nesterov", "momentum coefficient"],
+    "mixed-precision": ["mixed precision", "autocast", "AMP"],
+    "compile": ["torch.compile", "CUDA graphs"],
     "routing": ["embedding", "embeddings", "which parameters", "param groups"],
+    "fused-weights": ["per-head", "heads", "qkv"],
     "sharding": ["FSDP", "FSDP2", "fully_shard", "DTensor", "ZeRO", "DDP", "HSDP", "tensor parallel", "distributed"],
     "engines": ["FSDP", "DDP"],
     "checkpoints": ["resume", "save", "load", "state_dict"],
