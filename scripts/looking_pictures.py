@@ -37,8 +37,8 @@ def pictures() -> dict[str, Axes]:
     """The axes of each picture, by the name of its file."""
     params = params_of_a_model()
     labels = mfx.select.default_labels_by_name(params)
-    found = {"looking-band": mfx.plot.plot_band("polar_express_5")}
-    mfx.plot.plot_band("keller", ax=found["looking-band"])
+    found = {"looking-polynomial": mfx.plot.plot_polynomial("polar_express_5")}
+    mfx.plot.plot_polynomial("keller", ax=found["looking-polynomial"])
 
     matrix = params["blocks.0.mlp.up"] @ torch.diag(torch.logspace(0, -2, 64))
     found["looking-spectrum"] = mfx.plot.plot_spectrum(matrix, mfx.polar.orthogonalize(matrix, dtype=torch.float32))

@@ -1,12 +1,12 @@
-"""Plots of optimizers: polynomials, spectra, sizes of updates, sharding plans and the memory of states.
+"""Plots of optimizers: losses over seeds, polynomials, spectra, sizes of updates, sharding plans, memory of states.
 
 Every function draws on one matplotlib ``Axes`` and returns it. Without ``ax``, it creates one in the `style` of the
 package, which is legible on light and dark pages. Needs matplotlib:
 ``pip install 'muonfx[examples]'``.
 
 >>> import muonfx as mfx
->>> ax = mfx.plot.plot_band("keller")
->>> ax.figure.savefig("band.svg")  # doctest: +SKIP
+>>> ax = mfx.plot.plot_polynomial("keller")
+>>> ax.figure.savefig("keller.svg")  # doctest: +SKIP
 """
 
 try:
@@ -16,13 +16,15 @@ except ImportError as error:
 
 from muonfx.plot.axes import COLORS, style
 from muonfx.plot.plans import plot_plan
-from muonfx.plot.spectra import plot_band, plot_spectrum
+from muonfx.plot.runs import plot_band
+from muonfx.plot.spectra import plot_polynomial, plot_spectrum
 from muonfx.plot.states import plot_state_memory, plot_update_rms
 
 __all__ = [
     "COLORS",
     "plot_band",
     "plot_plan",
+    "plot_polynomial",
     "plot_spectrum",
     "plot_state_memory",
     "plot_update_rms",

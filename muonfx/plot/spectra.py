@@ -15,10 +15,10 @@ from muonfx.polar.coefficients import coefficients as resolve
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_band", "plot_spectrum"]
+__all__ = ["plot_polynomial", "plot_spectrum"]
 
 
-def plot_band(
+def plot_polynomial(
     coefficients: CoefficientsLike,
     *,
     steps: int | None = None,
@@ -43,7 +43,7 @@ def plot_band(
         ValueError: ``lower`` outside (0, 1], or an unknown set.
 
     >>> import muonfx as mfx
-    >>> ax = mfx.plot.plot_band("keller")
+    >>> ax = mfx.plot.plot_polynomial("keller")
     >>> ax.get_xlabel(), ax.lines[0].get_label()
     ('singular value, over the Frobenius norm', 'keller: 0.68 to 1.13')
     """

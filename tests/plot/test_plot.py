@@ -38,12 +38,25 @@ def sums(ax, rows: int) -> list[float]:
     return found
 
 
+# --------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_band_is_the_mean_and_the_range_of_its_runs():
+    runs = torch.tensor([[1.0, 0.5], [2.0, 0.25], [3.0, 0.75]])
+    ax = mfx.plot.plot_band(runs, [10, 20], label="Muon")
+    (line,) = ax.lines
+    assert line.get_label() == "Muon"
+    assert [list(data) for data in line.get_data()] == [[10, 20], [2.0, 0.5]]
+    corners = {tuple(corner) for corner in ax.collections[0].get_paths()[0].vertices}
+    assert corners == {(10, 1.0), (10, 3.0), (20, 0.25), (20, 0.75)}
+
+
 # -------------------------------------------------------------------------------------------------------------- polar
 
 
 @pytest.mark.parametrize("name", ["keller", "cubic"])
-def test_a_band_is_the_polynomial_and_its_range(name: str):
-    ax = mfx.plot.plot_band(name, lower=0.05)
+def test_a_polynomial_is_drawn_with_the_band_of_its_values(name: str):
+    ax = mfx.plot.plot_polynomial(name, lower=0.05)
     x, y = (torch.tensor(list(data), dtype=torch.float64) for data in ax.lines[0].get_data())
     assert (x[0].item(), x[-1].item()) == pytest.approx((1e-4, 1.0))
     torch.testing.assert_close(y, mfx.polar.scalar_polynomial(name, x))
@@ -136,7 +149,9 @@ def plan_without_matrices() -> object:
         (lambda: mfx.plot.plot_plan(mfx.muon(0.1)), "plan must be a result of .*plan_for.* found Transform"),
         (lambda: mfx.plot.plot_spectrum({"w": torch.ones(2, 2)}), "before must be one matrix, a tensor .*, found dict"),
         (lambda: mfx.plot.plot_spectrum(torch.zeros(2, 3, 4)), r"before must be one matrix.*, found shape \(2, 3, 4\)"),
-        (lambda: mfx.plot.plot_band("keller", ax=3), "ax must be one matplotlib Axes, found int"),
+        (lambda: mfx.plot.plot_band([0.5, 0.4]), r"runs must be a table .* found shape \(2,\)"),
+        (lambda: mfx.plot.plot_band([[0.5, 0.4]], [1]), r"x must have one value for each of 2 points"),
+        (lambda: mfx.plot.plot_polynomial("keller", ax=3), "ax must be one matplotlib Axes, found int"),
     ],
 )
 def test_what_cannot_be_drawn_is_named(draw: Callable[[], object], message: str):
