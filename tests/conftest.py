@@ -32,3 +32,11 @@ def world() -> Iterator[World]:
     made = World()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[World]:
+    """Two processes whose default group has two ranks: torch broadcasts state dicts in the default group."""
+    made = World(2)
+    yield made
+    made.close()

@@ -19,9 +19,12 @@ PAGES = ["checkpoints.md", "muonclip.md", "sharding.md", "sharding-agreement.md"
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
     """Processes whose default group has as many ranks as there are of them."""
-    made = World(request.param)
-    yield made
-    made.close()
+    if request.param == 2:
+        yield request.getfixturevalue("pair")
+    else:
+        made = World(request.param)
+        yield made
+        made.close()
 
 
 def read_out(here: Here, page: str, folder: Path) -> int:

@@ -1,6 +1,5 @@
 """`TransformOptimizer` over sharded models, with real processes: the parameters and states of one process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +106,6 @@ def test_copies_on_different_meshes_that_differ_are_an_error(world: World):
 
 
 # ------------------------------------------------------------------------------------------- torch's own formats
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    """Two processes by themselves: torch broadcasts state dicts in the default group."""
-    found = World(2)
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize(
