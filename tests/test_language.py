@@ -1,6 +1,7 @@
 """The mechanical part of plain English: phrases that docstrings and pages avoid."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,13 +42,17 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 MODULES = sorted((ROOT / "muonfx").rglob("*.py"))
 
 
+@functools.cache
+def all_lines() -> list[tuple[Path, int, str]]:
+    lines = [(path, *line) for path in MODULES for line in docstrings(path)]
+    return lines + [(path, *line) for path in PAGES for line in prose(path)]
+
+
 @pytest.mark.parametrize("phrase", AVOIDED)
 def test_docstrings_and_pages_avoid(phrase: str):
-    lines = [(path, *line) for path in MODULES for line in docstrings(path)]
-    lines += [(path, *line) for path in PAGES for line in prose(path)]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line}"
-        for path, number, line in lines
+        for path, number, line in all_lines()
         if re.search(AVOIDED[phrase], line) and not any(text in line for text in ALLOWED)
     ]
     assert not found, "\n".join(found)

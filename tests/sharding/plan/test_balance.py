@@ -81,7 +81,7 @@ def test_models_are_balanced_at_all_sizes(name: str, device: str):
     kinds = [kind for kind in model(name).kinds for _ in range(kind.repeats)]
     costs = [newton_schulz_cost(kind.shape, device).load if kind.muon else 0.0 for kind in kinds]
     matrices = [cost for cost, kind in zip(costs, kinds, strict=True) if kind.muon]
-    for ranks in (8, 16, 32, 64, 128, 256, 512):
+    for ranks in (8, 64, 512):
         assert busiest(matrices, assigned(matrices, ranks), ranks) <= 1.05 * lower_bound(matrices, ranks), ranks
     sizes = [kind.numel for kind in kinds]
     for ranks in (8, 64, 512):
