@@ -89,6 +89,7 @@ def test_a_leaf_is_updated_in_a_mixed_tree_as_alone(name: str):
             assert bits_equal(updates[leaf], own[leaf]), leaf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scale_by_adam", "accumulate"])
 def test_mixed_trees_compile(name: str):
     example = kit.Example(drawn(MIXED), [drawn(MIXED, seed) for seed in (1, 2)])
