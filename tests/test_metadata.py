@@ -54,11 +54,21 @@ def test_project_urls_name_one_repository(metadata: Message):
             assert (ROOT / url.removeprefix(BLOB)).exists()
 
 
-@pytest.mark.parametrize(("version", "is_refused"), [("2.12.1+cpu", True), ("{floor}.0a0+git1", False)])
-def test_an_older_torch_is_refused_at_import(version: str, is_refused: bool):
+TRY_TO_IMPORT = """
+import sys, torch
+for torch.__version__ in sys.argv[1:]:
+    try:
+        import muonfx
+    except ImportError as error:
+        print(error)
+    else:
+        print("imported")
+"""
+
+
+def test_an_older_torch_is_refused_at_import():
     floor = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[0]
-    found = version.format(floor=floor)
-    code = f"import torch; torch.__version__ = '{found}'; import muonfx"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    advice = f"muonfx needs torch {floor} or later, found torch {found}: pip install --upgrade 'torch>={floor}'"
-    assert ran.stderr.splitlines()[-1:] == [f"ImportError: {advice}"] * is_refused
+    command = [sys.executable, "-c", TRY_TO_IMPORT, "2.12.1+cpu", f"{floor}.0a0+git1"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    advice = f"muonfx needs torch {floor} or later, found torch 2.12.1+cpu: pip install --upgrade 'torch>={floor}'"
+    assert said.splitlines() == [advice, "imported"]
