@@ -183,19 +183,6 @@ def test_a_state_of_another_chain_or_other_parameters_is_refused():
         tx.update(PARAMS, low, PARAMS)
 
 
-def test_each_labels_state_holds_only_its_leaves_by_dotted_name():
-    params = {"blocks": [{"q": torch.zeros(2, 2), "b": torch.zeros(2)}]}
-    tx = mfx.partition(
-        {"m": mfx.chain(mfx.momentum()), "a": mfx.scale_by_adam()},
-        lambda p: mfx.tree.map(lambda x: "m" if x.ndim == 2 else "a", p),
-    )
-    state = tx.init(params)
-    assert list(state["m"]["momentum"].trace) == ["blocks.0.q"]
-    assert list(state["a"].mu) == ["blocks.0.b"]
-    updates, _ = tx.update(mfx.tree.map(torch.ones_like, params), state, params)
-    assert mfx.tree.names(updates) == ["blocks.0.b", "blocks.0.q"]
-
-
 def test_a_transform_receives_the_extras_that_it_names_and_a_chain_passes_all_on():
     seen: dict[str, object] = {}
 

@@ -34,19 +34,6 @@ def test_the_loss_may_carry_a_graph_and_be_a_number():
     assert float(state.best_value) == 1.0
 
 
-def test_an_optimizer_hands_the_loss_on():
-    model = nn.Linear(2, 1)
-    optimizer = mfx.TransformOptimizer(
-        model, mfx.chain(mfx.scale_by_learning_rate(0.1), mfx.contrib.reduce_on_plateau(0.5, patience=1))
-    )
-    for _ in range(3):
-        model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
-        optimizer.step(value=1.0)
-    assert float(optimizer.transform_state["reduce_on_plateau"].scale) == 0.25
-    with pytest.raises(TypeError, match=r"needs the named extra value"):
-        optimizer.step()
-
-
 def test_a_loss_of_several_elements_is_refused():
     tx = mfx.contrib.reduce_on_plateau()
     with pytest.raises(ValueError, match="one element"):

@@ -71,33 +71,12 @@ def test_each_step_uses_the_schedules_number(name: str):
         torch.testing.assert_close(followed[step], updates)
 
 
-def test_the_state_is_the_plain_one_with_a_count():
-    tx = mfx.scale_by_adam(b1=RISING, eps=mfx.constant_schedule(1e-3))
-    state = tx.init(PARAMS)
-    assert int(state.count) == 0
-    assert mfx.tree.spec(state.inner) == mfx.tree.spec(mfx.scale_by_adam().init(PARAMS))
-    _, state = run(tx)
-    assert int(state.count) == STEPS
-
-
 def test_localities_extras_and_promises_are_those_of_the_transform():
     for plain, tx in ((make(0.5), make(RISING)) for make in MAKERS.values()):
         assert (tx.locality, tx.reads_params) == (plain.locality, plain.reads_params)
         assert (tx.extras, tx.keeps_donation_promise) == (plain.extras, plain.keeps_donation_promise)
     updates, _ = shifted(RISING).update(PARAMS, shifted(RISING).init(PARAMS), more=1.0)
     assert torch.equal(updates["b"], torch.full((3,), 2.5))
-
-
-def test_steps_recompile_nothing():
-    compiled = torch.compile(lambda tx, g, s: tx.update(g, s), fullgraph=True, backend="eager")
-    tx = mfx.chain(mfx.momentum(RISING), mfx.scale(mfx.linear_schedule(-0.1, -0.01, 4)))
-    state, found = tx.init(PARAMS), []
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for step in range(STEPS):
-            updates, state = compiled(tx, GRADS[step], state)
-            found.append(updates)
-    torch.testing.assert_close(found, run(tx)[0])
 
 
 def test_a_rate_that_would_overflow_after_the_run_is_accepted():
