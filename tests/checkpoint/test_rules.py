@@ -9,7 +9,6 @@ import torch
 
 import muonfx as mfx
 from muonfx.checkpoint import MismatchError, NotFoundError
-from muonfx.checkpoint.target import matches
 from muonfx.polar import policy
 from muonfx.tree.dtypes import DTYPES, NAMES, SAFETENSORS_NAMES, widens
 from tests.checkpoint.common import assert_same_tree, grads_like, small_params, trained
@@ -222,14 +221,6 @@ def test_an_absent_leaf_is_no_leaf(tmp_path: Path):
     for like, problem in (({"a": torch.ones(2), "b": torch.ones(2)}, "missing"), ({"a": None, "b": None}, "extra")):
         with pytest.raises(MismatchError, match=problem):
             ck.load(tmp_path, like=like)
-
-
-def test_patterns_mean_names_levels_and_globs():
-    name = f"momentum/trace/{W}"
-    for pattern in (name, "momentum", "momentum/", "momentum/trace", "*", f"*/{W}", "momentum/*.weight"):
-        assert matches(pattern, name), pattern
-    for pattern in ("", "mom", "momentum/tra", "trace", W, "Momentum"):
-        assert not matches(pattern, name), pattern
 
 
 @pytest.mark.parametrize(

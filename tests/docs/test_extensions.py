@@ -9,7 +9,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "_extensions")]
 import api_pages  # noqa: E402
 import code_references  # noqa: E402
-import notebook_pages  # noqa: E402
 import public_api  # noqa: E402
 
 
@@ -43,13 +42,6 @@ def test_a_block_gives_every_name_a_row_and_an_entry():
 def test_a_module_without_public_names_is_refused():
     with pytest.raises(LookupError, match=r"muonfx\.sharding\.boxes defines no public name"):
         public_api.symbols_of("muonfx.sharding.boxes")
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
-def test_a_notebook_opens_with_the_question_that_it_answers(path: Path):
-    title, question = notebook_pages.question(path)
-    assert title
-    assert question.endswith(("?", ".")), f"{path.name}: the first cell should say its question in bold: {question!r}"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import pickle
 import random
-import warnings
 from collections import OrderedDict
 from types import MappingProxyType
 from typing import NamedTuple
@@ -310,15 +309,6 @@ def test_models_are_routed_as_in_practice(make, by_name_alone):
     assert {name for name, label in found.items() if label is None} == {
         name for name, p in params.items() if not p.requires_grad
     }
-
-
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_wrappers_change_names_and_no_label(make):
-    model = make()
-    wrapped = nn.Module()
-    wrapped.add_module("_orig_mod", model)
-    inner = default_labels(model)
-    assert default_labels(wrapped) == {f"_orig_mod.{name}": label for name, label in inner.items()}
 
 
 def reasons(model) -> dict[str, str]:
@@ -662,15 +652,6 @@ def test_an_optimizer_of_named_groups_can_be_told_the_labels():
     rules = [(path("1.*"), None)]
     ruled = muonfx.Muon(groups[1:], labels=lambda model: default_labels(model, rules), model=model)
     assert not ruled.param_groups[0].get("label")
-
-
-def test_an_optimizer_for_a_model_without_hidden_matrices_says_why_there_are_none():
-    model = nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4))
-    with pytest.warns(UserWarning, match="no parameter has the label 'muon'.*'0.weight' is 'adamw': embedding"):
-        muonfx.Muon(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        muonfx.Muon(nn.Linear(4, 4, bias=False))  # nothing for AdamW is nothing to warn of
 
 
 @pytest.mark.filterwarnings("ignore:partition. by their names")
