@@ -1,9 +1,9 @@
 """What small language models end at with each candidate for the default, over seeds, rates and sizes.
 
 The model, the text, the loop and the learning rate's schedule are those of ``examples/train_gpt.py``; so is the
-comparison with ``torch.optim.Muon``. Candidates differ only in what is studied: the coefficients, the number of steps, the
-scaling, the dtype. Each is run at every rate of a grid with every seed, and all candidates of one scaling have the same
-grid. A seed decides initial weights and batches, so runs of one seed are compared with one another.
+comparison with ``torch.optim.Muon``. Candidates differ only in what is studied: the coefficients, the number of steps,
+the scaling, the dtype. Each is run at every rate of a grid with every seed, and all candidates of one scaling have the
+same grid. A seed decides initial weights and batches, so runs of one seed are compared with one another.
 
 Runs take minutes each and hours together: finished ones are kept in ``results/training_quality.json`` and not repeated.
 """
