@@ -231,24 +231,25 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
     if type(donate) is not bool:
         raise TypeError(f"apply_updates: donate must be True or False, found {donate!r}")
 
-    def add(param: Tensor | None, update: Tensor | None) -> Tensor | None:
-        if param is None or update is None:
-            return param
-        if update.shape != param.shape:
+    leaves, treedef = tree.flatten(params)
+    if not torch.compiler.is_compiling():
+        warn_of_growing_graphs("apply_updates", params, leaves, updates)
+    try:
+        changes = tree.subtrees(treedef, updates)
+        # Shapes are compared before anything is overwritten; tensors of other shapes would be broadcast.
+        present = [(own, new) for own, new in zip(leaves, changes, strict=True) if not (own is None or new is None)]
+        if [new for own, new in present if new.shape != own.shape]:
             check_updates_fit(params, updates)
         if donate:
-            return param.add_(update)
-        return (param + update).to(param.dtype)
-
-    if not torch.compiler.is_compiling():
-        warn_of_growing_graphs("apply_updates", params, tree.leaves(params), updates)
-    if donate:
-        check_writable("apply_updates: params", params)
-        params = copied_where_shared(params, updates)
-    try:
-        return tree.map(add, params, updates)
+            check_writable("apply_updates: params", params)
+            leaves = copied_where_shared(leaves, changes)
+        added = [
+            own if own is None or new is None else own.add_(new) if donate else (own + new).to(own.dtype)
+            for own, new in zip(leaves, changes, strict=True)
+        ]
     except (AttributeError, TypeError, ValueError):
         check_floating("params", params)
         check_floating("updates", updates)
         check_updates_fit(params, updates)
         raise
+    return tree.unflatten(treedef, added)

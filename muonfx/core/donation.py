@@ -60,10 +60,10 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
     return donate, updates, state
 
 
-def copied_where_shared(given: PyTree, other: PyTree) -> PyTree:
-    """Copy the leaves of the first tree that share memory with another leaf of either tree."""
-    own = tree.leaves(given)
-    return _copied(given, {place for place in _shared([*own, *tree.leaves(other)]) if place < len(own)})
+def copied_where_shared(given: list[Any], others: list[Any]) -> list[Any]:
+    """Copy the leaves of the first list that share memory with another leaf of either list."""
+    shared = _shared([*given, *others])
+    return [leaf.clone() if place in shared else leaf for place, leaf in enumerate(given)] if shared else given
 
 
 def _copied(given: PyTree, places: set[int]) -> PyTree:
@@ -102,6 +102,8 @@ def _in_memory(leaf: Tensor) -> Tensor:
 def check_writable(what: str, params: PyTree) -> None:
     """Require parameters without overlapping elements, so that updates can be added in place."""
     for place, leaf in enumerate(tree.leaves(params)):
+        if type(leaf) in _PLAIN and leaf.is_contiguous():
+            continue
         if isinstance(leaf, Tensor) and overlaps_itself(_in_memory(leaf)):
             raise ValueError(
                 f"{what}: {tree.names(params)[place]!r} of shape {tuple(leaf.shape)} and strides {leaf.stride()} has "
