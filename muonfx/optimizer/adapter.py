@@ -9,19 +9,17 @@ state and runs the steps, in one process or over ranks.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from muonfx.core import Donation, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
-from muonfx.optimizer.attachment import Attachment, check_real, check_usable, models_of
+from muonfx.optimizer.attachment import Attachment, check_real, models_of
+from muonfx.optimizer.following import FollowingOptimizer
 from muonfx.optimizer.groups import (
     NamedParameters,
     check_once,
@@ -33,13 +31,11 @@ from muonfx.optimizer.groups import (
     warn_of_ascent,
     warn_of_unread_rates,
 )
-from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.ownership import own_groups
-from muonfx.optimizer.state import Load, StateEntries, read_state_dict
-from muonfx.optimizer.stepping import Stepping, add_in_place
+from muonfx.optimizer.state import Load, read_state_dict
+from muonfx.optimizer.stepping import add_in_place
 from muonfx.optimizer.values import Group
 from muonfx.program.placement import Arguments
-from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
@@ -50,7 +46,7 @@ from muonfx.tree.renaming import Rename
 __all__ = ["TransformOptimizer"]
 
 
-class TransformOptimizer(Optimizer):
+class TransformOptimizer(FollowingOptimizer):
     """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and scalers that expect one.
 
     Parameters are grouped by their labels in the transform's partitions; given groups are split further. Muon's groups
@@ -131,8 +127,7 @@ class TransformOptimizer(Optimizer):
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
-        # A dict, because torch.compile replays writes to a dict but not assignments to an optimizer's attributes.
-        self._live: dict[str, Any] = {}
+        self._live = {}
         given: Any = params if isinstance(params, nn.Module | Mapping) else list(params)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
@@ -153,25 +148,6 @@ class TransformOptimizer(Optimizer):
         super().__init__(groups, {})
         self._start()
         self.defaults.update(defaults_for_schedulers(self.param_groups))
-        own_groups(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy needs, torch's and ours."""
-        if self._stepping.is_over_ranks:
-            raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
-        self._attachment.follow(self.param_groups, self._stepping)  # a copy finds the tensors by "param_names"
-        ours = ("donate_grads", "bucket_bytes", "_live", "_given", "_attachment", "_labels")
-        kept = {name: self.__dict__[name] for name in ours if name in self.__dict__}
-        return {**super().__getstate__(), **kept, "tx": self.tx}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which does not know the model of its parameters."""
-        super().__setstate__({key: value for key, value in state.items() if key != "tx"})
-        named = self._named()
-        self._stepping = self._stepping_for(state["tx"], named)
-        self._attachment.bind(named)
-        self._attachment.follow(self.param_groups, self._stepping)
-        self._stepping.refresh(named, self._attachment.groups)  # now, because the first step may be traced
         own_groups(self)
 
     # ------------------------------------------------------------------------------------------------------- groups
@@ -249,91 +225,6 @@ class TransformOptimizer(Optimizer):
     def transform_state(self) -> PyTree:
         """The state of `transform` as the functional API sees it; its storage is reused by the next step."""
         return self._stepping.shown(self._state)
-
-    @property
-    def _state(self) -> PyTree:
-        return self._live["state"]
-
-    def _named(self) -> dict[str, Tensor]:
-        return {
-            name: param
-            for group in self.param_groups
-            for name, param in zip(group["param_names"], group["params"], strict=True)
-        }
-
-    def _stepping_for(self, tx: Transform, named: Mapping[str, Tensor]) -> Stepping:
-        layout, settings = self._given
-        check_usable(named, layout)
-        return stepping_for(tx, named, layout, settings, self.bucket_bytes)
-
-    def _start(self, before: Stepping | None = None) -> None:
-        """Create the state and everything that depends on the groups, with the values of a former stepping's state."""
-        self._attachment.note(self.param_groups, self._stepping)
-        state = self._stepping.init(self._named(), self._attachment.groups)
-        if before is not None:
-            state = self._stepping.taken_from(before, state, self._state)
-        self._live["state"] = state
-        self._show_all()
-        self._stepping.share(state)
-
-    def _show_all(self) -> None:
-        """Fill ``self.state`` with the leaves of the state."""
-        named = self._named()
-        self.state.clear()
-        for param in named.values():
-            self.state[param] = {}
-        self._live["entries"] = StateEntries(self._state, named)
-        self._live["entries"].update(self.state, self._state, self._stepping.show)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Generator[None]:
-        """Restore the groups after an error."""
-        stepping, bound = self._stepping, self._attachment.groups
-        groups = [(group, group["param_names"], group["params"]) for group in self.param_groups]
-        try:
-            yield
-        except BaseException:
-            self._stepping, self._attachment.groups = stepping, bound
-            for group, names, params in groups:
-                group["param_names"], group["params"] = names, params
-            del self.param_groups[len(groups) :]
-            raise
-
-    def _rebind(self, moment: Literal["step", "save", "clear", "else"] = "else") -> None:
-        """Bind the state to the tensors now in the groups or the model, resharded by name with the same values."""
-        # All ranks call this together, except in two moments without communication: "save", unless the sharding has
-        # changed, and "clear" (zero_grad), which leaves the communication to the step.
-        if self._attachment.is_current(self.param_groups):
-            return
-        self._attachment.follow(self.param_groups, self._stepping, may_repeat=moment == "save")
-        named = self._named()
-        replaced = self._attachment.replaced(named, at_step=moment == "step")
-        if not replaced:
-            return
-        named |= replaced
-        is_swap = self._attachment.is_swap(replaced)
-        over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
-        if moment == "clear" and over_ranks and not is_swap:
-            self._put(named)  # as an engine does; the step, with all ranks, moves the state
-            return
-        before = self._stepping
-        with self._all_or_nothing():
-            if not is_swap:
-                self._stepping = self._stepping_for(self.tx, named)
-            if changed := [name for name, route in self._stepping.routes.items() if route != before.routes[name]]:
-                raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: recreate it")
-            self._put(named)
-            if is_swap:
-                self._show_all()
-            else:
-                with warnings.catch_warnings():  # construction has given the warnings
-                    warnings.simplefilter("ignore")
-                    self._start(None if self._attachment.on_meta else before)
-        self._attachment.bind(named)
-
-    def _put(self, named: Mapping[str, Tensor]) -> None:
-        for group in self.param_groups:
-            group["params"] = [named[name] for name in group["param_names"]]
 
     # ----------------------------------------------------------------------------------------------------- stepping
 
