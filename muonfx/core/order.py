@@ -7,7 +7,7 @@ constructed. `signs` follows the direction of updates through a transform whose 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import combinations, product
+from itertools import product
 from typing import NamedTuple
 
 from muonfx.core.checks import warn_caller
@@ -30,7 +30,9 @@ def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
 def check_order(chain: str, members: Mapping[str, Transform]) -> None:
     """Compare each member's position with the positions of all earlier members; raise or warn."""
     placed = [[_Placed(name, *found) for found in _positioned(member)] for name, member in members.items()]
-    pairs = [pair for before, after in combinations(placed, 2) for pair in product(before, after)]
+    # A transform without a position may be followed by any other.
+    before = [[own for own in member if own.position is not None] for member in placed]
+    pairs = [pair for at, first in enumerate(before) for later in placed[at + 1 :] for pair in product(first, later)]
     for pair in pairs:
         if error := _error(*pair):
             raise ValueError(f"{chain}: {error}")

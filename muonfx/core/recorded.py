@@ -162,10 +162,9 @@ class Recorded:
         parts: list[object] = []
         skeleton: dict[str, object] = {}
         for name, value in bound.arguments.items():
-            kinds = definition.plain[name]
-            if not ("float" in kinds and isinstance(value, cls.number_types)):
+            kinds, default = definition.plain[name], parameters[name].default
+            if value is not default and not ("float" in kinds and isinstance(value, cls.number_types)):
                 value = check_plain(factory.__name__, name, value, kinds)
-            default = parameters[name].default
             if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
                 raise TypeError(f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}")
             skeleton[name] = _split(_as_float(definition, name, value), parts)
@@ -174,6 +173,8 @@ class Recorded:
     def names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the dotted names of the parts in one argument, in order."""
         skeleton = self.structure.skeleton[argument]
+        if type(skeleton) not in (tuple, list, dict):
+            return [argument] if skeleton is _HOLE else []
         return _names_in(skeleton if type(skeleton) is dict else {argument: skeleton})
 
     def parts_in(self, argument: str) -> list[Any]:

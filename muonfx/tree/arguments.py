@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
 import numbers
 import re
 import sys
@@ -109,8 +110,9 @@ def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[st
         except Exception:
             return frozenset()
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    kinds = frozenset(kind for member in members for kind in _kinds_of_member(member))
-    return kinds if "" not in kinds and any(kind in _PLAIN or _is_literal(kind) for kind in kinds) else frozenset()
+    kinds = frozenset(itertools.chain.from_iterable(map(_kinds_of_member, members)))
+    is_plain = not kinds.isdisjoint(_PLAIN) or any(map(_is_literal, kinds))
+    return kinds if is_plain and "" not in kinds else frozenset()
 
 
 def _kinds_of_member(member: object) -> list[str]:
