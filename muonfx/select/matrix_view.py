@@ -107,7 +107,7 @@ class MatrixView:
     @property
     def _key(self) -> tuple[object, ...]:
         settings = (self.dims, self.blocks, self.block_axis)
-        return tuple(tuple(one.items()) if isinstance(one, Mapping) else one for one in settings)
+        return tuple([tuple(one.items()) if isinstance(one, Mapping) else one for one in settings])
 
     def of(self, names: Sequence[str]) -> list[MatrixView]:
         """Return the view of each named leaf."""

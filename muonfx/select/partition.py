@@ -8,7 +8,7 @@ placeholders for other leaves, which ``torch.func.vmap`` would not accept.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -146,26 +146,20 @@ def _why(routes: Mapping[str, Route]) -> str:
     return f". The labels of the {len(routes)} parameters are {there}{some}"
 
 
-def _uncovered(
-    transforms: Mapping[str, Transform], routes: Mapping[str, Route], setting: str
-) -> Iterator[tuple[str, Route, MatrixView]]:
-    """Yield each parameter with each view of its transforms that has no such setting for it."""
-    views: dict[str, list[MatrixView]] = {}
-    for label, tx in transforms.items():
-        given = [own.arguments.get("view") for own in within(tx)]
-        views[label] = [view for view in given if isinstance(view, MatrixView)]
-    for name, route in routes.items():
-        for view in views[route.label] if route.label else ():
-            if not is_set_for(getattr(view, setting), name):
-                yield name, route, view
+def _view_of(tx: Transform) -> MatrixView | None:
+    """Return the argument `view` of a transform, if it has one."""
+    view = tx.arguments["view"] if "view" in tx.factory.definition.parameters else None
+    return view if isinstance(view, MatrixView) else None
 
 
 def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
     """Warn if transforms treat parameters as one matrix that by their labels or names hold several."""
+    views = {label: [view for view in map(_view_of, within(tx)) if view] for label, tx in transforms.items()}
+    pairs = [(name, route, view) for name, route in routes.items() if route.label for view in views[route.label]]
     found = {
         f"{name!r} ({route.reason})": None
-        for name, route, _ in _uncovered(transforms, routes, "dims")
-        if route.view.dims
+        for name, route, view in pairs
+        if route.view.dims and not is_set_for(view.dims, name)
     }
     if found:
         warn_caller(
@@ -173,7 +167,7 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
             "none, so all dims after the first are flattened. Give the transform view=labels.view(), with labels = "
             "default_labels(model), or pass Labels(labels) if this is intended"
         )
-    whole = {name: view for name, route, view in _uncovered(transforms, routes, "blocks") if route.suspected}
+    whole = {name: view for name, route, view in pairs if route.suspected and not is_set_for(view.blocks, name)}
     if not whole:
         return
     view, labels = next(iter(whole.values())), {routes[name].label for name in whole}
@@ -200,8 +194,8 @@ def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route]
         if route.shape is None or leaf is None or leaf.ndim <= len(route.shape) or own is None:
             continue
         for tx in within(own):
-            view = tx.arguments.get("view")
-            if isinstance(view, MatrixView):
+            view = _view_of(tx)
+            if view is not None:
                 mixes = not is_set_for(view.dims, name)
             else:
                 mixes = tx.locality is Locality.LEAF and not tx.children

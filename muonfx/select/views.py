@@ -267,7 +267,8 @@ def is_convolution(info: ParamInfo) -> bool:
 @functools.lru_cache(maxsize=1024)
 def class_name_fits(module: type | None, pattern: str) -> bool:
     """Return True if a pattern is found in the name of a class or of one of its bases."""
-    return module is not None and any(re.search(pattern, base.__name__) for base in module.__mro__)
+    names = [] if module is None else [base.__name__ for base in module.__mro__]
+    return any(map(re.compile(pattern).search, names))
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
