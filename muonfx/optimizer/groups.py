@@ -110,16 +110,17 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
 
 def routes_of(program: Program) -> dict[str, Route]:
     """Return each parameter's route: the transforms of the program that have it among their leaves."""
-    met: dict[str, list[tuple[int, Node]]] = {}
-    for place, node in enumerate(program.transforms()):
+    nodes = tuple(program.transforms())
+    met: dict[str, list[int]] = {}
+    for place, node in enumerate(nodes):
         for name in node.names:
-            met.setdefault(name, []).append((place, node))
+            met.setdefault(name, []).append(place)
     known: dict[tuple[int, ...], Route] = {}
     routes: dict[str, Route] = {}
     for name, placed in met.items():
-        places = tuple(place for place, _ in placed)
+        places = tuple(placed)
         if places not in known:
-            known[places] = _route(name, places, [node for _, node in placed])
+            known[places] = _route(name, places, [nodes[place] for place in places])
         routes[name] = known[places]
     return routes
 

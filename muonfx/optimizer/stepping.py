@@ -139,7 +139,8 @@ class Stepping:
         if problem is not None:
             raise problem
         self.tx.check_extras(call.extras)
-        Program(self._node).check_extras(call.extras)
+        if call.extras:
+            Program(self._node).check_extras(call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -61,6 +62,7 @@ class Executor:
         self._spans: dict[int, list[Span]] = {}
         self._parameters: dict[Any, list[str | None]] = {}
         self._own_states: dict[int, OwnState] = {}
+        self._of_resident: dict[int, list[list[str]]] = {}  # buckets of nodes with a resident state
         self._extras: Mapping[str, Any] = {
             "workspace": Workspace(),
             "shard": placement.shard,
@@ -75,7 +77,8 @@ class Executor:
             if self.placement.fits(known.like, params):
                 return known
         if len(self._programs) >= MOST_PROGRAMS:
-            for cache in (self._programs, self._current, self._spans, self._parameters, self._own_states):
+            caches = self._programs, self._current, self._spans, self._parameters, self._own_states, self._of_resident
+            for cache in caches:
                 cache.clear()
         made = lower_node(tx, self.placement.global_like(params))
         self._programs.setdefault(key, []).append(made)
@@ -83,7 +86,7 @@ class Executor:
 
     def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
         """Raise OSError unless the store has room for the next state in addition to this one."""
-        if self.store.on_disk:
+        if not self._is_resident and self.store.on_disk:
             device = self.store.device(device_of(params))
             pairs = zip(tree.leaves(state), parameters_of(state, params), strict=True)
             moving = [leaf for leaf, name in pairs if moves(leaf, name)]
@@ -209,9 +212,12 @@ class Executor:
             sizes = sizes_of(named_leaves(call.updates), call.state, self._parameters_of(node, call))
             buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
         elif self.bucket_bytes is not None and call.params is not None:
-            # matrices of one shape in one bucket form a batch
-            named = sorted(named_leaves(call.params).items(), key=lambda pair: tuple(pair[1].shape))
-            buckets = cut_into_buckets({name: leaf.nbytes for name, leaf in named}, self.bucket_bytes)
+            if node.number not in self._of_resident:
+                # matrices of one shape in one bucket form a batch
+                named = sorted(named_leaves(node.like).items(), key=lambda pair: tuple(pair[1].shape))
+                sizes = {name: leaf.nbytes for name, leaf in named}
+                self._of_resident[node.number] = cut_into_buckets(sizes, self.bucket_bytes)
+            buckets = self._of_resident[node.number]
         else:
             return None
         if len(buckets) > 1 and can_be_shared_out(tree.leaves(call.state), self._parameters_of(node, call)):
@@ -319,7 +325,7 @@ class Executor:
         """Return the transform that executes a node, with the current numbers; unchanged transforms are reused."""
         parts = now if isinstance(now, tuple) else (now,)
         known = self._current.get(node.number)
-        if known is not None and all(a is b for a, b in zip(known[0], parts, strict=True)):
+        if known is not None and all(map(is_, known[0], parts)):
             return known[1]
         if node.keeps_numbers:
             base = self._base(node) if known is None else known[1]

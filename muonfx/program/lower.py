@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -256,9 +257,6 @@ def fill_placeholders(state: PyTree, function: Callable[[int], PyTree]) -> PyTre
 
 def resolved(node: Node) -> Transform:
     """Return a node's transform with its children as their nodes resolved them: a run may see some leaves as None."""
-    entries = chain_entries(node.tx)
-    if entries is not None:
-        return named_chain(zip(entries, map(resolved, node.called), strict=True))
     return _with_resolved(node.tx, node.called)
 
 
@@ -269,8 +267,12 @@ def resolve_within(tx: Transform, like: PyTree) -> Transform:
 
 def _with_resolved(tx: Transform, called: Iterable[Node]) -> Transform:
     found = [resolved(node) for node in called]
+    if all(map(operator.is_, found, tx.children)):
+        return tx
+    if (entries := chain_entries(tx)) is not None:
+        return named_chain(zip(entries, found, strict=True))
     inner = iter(found)
-    return tx.with_children(lambda _: next(inner)) if found else tx
+    return tx.with_children(lambda _: next(inner))
 
 
 def named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:

@@ -132,11 +132,14 @@ class Program(Shown):
         >>> [node.tx.name for node in program.transforms()]
         ['chain', 'cautious', 'momentum', 'orthogonalize']
         """
-        yield from self._transforms
+        return iter(self._transforms)
 
     @cached_property
     def _transforms(self) -> tuple[Node, ...]:
-        return tuple(called for node in _one_by_one(self.root) for called in _calls(node))
+        found: list[Node] = []
+        for node in _one_by_one(self.root):
+            _add_calls(node, found)
+        return tuple(found)
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
         """Run the checks of named extras that the resolved transforms declare."""
@@ -160,10 +163,11 @@ def _one_by_one(node: Node) -> tuple[Node, ...]:
     return tuple(member.node for member in node.members) if isinstance(node, Stage) else (node,)
 
 
-def _calls(node: Node) -> Iterator[Node]:
-    yield node
+def _add_calls(node: Node, found: list[Node]) -> None:
+    """Append a node and then the nodes of the transforms that it calls."""
+    found.append(node)
     for called in node.called:
-        yield from _calls(called)
+        _add_calls(called, found)
 
 
 def _row(node: Node) -> Row:
