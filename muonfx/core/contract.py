@@ -100,7 +100,7 @@ class Transform(Recorded):
         """The declarations of its author."""
         return cast("Declaration", self.structure.factory.definition.declaration)
 
-    @property
+    @Lazy
     def children(self) -> tuple[Transform, ...]:
         """The transforms among its parts, which it calls."""
         return tuple([part for part in self.parts if isinstance(part, Transform)])

@@ -68,10 +68,10 @@ def _split(value: Any, parts: list[object]) -> object:
         parts.append(item)
         return _HOLE
 
-    if isinstance(value, float):
+    if isinstance(value, float | Tensor | Recorded):
         parts.append(value)
         return _HOLE
-    return _map(value, keep)
+    return _map(value, keep) if type(value) in (tuple, list, dict) else value
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:

@@ -248,7 +248,7 @@ def paths(tree: PyTree) -> list[tuple[object, ...]]:
     if torch.compiler.is_compiling():
         return _traced_flatten(tree, []).paths(())
     accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in accessors]
+    return [tuple([getattr(entry, "field", entry.entry) for entry in accessor]) for accessor in accessors]
 
 
 @overload
