@@ -58,13 +58,15 @@ class _Where:
     def own_numbers(self, tx: Transform) -> OwnNumbers:
         """Return the numeric arguments of a transform at this position."""
         arguments = _own_numbers(tx)
-        numbers, key = dotted(self.numbers), dotted(self.key)
-        short = {
-            short: tuple(numbers + one for one in several) if isinstance(several, tuple) else numbers + several
-            for short, several in tx.declaration.short_names.items()
-            if set(several if isinstance(several, tuple) else (several,)) <= set(arguments)
-        }
-        return OwnNumbers(tuple(numbers + one for one in arguments), tuple(key + one for one in arguments), short)
+        names = {one: dotted(self.numbers) + one for one in arguments}
+        short: dict[str, str | tuple[str, ...]] = {}
+        for key, own in tx.declaration.short_names.items():
+            if isinstance(own, str) and own in names:
+                short[key] = names[own]
+            elif isinstance(own, tuple) and names.keys() >= set(own):
+                short[key] = tuple([names[one] for one in own])
+        above = dotted(self.key)
+        return OwnNumbers(tuple(names.values()), tuple([above + one for one in arguments]), short)
 
     def of_part(self, tx: Transform, part: str, state: tuple[object, ...], label: str | None = None) -> _Where:
         """Return the position of a part that the transform at this position calls."""
