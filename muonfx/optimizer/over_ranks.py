@@ -262,18 +262,7 @@ class SteppingOverRanks(Stepping):
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run a step together with all ranks; a problem of one is raised on all before anything is changed."""
-        _, after = step_sharded(
-            self.binding,
-            self._now,
-            call.updates,
-            call.state,
-            {name: local_of(param) for name, param in call.params.items()},
-            donate=call.donate,
-            extras=dict(call.extras),
-            problem=problem,
-            apply=call.apply,
-            serial=self._serial,
-        )
+        _, after = step_sharded(self.binding, self._now, call, problem=problem, serial=self._serial)
         self.share(after)
         return after
 

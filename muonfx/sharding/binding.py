@@ -56,6 +56,7 @@ class Binding(Placement):
         specs, pieces = self.layout.specs, self.layout.pieces
         self.holds_all = self.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
         """True if there is one rank and it holds every leaf whole, in the leaf's own shape."""
+        self.is_resident = self.store.is_resident
         self.executor = Executor(self, self.store)
 
     @property
@@ -82,6 +83,13 @@ class Binding(Placement):
         return update_run(plan, now, tx, self.layout, call, store, parameters)
 
     # ----------------------------------------------------------------------------------------- computed once
+
+    def names_of(self, treedef: tree.Structure, values: PyTree) -> list[str]:
+        """Return the names of the leaves of a tree of a structure."""
+        key = ("names", treedef)
+        if key not in self.derived:
+            self.derived[key] = tree.names(values)
+        return self.derived[key]
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan of a run for some parameters."""

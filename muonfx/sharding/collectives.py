@@ -40,21 +40,21 @@ def gathered(
 ) -> PyTree:
     """Gather local leaves, all or some by name, to whole leaves on every rank."""
     _check_op(op)
+    leaves, treedef = tree.flatten(local)
+    every = tree.names(local)
     with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
         try:
-            check_pieces(layout, local)
-            if unknown := sorted(set(names or ()) - set(tree.names(local))):
+            check_pieces(layout, every, leaves)
+            if unknown := sorted(set(names or ()) - set(every)):
                 raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
         except Exception as error:  # on this rank only, perhaps: raised on all ranks together
             problem = problem or error
         chosen = sorted(names or ())
-        there, missing = agree_on_leaves(
-            "gathering leaves", local, layout, problem, same=chosen, explain=lambda: {"arguments": str(chosen)}
+        _, on_some = agree_on_leaves(
+            "gathering leaves", every, leaves, layout, problem, same=chosen, explain=lambda: {"arguments": str(chosen)}
         )
-    leaves, treedef = tree.flatten(local)
-    every = tree.names(local)
-    for name, code, gone in zip(every, there, missing, strict=True):
-        if code and gone:  # all ranks have the same codes, so all of them raise
+    for name, is_missing in zip(every, on_some, strict=True):
+        if is_missing:  # equal on all ranks, so all of them raise
             raise ShardingError(f"{name!r} is None on some ranks only: a whole tensor needs the pieces of all")
     chosen = [
         place for place, leaf in enumerate(leaves) if leaf is not None and (names is None or every[place] in names)
@@ -175,7 +175,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree, op: str) -> PyTree:
                     " reduce_scatter takes whole gradients"
                 )
         there, _ = agree_on_leaves(
-            "reducing gradients", grads, layout, problem, same=op, explain=lambda: {"arguments": op}
+            "reducing gradients", names, leaves, layout, problem, same=op, explain=lambda: {"arguments": op}
         )
         device = tree.device_of(grads)
         places = [place for place, code in enumerate(there) if code]

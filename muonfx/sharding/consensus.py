@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.sharding.dtensors import is_dtensor, local_of
+from muonfx.sharding.dtensors import PLAIN, is_dtensor, is_placed_like, local_of
 from muonfx.sharding.messages import ShardingError, collective, digest
 from muonfx.sharding.shard_table import ShardTable
 from muonfx.tree import PyTree
@@ -45,8 +45,9 @@ Facts = Mapping[str, str | Mapping[str, str]]
 
 def host_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device of small facts: the CPU if the group supports it, so that reading them syncs with no device."""
-    kinds = [torch.device(kind) for kind in getattr(group, "_device_types", [torch.device("cpu")])]
-    return next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
+    cpu = torch.device("cpu")
+    kinds = getattr(group, "_device_types", [cpu])
+    return cpu if cpu in kinds else torch.device(kinds[0])
 
 
 def all_objects(mine: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
@@ -160,33 +161,37 @@ DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dt
 UNPLACED = 64
 """Added to the dtype code of a gradient whose placements differ from its parameter's, for example partial."""
 
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
+
 
 def agree_on_leaves(
     what: str,
-    values: PyTree,
+    names: Sequence[str],
+    leaves: Sequence[Any],
     layout: ShardTable,
     problem: Exception | None = None,
     *,
     same: object = "",
     explain: Callable[[], Facts] = dict,
 ) -> tuple[list[int], list[bool]]:
-    """Return a dtype code per leaf (0: absent on all ranks) and whether any rank lacks it, equal on all ranks."""
-    names = tree.names(values)
+    """Return a dtype code per leaf (0: absent on all ranks) and whether only some ranks have it, equal on all ranks."""
     # One code for each parameter of the layout, so that ranks with different trees send equally many numbers.
     codes = dict.fromkeys(layout.specs, 0)
-    for name, leaf in zip(names, tree.leaves(values), strict=True):
-        if name in codes and isinstance(local_of(leaf), Tensor):
-            codes[name] = _code(name, leaf, layout)
+    for name, leaf in zip(names, leaves, strict=True):
+        if name in codes and isinstance(leaf, Tensor):
+            code = _CODES.get(leaf.dtype, 0)
+            is_placed = type(leaf) in PLAIN or is_placed_like(leaf, layout.dtensors.get(name))
+            codes[name] = code if is_placed or not code else code + UNPLACED
+    mine = [*codes.values()]
     if layout.group is None or layout.size == 1:
         if problem is None and layout.size > 1:
             problem = ShardingError(f"{layout!r} has no process group: it is only to look at; use assemble()")
         if problem is not None:
             raise problem
-        return [codes[name] for name in names], [not codes[name] for name in names]
+        return [codes[name] for name in names], [False] * len(names)
     key = ("names", tuple(names))
     if key not in layout.derived:
-        layout.derived[key] = digest((layout.digest, list(layout.specs), names))
-    mine = [*codes.values()]
+        layout.derived[key] = digest((layout.digest, list(layout.specs), list(names)))
     alike, _ = agree(
         what,
         layout.group,
@@ -196,12 +201,12 @@ def agree_on_leaves(
         explain=lambda: {
             "parameters": str([*layout.specs]),
             "layouts": f"{layout!r} ({layout.digest})",
-            "trees": str(names),
+            "trees": str(list(names)),
             **explain(),
         },
     )
     if alike:
-        return [codes[name] for name in names], [not codes[name] for name in names]
+        return [codes[name] for name in names], [False] * len(names)
     numbers = [*mine, *(LARGE - code if code else 0 for code in mine), *(int(not code) for code in mine)]
     _, found = agree("comparing leaves", layout.group, numbers=numbers)
     most, least, some = (dict(zip(codes, found[i * len(mine) : (i + 1) * len(mine)], strict=True)) for i in range(3))
@@ -210,21 +215,16 @@ def agree_on_leaves(
             raise ShardingError(
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks"
             )
-    return [most[name] for name in names], [bool(some[name]) for name in names]
-
-
-def _code(name: str, leaf: Tensor, layout: ShardTable) -> int:
-    wanted = layout.dtensors.get(name)
-    placed = not is_dtensor(leaf) or wanted is None or leaf._spec.placements == wanted.placements
-    return 1 + DTYPES.index(leaf.dtype) + (0 if placed else UNPLACED) if leaf.dtype in DTYPES else 0
+    return [most[name] for name in names], [bool(most[name] and some[name]) for name in names]
 
 
 @contextmanager
 def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None]:
     """Leave the surrounding torch.func transforms; yield an error to raise if a value is a tensor of one."""
-    found = functorch_is_active() and any(
-        isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in map(local_of, tree.leaves(values))
-    )
+    if not functorch_is_active():
+        yield None
+        return
+    found = any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in map(local_of, tree.leaves(values)))
     problem = ShardingError(
         f"{verb} got a tensor of a torch.func transform (grad, vjp, jvp, vmap) and has no derivative and no batching "
         "rule: call it outside of the transform; only layout.all_gather can be called in it"
@@ -233,28 +233,41 @@ def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None
         yield problem if found else None
 
 
-def check_pieces(layout: ShardTable, values: PyTree, *, as_placed: bool = True) -> None:
-    """Require this rank's shards of the layout's parameters, with `as_placed` also equal placements of DTensors."""
-    for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
-        if leaf is None:
-            continue
-        local, piece, wanted = local_of(leaf), layout.piece(name), layout.dtensors.get(name)
-        if not isinstance(local, Tensor):
-            raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
-        if is_dtensor(leaf) and as_placed:
-            found = leaf.placements, leaf.device_mesh
-            expected = None if wanted is None else (wanted.placements, wanted.mesh)
-            if found != expected:
-                shown = "no DTensor" if expected is None else "placed as {} on {}".format(*expected)
-                raise ShardingError(
-                    f"{name!r} is placed as {found[0]} on {found[1]}; in the layout it is {shown}: build a new layout "
-                    "after placements have changed"
-                )
-        # A gradient may be a partial DTensor, which has the parameter's whole shape.
-        whole = is_dtensor(leaf) and not as_placed
-        shape, needed = tuple((leaf if whole else local).shape), layout.specs[name].shape if whole else piece.shape
-        if shape != needed and (whole or not piece.fits(local)):
+def check_pieces(
+    layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], *, as_placed: bool = True
+) -> list[Tensor | None]:
+    """Require this rank's shards of the layout's parameters, and return their local tensors.
+
+    With `as_placed` DTensors must also have the placements of their parameters.
+    """
+    shapes = layout.local_shapes
+    return [
+        leaf
+        if leaf is None or (type(leaf) in PLAIN and leaf.shape == shapes.get(name))
+        else _checked_piece(layout, name, leaf, as_placed=as_placed)
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+
+
+def _checked_piece(layout: ShardTable, name: str, leaf: object, *, as_placed: bool) -> Tensor:
+    local, piece, wanted = local_of(leaf), layout.piece(name), layout.dtensors.get(name)
+    if not isinstance(local, Tensor):
+        raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
+    if is_dtensor(leaf) and as_placed:
+        found = leaf.placements, leaf.device_mesh
+        expected = None if wanted is None else (wanted.placements, wanted.mesh)
+        if found != expected:
+            shown = "no DTensor" if expected is None else "placed as {} on {}".format(*expected)
             raise ShardingError(
-                f"{name!r} has a local tensor of shape {shape}, the layout says {needed}: was the tree sharded by this "
-                "layout?"
+                f"{name!r} is placed as {found[0]} on {found[1]}; in the layout it is {shown}: build a new layout "
+                "after placements have changed"
             )
+    # A gradient may be a partial DTensor, which has the parameter's whole shape.
+    whole = leaf if is_dtensor(leaf) and not as_placed else None
+    shape, needed = (local.shape, piece.shape) if whole is None else (whole.shape, layout.specs[name].shape)
+    if tuple(shape) != needed and (whole is not None or not piece.fits(local)):
+        raise ShardingError(
+            f"{name!r} has a local tensor of shape {tuple(shape)}, the layout says {needed}: was the tree sharded by "
+            "this layout?"
+        )
+    return local

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "PLAIN",
     "dtensor_of",
     "is_dtensor",
+    "is_placed_like",
     "local_of",
+    "local_tree",
     "global_piece",
     "map_named",
     "parameter_like",
@@ -46,10 +49,23 @@ def local_of(leaf: Any) -> Any:
     return leaf._local_tensor if is_dtensor(leaf) else leaf
 
 
+def local_tree(values: PyTree) -> PyTree:
+    """Replace the DTensors of a tree by their local tensors; a tree without DTensors is returned unchanged."""
+    return values if PLAIN.issuperset(map(type, tree.leaves(values))) else tree.map(local_of, values)
+
+
+PLAIN = frozenset({Tensor, Parameter, type(None)})
+"""The usual types of leaves that are not DTensors, because a test by type is the quickest."""
+
+
 def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
     """True if a leaf is a DTensor; does not import torch.distributed.tensor."""
-    kind = type(leaf)
-    return kind is not Tensor and kind is not Parameter and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
+    return type(leaf) not in PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
+
+
+def is_placed_like(leaf: object, spec: DTensorSpec | None) -> bool:
+    """False for a DTensor whose placements differ from its parameter's, such as a partial gradient."""
+    return spec is None or not is_dtensor(leaf) or leaf._spec.placements == spec.placements
 
 
 def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:

@@ -223,20 +223,21 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(params, 1))
         {'w': tensor([1., 1.])}
     """
+    leaves, treedef = tree.flatten(params)
+    names = tree.names(params)
     with outside_transforms("broadcast", params) as problem:
         try:
-            check_pieces(layout, params)
+            check_pieces(layout, names, leaves)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = problem or error
-        _, missing = agree_on_leaves("broadcasting parameters", params, layout, problem)
+        _, on_some = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
         if layout.group is None or layout.size == 1:
             return params
-        leaves, treedef = tree.flatten(params)
         places: dict[str, Tensor] = {}
-        for place, (name, leaf, gone) in enumerate(zip(tree.names(params), leaves, missing, strict=True)):
+        for place, (name, leaf, is_missing) in enumerate(zip(names, leaves, on_some, strict=True)):
             if leaf is None or not layout.pieces[name].copies:
                 continue
-            if gone:  # equal on all ranks, so all of them raise
+            if is_missing:  # equal on all ranks, so all of them raise
                 raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
             if not donate:
                 leaves[place] = leaf = leaf.detach().clone()

@@ -79,6 +79,11 @@ class ShardTable:
         return self.pieces[name][self.rank if rank is None else rank]
 
     @cached_property
+    def local_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of this rank's local tensor of each parameter."""
+        return {name: cut[self.rank].shape for name, cut in self.pieces.items()}
+
+    @cached_property
     def digest(self) -> str:
         """A hash of all shards, the same on all ranks."""
         return digest([(name, cut.digest) for name, cut in self.pieces.items()])[:12]

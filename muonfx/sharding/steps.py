@@ -12,98 +12,113 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform, checks
+from muonfx.core import Transform, checks
 from muonfx.core.contract import within
 from muonfx.core.identity import text_of
 from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import Recorded, parts_of
 from muonfx.core.schedules import Schedule
 from muonfx.program.nodes import Program
+from muonfx.program.placement import Arguments
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import DTYPES, UNPLACED, Facts, agree, agree_on_leaves, all_objects, check_pieces
-from muonfx.sharding.dtensors import is_dtensor, local_of
+from muonfx.sharding.dtensors import is_dtensor, is_placed_like, local_of, local_tree
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError, digest
 from muonfx.sharding.replicas import send_copies, verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
 
-__all__ = ["agreed_updates", "next_serial", "verify_ranks"]
+__all__ = ["agreed_call", "next_serial", "verify_ranks"]
 
 
-def agreed_updates(
+def agreed_call(
     binding: Binding,
     tx: Transform,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
+    call: Arguments,
     *,
-    donate: Donation,
-    extras: dict[str, Any],
     check: bool,
     problem: Exception | None = None,
     serial: int | None = None,
-) -> PyTree:
-    """Return the local updates on which all ranks agree: a leaf that any rank has is present on all ranks."""
+) -> Arguments:
+    """Return a call on local tensors on which all ranks agree: a gradient that any rank has is present on all ranks."""
     layout = binding.layout
-    like = updates if params is None else params
-    facts: Facts = {}
-    same: object = ""
-    local: PyTree = None
     many = layout.group is not None and layout.size > 1
     if many and binding.serial is None:
-        verify_ranks(binding, tx, like, problem)
+        verify_ranks(binding, tx, call.like, problem)
         binding.serial = next_serial(layout)
+    local = call
+    facts: Facts = {}
+    same: object = ""
+    leaves, treedef = tree.flatten(call.updates)
+    names = binding.names_of(treedef, call.updates)
     try:
         if problem is not None:
             raise problem
-        tx.check_extras(extras)
-        checks.check_floating("updates", updates)
-        _check_step(binding, tx, updates, state, params, check=check)
-        local = tree.map(local_of, like)
-        if extras:
-            Program(binding.executor.program(tx, local)).check_extras(extras)
-        binding.executor.require_room(state, local, donate)
+        tx.check_extras(call.extras)
+        checks.check_floating("updates", call.updates)
+        local = _checked(binding, tx, call, names, leaves, check=check)
+        if call.extras:
+            Program(binding.executor.program(tx, local.like)).check_extras(call.extras)
+        if not binding.is_resident:
+            binding.executor.require_room(local.state, local.like, local.donate)
         if tx.treedef not in binding.likes:
-            binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
+            binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local.like)
         if many:
-            facts = _facts_of_step(binding, tx, state, local, extras, serial, has_params=params is not None)
-            same = facts, program_digest(binding, tx, local)
+            facts = _facts_of_step(binding, tx, local, serial)
+            same = facts, program_digest(binding, tx, local.like)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = error
     if not many:
         if problem is not None:
             raise problem
-        return tree.map(local_of, updates)
-    codes, missing = agree_on_leaves(
+        return local
+    codes, on_some = agree_on_leaves(
         "a step",
-        updates,
+        names,
+        leaves,
         layout,
         problem,
         same=same,
-        explain=lambda: {**program_facts(binding, tx, local), **facts},
+        explain=lambda: {**program_facts(binding, tx, local.like), **facts},
     )
     is_due = binding.steps == 0 or binding.has_loaded
     if is_due:
-        if params is not None:
-            verify_params(layout, tree.map(local_of, params))
-        verify_state(binding, tx, local, state)
-    leaves, treedef = tree.flatten(updates)
-    names = tree.names(updates)
-    for name, code, gone in zip(names, codes, missing, strict=True):
-        if code > UNPLACED and gone:
-            raise ShardingError(
-                f"nothing was changed on any rank: the gradient of {name!r} is partial on some ranks and None on others"
-            )
-    placed = [local_of(_placed(layout, name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
-    if any(code and gone for code, gone in zip(codes, missing, strict=True)):
-        placed = _filled(layout, names, placed, codes, tree.device_of(local))
-    found = tree.unflatten(treedef, placed)
+        if local.params is not None:
+            verify_params(layout, local.params)
+        verify_state(binding, tx, local.like, local.state)
+    if any(on_some) or max(codes, default=0) > UNPLACED:
+        completed = _completed(layout, names, leaves, codes, on_some, tree.device_of(local.like))
+        local = local._replace(updates=tree.unflatten(treedef, completed))
     if is_due:
-        warn_of_gradients(layout, found)
+        warn_of_gradients(layout, local.updates)
     binding.steps += 1
     binding.has_loaded = False
-    return found
+    return local
+
+
+def _checked(
+    binding: Binding, tx: Transform, call: Arguments, names: Sequence[str], leaves: Sequence[Any], *, check: bool
+) -> Arguments:
+    """Return a call on local tensors; with `check`, its trees are compared with each other and with the state."""
+    layout, params = binding.layout, local_tree(call.params)
+    found = check_pieces(layout, names, leaves, as_placed=False)
+    updates = local_tree(call.updates)
+    local = call._replace(updates=updates, params=params)
+    if not check:
+        return local
+    like = found
+    if params is not None:
+        like = check_pieces(layout, tree.names(call.params), tree.leaves(call.params))
+        checks.check_updates_fit(params, updates)
+    if any(leaf is None for leaf in like):
+        return local
+    key = ("state", tx.treedef, tuple(names), tuple([leaf.dtype for leaf in like if leaf is not None]))
+    if key not in binding.derived:
+        meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local.like))
+        binding.derived[key] = checks.ExpectedState.of(meta)
+    checks.check_state_like(tx.name, call.state, binding.derived[key], with_dtypes=params is not None)
+    return local
 
 
 _serials: dict[str, int] = {}
@@ -117,27 +132,18 @@ def next_serial(layout: Layout) -> int:
     return _serials[name]
 
 
-def _facts_of_step(
-    binding: Binding,
-    tx: Transform,
-    state: PyTree,
-    like: PyTree,
-    extras: dict[str, Any],
-    serial: int | None,
-    *,
-    has_params: bool,
-) -> Facts:
+def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: int | None) -> Facts:
     """Return the facts that must be equal on all ranks at a step, besides the program."""
-    in_state, counts = _numbers_of_state(binding, tx, state, like)
+    in_state, counts = _numbers_of_state(binding, tx, local.state, local.like)
     loaded = "loaded since the last step" if binding.has_loaded else "not loaded since the last step"
     return {
         "sharded transforms or optimizers in this step (all ranks must step them in the same order)": (
             f"number {binding.serial} of the group" if serial is None else f"optimizer {serial} of the group"
         ),
-        "arguments: some give params, some do not": str(has_params),
+        "arguments: some give params, some do not": str(local.params is not None),
         "numbers in their chains": numbers_of(tx) | _scheduled(binding, tx, max(counts, default=binding.steps)),
         "named extras, such as value=loss; reduce them first": {
-            name: _extra(value) for name, value in sorted(extras.items())
+            name: _extra(value) for name, value in sorted(local.extras.items())
         },
         "numbers in their states": in_state,
         "states (load on all ranks, or on none)": loaded,
@@ -191,26 +197,38 @@ def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTr
     return {name: number_text(leaves[place]) for place, name in places}, counts
 
 
-def _placed(layout: Layout, name: str, leaf: Tensor | None) -> Tensor | None:
-    """Redistribute a gradient to the placements of its parameter; it may be partial under tensor parallelism."""
-    wanted = layout.dtensors.get(name)
-    if wanted is None or not is_dtensor(leaf) or leaf._spec.placements == wanted.placements:
-        return leaf
-    return leaf.redistribute(placements=wanted.placements)
-
-
-def _filled(
-    layout: Layout, names: Sequence[str], leaves: Sequence[Tensor | None], codes: Sequence[int], device: torch.device
+def _completed(
+    layout: Layout,
+    names: Sequence[str],
+    leaves: Sequence[Tensor | None],
+    codes: Sequence[int],
+    on_some: Sequence[bool],
+    device: torch.device,
 ) -> list[Tensor | None]:
-    """Fill leaves that are absent on this rank and present on another from another holder, or with zeros."""
+    """Return local gradients in the placements of their parameters, with the gradients that only other ranks have.
+
+    A gradient may be partial under tensor parallelism, and absent on this rank if the loss does not depend on it here.
+    """
     assert layout.group is not None
+    for name, code, is_missing in zip(names, codes, on_some, strict=True):
+        if code > UNPLACED and is_missing:
+            raise ShardingError(
+                f"nothing was changed on any rank: the gradient of {name!r} is partial on some ranks and None on others"
+            )
+    found: list[Tensor | None] = []
+    for name, leaf in zip(names, leaves, strict=True):
+        spec = layout.dtensors.get(name)
+        if spec is not None and is_dtensor(leaf) and not is_placed_like(leaf, spec):
+            leaf = leaf.redistribute(placements=spec.placements)
+        found.append(local_of(leaf))
+    if not any(on_some):
+        return found
     # This is rare, so every rank sends its list of present leaves to every other.
     have = all_objects([leaf is not None for leaf in leaves], layout.group, "finding out who has which gradient")
-    found = list(leaves)
     for place, (name, code) in enumerate(zip(names, codes, strict=True)):
         if not code:
             continue
-        leaf = leaves[place]
+        leaf = found[place]
         if leaf is None:
             leaf = torch.zeros(layout.piece(name).shape, dtype=DTYPES[code - 1], device=device)
         found[place] = leaf
@@ -224,28 +242,6 @@ def _filled(
     return found
 
 
-def _check_step(
-    binding: Binding, tx: Transform, updates: PyTree, state: PyTree, params: PyTree, *, check: bool
-) -> None:
-    check_pieces(binding.layout, updates, as_placed=False)
-    if not check:
-        return
-    local = tree.map(local_of, updates)
-    weights = tree.map(local_of, params)
-    if params is not None:
-        check_pieces(binding.layout, params)
-        checks.check_updates_fit(weights, local)
-    like = local if params is None else weights
-    if any(leaf is None for leaf in tree.leaves(like)):
-        return
-    key = ("state", tx.treedef, tuple(tree.names(like)), tuple(leaf.dtype for leaf in tree.leaves(like)))
-    derived = binding.derived
-    if key not in derived:
-        meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like))
-        derived[key] = checks.ExpectedState.of(meta)
-    checks.check_state_like(tx.name, state, derived[key], with_dtypes=params is not None)
-
-
 # ----------------------------------------------------------------------------------------------------------- when bound
 
 
@@ -257,8 +253,8 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
     try:
         checks.check_params(params)
-        check_pieces(layout, params)
-        local = tree.map(local_of, params)
+        check_pieces(layout, tree.names(params), tree.leaves(params))
+        local = local_tree(params)
         binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
         if layout.size > 1 and problem is None:
             facts = _facts(binding, tx, local)

@@ -18,12 +18,12 @@ from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import outside_transforms
-from muonfx.sharding.dtensors import is_dtensor, local_of, to_dtensors
+from muonfx.sharding.dtensors import local_tree, to_dtensors
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
 from muonfx.sharding.replicas import verify_params
 from muonfx.sharding.state import state_to_dtensors, without_dtensors
-from muonfx.sharding.steps import agreed_updates, next_serial, verify_ranks
+from muonfx.sharding.steps import agreed_call, next_serial, verify_ranks
 from muonfx.tree import PyTree
 
 __all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
@@ -136,7 +136,7 @@ def sharded(
 
     def init(params: PyTree) -> PyTree:
         binding = bind(layout, settings, store)
-        local = tree.map(local_of, params)
+        local = local_tree(params)
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
             return binding.executor.init(inner, local)
@@ -155,24 +155,15 @@ def sharded(
         problem: Exception | None = None,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
-        like = updates if params is None else params
         binding = bind(layout, settings, store)
-        own = without_dtensors(binding, inner, like, state)
+        like = updates if params is None else params
+        own = without_dtensors(binding, inner, like, state) if layout.dtensors else state
         with outside_transforms("update of a sharded transform", updates, own, params, extras) as transformed:
-            out, after = step_sharded(
-                binding,
-                inner,
-                updates,
-                own,
-                params,
-                donate=donate,
-                extras=extras,
-                check=check,
-                problem=problem or transformed,
-            )
+            call = Arguments(updates, own, params, donate, extras)
+            out, after = step_sharded(binding, inner, call, check=check, problem=problem or transformed)
         if check and not donate.state:
             after = tree.copy_shared(after, own)
-        if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
+        if not layout.dtensors or (local_tree(updates) is updates and local_tree(params) is params):
             return out, after
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after)
 
@@ -187,7 +178,7 @@ def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     verify_ranks(binding, tx, params, problem)
-    local = tree.map(local_of, params)
+    local = local_tree(params)
     state: PyTree = None
     try:
         state = binding.executor.init(tx, local)
@@ -201,26 +192,17 @@ def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Excep
 def step_sharded(
     binding: Binding,
     tx: Transform,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
+    call: Arguments,
     *,
-    donate: Donation,
-    extras: dict[str, Any],
     check: bool = False,
     problem: Exception | None = None,
-    apply: Callable[[PyTree, PyTree], None] | None = None,
     serial: int | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Run one step on local tensors; an error on one rank is raised on all."""
-    # `tx` has the current hyperparameters; `apply` receives each update as soon as it is final; `serial` numbers an
-    # optimizer, because several may share a binding.
-    local = agreed_updates(
-        binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem, serial=serial
-    )
-    weights = tree.map(local_of, params)
-    donate, local, state = unshared(donate, local, state, weights)
-    return binding.executor.update(tx, Arguments(local, state, weights, donate, extras, apply))
+    # `tx` has the current hyperparameters; `serial` numbers an optimizer, because several may share a binding.
+    local = agreed_call(binding, tx, call, check=check, problem=problem, serial=serial)
+    donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
+    return binding.executor.update(tx, local._replace(updates=updates, state=state, donate=donate))
 
 
 def settings_of(tx: Sharded) -> Settings:
