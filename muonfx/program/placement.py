@@ -59,9 +59,11 @@ class Arguments(NamedTuple):
 
 def device_of(*values: PyTree) -> torch.device:
     """Return the device of the first tensor that is not on meta."""
-    found = [leaf.device for some in values if some is not None for leaf in tree.tensors(some)]
-    real = next((device for device in found if device.type != "meta"), None)
-    return real or (found[0] if found else torch.get_default_device())
+    devices = (leaf.device for some in values if some is not None for leaf in tree.tensors(some))
+    first = next(devices, None)
+    if first is None:
+        return torch.get_default_device()
+    return first if first.type != "meta" else next((device for device in devices if device.type != "meta"), first)
 
 
 class Placement:

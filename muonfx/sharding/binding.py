@@ -49,7 +49,7 @@ class Binding(Placement):
     has_loaded: bool = False
     """True if this rank has loaded a state since the last step."""
     _plans: dict[Hashable, RunPlan] = field(default_factory=dict)
-    _at_owners: dict[Stage, tuple[Run, Run, Transform]] = field(default_factory=dict)
+    _at_owners: dict[tuple[Stage, torch.device], tuple[Run, RunPlan, Run, Transform]] = field(default_factory=dict)
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -66,12 +66,11 @@ class Binding(Placement):
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
         """Return the states of a matrix stage's transforms: on the owners of matrices, None on the other ranks."""
-        plan = self.plan(run, params)
-        return init_run(plan, self._at_owner(stage, plan, run)[0], self.layout, params, store)
+        plan, now, _ = self._at_owner(stage, run, params)
+        return init_run(plan, now, self.layout, params, store)
 
     def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
         """Update by a matrix stage: each owner computes whole matrices, bucket by bucket."""
-        plan = self.plan(run, call.like)
 
         def parameters() -> list[str | None]:
             key = ("parameters of a stage", stage, len(tree.leaves(call.state)))
@@ -79,7 +78,7 @@ class Binding(Placement):
                 self.derived[key] = parameters_of(call.state, call.updates)
             return self.derived[key]
 
-        now, tx = self._at_owner(stage, plan, run)
+        plan, now, tx = self._at_owner(stage, run, call.like)
         return update_run(plan, now, tx, self.layout, call, store, parameters)
 
     # ----------------------------------------------------------------------------------------- computed once
@@ -102,13 +101,16 @@ class Binding(Placement):
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings)
         return self._plans[key]
 
-    def _at_owner(self, stage: Stage, plan: RunPlan, run: Run) -> tuple[Run, Transform]:
-        """Return a run with current hyperparameters, as an owner computes it, and the chain of the run."""
-        known = self._at_owners.get(stage)
+    def _at_owner(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
+        """Return the plan of a stage, its run as an owner computes it, and the chain of the run."""
+        device = tree.device_of(params)
+        known = self._at_owners.get((stage, device))
+        # Transforms are compared by identity: another number makes another run.
         if known is None or any(a is not b for (_, a), (_, b) in zip(known[0], run, strict=True)):
+            plan = self.plan(run, params)
             shapes = {name: plan.specs[name].shape for name in plan.stacks}
             now = on_stacks(run, shapes) if shapes else run
-            known = self._at_owners[stage] = run, now, named_chain(now)
+            known = self._at_owners[stage, device] = run, plan, now, named_chain(now)
         return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:

@@ -26,7 +26,7 @@ from muonfx.program.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
-from muonfx.sharding.plan.shares import Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
+from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
 from muonfx.tree import Spec
 from muonfx.tree.display import Report, Table
 
@@ -96,6 +96,12 @@ class RunPlan:
     device: torch.device
     exchange_dtype: torch.dtype | None
     _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
+    rank: int = field(default=0, repr=False, compare=False)
+
+    @cached_property
+    def moves(self) -> list[list[Moves]]:
+        """The transfers of this rank, bucket by bucket."""
+        return [[self.shares[i].moves(self.rank) for i in bucket] for bucket in self.buckets]
 
     @cached_property
     def shares_of(self) -> dict[str, tuple[Share, ...]]:
@@ -189,7 +195,8 @@ def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.devic
         for p, owner, cost in zip(parts, owners, costs, strict=True)
     )
     buckets = tuple(_buckets(shares, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
-    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, settings.exchange_dtype)
+    exchange_dtype = settings.exchange_dtype
+    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, exchange_dtype, rank=layout.rank)
 
 
 def _owners(

@@ -44,6 +44,11 @@ class ShareTransfer(NamedTuple):
 class Moves(NamedTuple):
     """One rank's transfers of a share, to the owner and back; the same at every step."""
 
+    share: Share
+    computes: bool
+    """True if the rank computes the share."""
+    is_all: bool
+    """True if the rank's shard of the parameter and the share have the same elements."""
     held: tuple[Window, ...]
     """The windows, in the rank's own shard, of its part of the share."""
     within: tuple[Window, ...]
@@ -73,7 +78,6 @@ class Share:
     """The load, in operations of full products that take the same time."""
     cut: Cut = field(repr=False)
     """The partition of the parameter."""
-    _moves: dict[int, Moves] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -119,19 +123,20 @@ class Share:
 
     def moves(self, rank: int) -> Moves:
         """Return the transfers of a rank."""
-        if rank not in self._moves:
-            transfer = self.transfer_of(rank)
-            boxes = () if transfer is None else transfer.boxes
-            self._moves[rank] = Moves(
-                tuple(map(self.cut[rank].window, boxes)),
-                tuple(map(self.piece.window, boxes)),
-                0 if transfer is None else transfer.numel,
-                transfer is not None and transfer.sender == rank,
-                tuple((transfer, tuple(map(self.piece.window, transfer.boxes))) for transfer in self.transfers)
-                if rank == self.owner
-                else (),
-            )
-        return self._moves[rank]
+        transfer, held = self.transfer_of(rank), self.cut[rank]
+        boxes = () if transfer is None else transfer.boxes
+        return Moves(
+            self,
+            self.owner in (None, rank),
+            held.numel == self.numel,
+            tuple(map(held.window, boxes)),
+            tuple(map(self.piece.window, boxes)),
+            0 if transfer is None else transfer.numel,
+            transfer is not None and transfer.sender == rank,
+            tuple((transfer, tuple(map(self.piece.window, transfer.boxes))) for transfer in self.transfers)
+            if rank == self.owner
+            else (),
+        )
 
     @cached_property
     def _at_owner(self) -> ShareTransfer | None:
