@@ -6,6 +6,7 @@ the matrices of the next bucket are being sent.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from muonfx.program.offload.store import Store
 from muonfx.program.placement import Arguments, device_of
 from muonfx.sharding.collectives import start_exchange
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import Exchange, copied
+from muonfx.sharding.messages import copied
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Moves
 from muonfx.tree import PyTree
@@ -171,21 +172,23 @@ def _send_to_owners(
             here[name] = tensor.reshape(moves.share.shape) if moves.is_all else _held(moves, tensor)
     if not sent:  # all ranks decide identically
         return not here, lambda: here
-    message = _Message(layout)
+    outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
+    expected = [0] * layout.size
+    wires: list[torch.dtype] = []
     mine: list[tuple[Moves, torch.dtype, torch.device]] = []
     for moves in sent:
         share, tensor = moves.share, local[moves.share.name]
-        wire = tensor.dtype if as_given else plan.wire_dtypes(tensor.dtype)[0]
-        message.includes(tensor, wire)
+        wires.append(tensor.dtype if as_given else plan.wire_dtypes(tensor.dtype)[0])
         if moves.computes:
             # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
-            mine.append((moves, wire if len(plan.run) == 1 else tensor.dtype, tensor.device))
+            mine.append((moves, wires[-1] if len(plan.run) == 1 else tensor.dtype, tensor.device))
         assert share.owner is not None
         if moves.sends:
-            message.outgoing[share.owner] += [window.of(tensor) for window in moves.held]
+            outgoing[share.owner] += [window.of(tensor) for window in moves.held]
         for transfer, _ in moves.transfers:
-            message.expected[transfer.sender] += transfer.numel
-    exchange = message.start("gathering matrices")
+            expected[transfer.sender] += transfer.numel
+    wire, device = functools.reduce(torch.promote_types, wires), local[sent[0].share.name].device
+    exchange = start_exchange(layout, outgoing, expected, wire, device, "gathering matrices")
 
     def wait() -> dict[str, Tensor]:
         incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
@@ -228,21 +231,24 @@ def _return_results(
             _put(moves, result, local[moves.share.name], results)
     if not sent:
         return lambda: None
-    message = _Message(layout)
+    outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+    expected = [0] * layout.size
+    wires: list[torch.dtype] = []
     for moves in sent:
         share, like = moves.share, local[moves.share.name]
-        message.includes(like, plan.wire_dtypes(like.dtype)[1])
+        wires.append(plan.wire_dtypes(like.dtype)[1])
         assert share.owner is not None
         if moves.computes and (result := done[share.name]) is not None:
             own = share.local(result)
             for transfer, windows in moves.transfers:
                 parts = [window.of(own) for window in windows]
                 for rank in transfer.ranks:
-                    message.outgoing[rank] += parts
+                    outgoing[rank] += parts
         incoming[share.owner] += _places(moves, like, results)
-        message.expected[share.owner] += moves.numel
-    exchange = message.start("returning matrices")
+        expected[share.owner] += moves.numel
+    wire, device = functools.reduce(torch.promote_types, wires), local[sent[0].share.name].device
+    exchange = start_exchange(layout, outgoing, expected, wire, device, "returning matrices")
     return lambda: exchange.wait(incoming)
 
 
@@ -266,23 +272,3 @@ def _places(moves: Moves, like: Tensor, results: dict[str, Tensor]) -> list[Tens
     if name not in results:
         results[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
     return [window.of(results[name]) for window in moves.held]
-
-
-class _Message:
-    """The tensors of an exchange and the numbers of elements to expect; all ranks include the same tensors."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self.outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        self.expected = [0] * layout.size
-        self._wire: torch.dtype | None = None
-
-    def includes(self, tensor: Tensor, wire: torch.dtype) -> None:
-        """Record a tensor that some rank sends."""
-        self._wire = wire if self._wire is None else torch.promote_types(wire, self._wire)
-        self._device = tensor.device
-
-    def start(self, what: str) -> Exchange:
-        """Start the exchange of at least one tensor."""
-        assert self._wire is not None
-        return start_exchange(self._layout, self.outgoing, self.expected, self._wire, self._device, what)
