@@ -68,20 +68,12 @@ class LeafPlacement:
 
 def _held(binding: Binding, node: Node) -> PyTree:
     """Describe the state of a program node, leaf by leaf, in the structure of the state."""
-    if isinstance(node, Stage) and not binding.holds_all:
-        members = _held_at_owners(binding, node)
-        return members[node.members[0].name]
+    if isinstance(node, Stage):
+        return _held_by_stage(binding, node)[node.members[0].name]
     if isinstance(node, ChainNode):
         state: dict[str, PyTree] = {}
         for names, child in node.entries:
-            if isinstance(child, Stage) and not binding.holds_all:
-                state |= _held_at_owners(binding, child)
-            elif isinstance(child, Stage):
-                state |= {
-                    m.name: _described(binding, m.node.tx.functions.init(node.like), node.like) for m in child.members
-                }
-            else:
-                state[names[0]] = _held(binding, child)
+            state |= _held_by_stage(binding, child) if isinstance(child, Stage) else {names[0]: _held(binding, child)}
         return state
     if isinstance(node, Around):
         state, _ = state_around(node.tx, node.like)
@@ -91,9 +83,10 @@ def _held(binding: Binding, node: Node) -> PyTree:
     return _described(binding, node.tx.functions.init(node.like), {} if gathers else node.like)
 
 
-def _held_at_owners(binding: Binding, stage: Stage) -> dict[str, PyTree]:
+def _held_by_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
+    """Describe the states of a matrix stage's transforms, which the owners hold unless this rank holds all."""
     run = tuple((member.name, member.node.tx) for member in stage.members)
-    plan = binding.plan(run, stage.like)
+    plan = None if binding.holds_all else binding.plan(run, stage.like)
     return {name: _described(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
 
 
@@ -135,11 +128,20 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     return binding.derived[key]
 
 
-def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """Wrap the leaves of a state that belong to DTensor parameters as DTensors."""
+def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
+    """Wrap the leaves of a state that belong to DTensor parameters as DTensors.
+
+    A DTensor of the old state whose local tensor was updated in place is used again, because wrapping takes time.
+    """
     leaves, treedef = tree.flatten(state)
-    pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
-    return tree.unflatten(treedef, [leaf_to_dtensor(binding, what, leaf) for what, leaf in pairs])
+    before = [None] * len(leaves) if old is None else tree.leaves(old)
+    return tree.unflatten(
+        treedef,
+        [
+            was if is_dtensor(was) and local_of(was) is leaf else leaf_to_dtensor(binding, what, leaf)
+            for what, leaf, was in zip(describe_state(binding, tx, params), leaves, before, strict=True)
+        ],
+    )
 
 
 def leaf_to_dtensor(binding: Binding, what: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:

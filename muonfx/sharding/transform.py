@@ -165,7 +165,7 @@ def sharded(
             after = tree.copy_shared(after, own)
         if not layout.dtensors or (local_tree(updates) is updates and local_tree(params) is params):
             return out, after
-        return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after)
+        return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after, state)
 
     # A compiled graph cannot contain these collectives.
     return cast("InitAndUpdate", (torch.compiler.disable(init), torch.compiler.disable(update)))
