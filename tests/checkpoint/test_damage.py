@@ -155,7 +155,7 @@ def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, numb
         ("9" * 10_000, CorruptError, "makes no sense"),
         ('{"format": "muonfx checkpoint", "version": 1}', CorruptError, "makes no sense"),
         ('{"format": "something else", "version": 1}', FormatError, "of the format 'something else'"),
-        ('{"format": "muonfx checkpoint", "version": 2}', FormatError, "version 2 .* reads version 1: .* upgrade"),
+        ('{"format": "muonfx checkpoint", "version": 2}', FormatError, "version 2 .* reads version 1: upgrade"),
     ],
 )
 def test_texts_that_are_no_index(good, text: str, error: type[Exception], message: str):
