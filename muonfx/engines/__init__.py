@@ -1,6 +1,7 @@
 """Adapters for DeepSpeed, Hugging Face, torchtitan and LLaMA-Factory, which run unmodified.
 
-Each adapter makes the optimizer that the engine requires. For DeepSpeed it also reads the layout of the shards.
+Each adapter makes the optimizer in the form that the engine requires. The adapter of DeepSpeed also locates the shards
+of the parameters in DeepSpeed's flat tensors.
 """
 
 from muonfx.engines import deepspeed, huggingface, llamafactory, torchtitan

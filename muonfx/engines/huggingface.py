@@ -1,4 +1,4 @@
-"""Muon for the Trainer of Hugging Face, by its argument for optimizers that need the model."""
+"""Muon for the Trainer of Hugging Face, through its argument ``optimizer_cls_and_kwargs``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MuonFactory", "MuonMixin", "TrainingArguments", "muon"]
 
 
 class TrainingArguments(Protocol):
-    """The fields of ``transformers.TrainingArguments`` that are read.
+    """The fields of ``transformers.TrainingArguments`` that `muon` reads.
 
     >>> from types import SimpleNamespace
     >>> args: TrainingArguments = SimpleNamespace(
@@ -39,7 +39,7 @@ class TrainingArguments(Protocol):
 
 
 class MuonFactory:
-    """Makes the optimizer of a model, as the Trainer calls it: first without arguments, then with the model.
+    """Makes the optimizer; the Trainer calls the class without arguments, and then the instance with the model.
 
     >>> optimizer = MuonFactory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=0.01)
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
@@ -52,10 +52,10 @@ class MuonFactory:
         """Make the optimizer.
 
         Args:
-            model: with all its modules, so that parameters are routed by their types.
-            zero: whether DeepSpeed will hold the parameters.
-            eps: AdamW's; None: the default of `muonfx.adamw`.
-            options: of `muonfx.Muon`, with parts as mappings if they come from a file (`muonfx.engines.parts`).
+            model: the model; the types of its modules decide which parameters Muon trains.
+            zero: True if DeepSpeed will shard the parameters.
+            eps: the epsilon of AdamW; None for the default of `muonfx.adamw`.
+            options: arguments of `muonfx.Muon`. If they come from a file, see `muonfx.engines.parts`.
         """
         made: torch.optim.Optimizer = deepspeed.Muon(model, **options) if zero else Muon(model, **with_parts(options))
         for group in made.param_groups:
@@ -65,23 +65,23 @@ class MuonFactory:
 
 
 def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], dict[str, Any]]:
-    """Muon for a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
+    """Configure Muon for a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
 
-    The learning rate, the weight decay and AdamW's betas and epsilon come from the training arguments, and the
-    Trainer's scheduler drives both rates. The logged learning rate is the rate of the first group, Muon's. Under
-    DeepSpeed (``args.deepspeed``, or ``accelerate launch``) the optimizer is `muonfx.engines.deepspeed.Muon`.
+    The learning rate, the weight decay, and the betas and epsilon of AdamW come from the training arguments. The
+    Trainer's scheduler changes the rates of Muon and AdamW; the log shows the rate of the first group, which is Muon's.
+    Under DeepSpeed (``args.deepspeed``, or ``accelerate launch``) the optimizer is `muonfx.engines.deepspeed.Muon`.
 
     Args:
         args: ``transformers.TrainingArguments``.
-        options: further arguments of `muonfx.Muon`, or under DeepSpeed of `muonfx.engines.deepspeed.Muon`, which take
-            precedence over ``args``: ``adamw_lr``, ``labels``.
+        options: further arguments of `muonfx.Muon`, such as ``adamw_lr`` and ``labels``, or, under DeepSpeed, of
+            `muonfx.engines.deepspeed.Muon`. They take precedence over ``args``.
 
     Returns:
-        A factory, and its arguments other than the model.
+        The factory of the optimizer, and its arguments other than the model.
 
     Raises:
-        ValueError: under DeepSpeed, a configuration with an optimizer of its own, or one that replaces ours when the
-            optimizer is offloaded; the message has the entry to write.
+        ValueError: the configuration of DeepSpeed has an optimizer, or would replace Muon by DeepSpeed's own when the
+            optimizer is offloaded; the message contains the entry to change.
 
     >>> from types import SimpleNamespace
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
@@ -102,13 +102,13 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
 
 
 class MuonMixin:
-    """A base class to add to a Trainer that another script constructs: ``class MuonTrainer(MuonMixin, Trainer)``.
+    """A mixin for a Trainer that another script constructs: ``class MuonTrainer(MuonMixin, Trainer)``.
 
-    Its optimizer is built by `muon`, unless an optimizer is given to the Trainer.
+    `muon` makes the optimizer unless the Trainer is given one.
 
     Example:
         >>> from types import SimpleNamespace
-        >>> class Trainer:  # that of transformers
+        >>> class Trainer:  # in place of transformers.Trainer
         ...     def __init__(self, args):
         ...         self.args, self.optimizer_cls_and_kwargs = args, None
         ...

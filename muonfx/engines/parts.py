@@ -1,4 +1,4 @@
-"""The parts of an optimizer in a JSON or YAML file: mappings of their arguments."""
+"""Read the transforms among the options of an optimizer from a JSON or YAML file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "orthogonalize": orthogonalize,
     "view": plain_arguments(MatrixView),
 }
-"""The constructors of the parts, by the argument that takes the part."""
+"""The constructor of the value of each option that a file gives as a mapping."""
 
 
 def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the parts in options that were read from a file.
+    """Convert options that were read from a file.
 
-    A part is a mapping of its constructor's arguments: ``orthogonalize`` has arguments of `muonfx.orthogonalize`, and
-    ``view`` in it arguments of `muonfx.MatrixView`. Lists become tuples, and the name of a dtype a dtype. All else is
-    unchanged, also a part that was made in Python.
+    A file has no transforms, so it gives a mapping of arguments instead: ``orthogonalize`` is a mapping of arguments of
+    `muonfx.orthogonalize`, and ``view`` in it a mapping of arguments of `muonfx.MatrixView`. In such a mapping a list
+    becomes a tuple and the name of a dtype becomes the dtype. All other options are returned unchanged.
 
     Raises:
-        TypeError: a part has no such argument; the message suggests one.
+        TypeError: a mapping has an unknown argument; the message suggests a known one.
 
     >>> view = {"blocks": {"*.qkv": [4, 2]}}
     >>> made = with_parts({"lr_scaling": "original", "orthogonalize": {"dtype": "float32", "view": view}})

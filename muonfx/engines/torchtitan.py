@@ -1,4 +1,4 @@
-"""Muon for torchtitan, as the optimizers container of a training configuration."""
+"""Muon for torchtitan: an optimizers container for a training configuration."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ __all__ = ["muon"]
 
 # The result is untyped, since torchtitan is imported only when it is needed.
 def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
-    """Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
+    """Configure Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
 
-    torchtitan's container accepts its own optimizers by name, and no others, so this is the configuration of a
-    container of ours: one `muonfx.Muon` for each model part, with parameters routed by their modules. Schedulers, logs
-    and checkpoints see what they see of any other. The fields ``lr``, ``adamw_lr`` and ``weight_decay`` can be
-    overridden on torchtitan's command line: ``--optimizer.lr 0.01``.
+    torchtitan's own container accepts only the optimizers that it knows by name. This is the configuration of another
+    container, with one `muonfx.Muon` for each model part; the types of modules decide which parameters Muon trains.
+    Schedulers, logs and checkpoints work as with any other container. The fields ``lr``, ``adamw_lr`` and
+    ``weight_decay`` can be overridden on torchtitan's command line: ``--optimizer.lr 0.01``.
 
     Args:
         lr: the learning rate of Muon.
-        adamw_lr: the learning rate of AdamW; None: ``lr``.
-        weight_decay: decoupled, of both.
-        options: further arguments of `muonfx.Muon`, with parts as mappings if they come from a file
-            (`muonfx.engines.parts`).
+        adamw_lr: the learning rate of AdamW; None for ``lr``.
+        weight_decay: the decoupled weight decay of Muon and AdamW.
+        options: further arguments of `muonfx.Muon`. If they come from a file, see `muonfx.engines.parts`.
 
     Returns:
         A ``Config`` of a ``torchtitan.components.optimizer.OptimizersContainer``. Its ``build`` raises ValueError for

@@ -1,4 +1,4 @@
-"""Checkpoints for any ZeRO stage and number of ranks: whole tensors under the names of the parameters."""
+"""Save and load under any ZeRO stage and number of ranks; checkpoints store whole tensors by parameter name."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Write the trained parameters in full precision and the optimizer's state, for any stage and number of ranks.
+    """Write a checkpoint with the full-precision parameters that are trained and the state of the optimizer.
 
-    DeepSpeed's own checkpoints load with the number of ranks that wrote them, and its universal ones know the states of
-    Adam only. This one is a checkpoint of `muonfx.checkpoint`: whole tensors, each rank writing its part.
+    It loads under any ZeRO stage and number of ranks. A checkpoint of DeepSpeed requires the number of ranks that wrote
+    it, and a universal checkpoint of DeepSpeed supports only the state of Adam. All ranks call this together, and each
+    writes its shards.
 
     Args:
-        engine: what ``deepspeed.initialize`` has returned first; all ranks call this together.
-        path: where; a folder that all ranks see.
-        step: how many steps are done.
-        extra: anything that JSON can hold, such as ``{"scheduler": engine.lr_scheduler.state_dict()}``: DeepSpeed's
-            counters and scheduler are not written.
+        engine: the first result of ``deepspeed.initialize``.
+        path: the folder of the checkpoint, on a file system that all ranks share.
+        step: the number of steps taken.
+        extra: JSON values. The counters and the scheduler of DeepSpeed are not written; to keep them, pass, for
+            example, ``{"scheduler": engine.lr_scheduler.state_dict()}``.
         keep: as for `muonfx.checkpoint.save`.
 
     Raises:
-        TypeError: the engine's optimizer is not of this module.
-        WriteError: as `muonfx.checkpoint.save`.
+        TypeError: this module did not make the engine's optimizer.
+        WriteError: the checkpoint could not be written; see `muonfx.checkpoint.save`.
 
     >>> from types import SimpleNamespace
     >>> save(SimpleNamespace(optimizer=None), "checkpoint")
@@ -57,18 +58,18 @@ def save(
 
 
 def load(engine: Any, path: str | os.PathLike[str]) -> None:
-    """Load what `save` wrote, at whatever stage and with however many ranks.
+    """Load a checkpoint that `save` wrote under any stage and number of ranks.
 
-    The engine is as it was made, or has taken steps. Learning rates, counters and the scheduler stay what they are;
-    ``muonfx.checkpoint.inspect(path)`` has ``step`` and ``extra``.
+    Learning rates, counters and the scheduler are not changed; `muonfx.checkpoint.inspect` returns the ``step`` and
+    ``extra`` of the checkpoint. All ranks call this together.
 
     Args:
-        engine: as for `save`; all ranks call this together.
-        path: of the checkpoint.
+        engine: as for `save`, before or after its first step.
+        path: the checkpoint.
 
     Raises:
-        TypeError: the engine's optimizer is not of this module.
-        NotFoundError, MismatchError, CorruptError, FormatError: as `muonfx.checkpoint.load`; nothing was loaded then.
+        TypeError: this module did not make the engine's optimizer.
+        NotFoundError, MismatchError, CorruptError, FormatError: see `muonfx.checkpoint.load`; nothing was loaded.
 
     >>> import tempfile
     >>> from types import SimpleNamespace

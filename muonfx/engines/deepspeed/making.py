@@ -1,4 +1,4 @@
-"""Make the client optimizer and pass it to DeepSpeed."""
+"""Make Muon as the client optimizer of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from muonfx.optimizer import muon
 __all__ = ["Muon", "initialize", "optimizer"]
 
 CONFIG_TYPE = "muonfx.Muon"
-"""The "type" of the optimizer in a configuration for `initialize`."""
+"""The "type" of the optimizer in a configuration that `initialize` accepts."""
 
 
 def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
-    """A transform as DeepSpeed's client optimizer: ``deepspeed.initialize(model=model, optimizer=...)``.
+    """Make DeepSpeed's client optimizer from a transform: ``deepspeed.initialize(model=model, optimizer=...)``.
 
-    The configuration must allow it: ``"zero_allow_untested_optimizer": true``, and with offload of the optimizer also
-    ``"zero_force_ds_cpu_optimizer": false``. All else (stage, precision, accumulation, clipping, schedulers,
-    sub-groups, ``zero.Init``) is DeepSpeed's own business.
+    The configuration must allow a client optimizer with ``"zero_allow_untested_optimizer": true`` and, if the optimizer
+    is offloaded, ``"zero_force_ds_cpu_optimizer": false``. Stage, precision, accumulation, clipping, schedulers,
+    sub-groups and ``zero.Init`` are configured as for any other optimizer.
 
     Args:
-        model: as it is given to DeepSpeed, or made under ``deepspeed.zero.Init``; its parameters that require grad are
-            trained.
-        tx: the transform. It must not look at the whole tree (`clip_by_global_norm`): DeepSpeed steps one flat tensor
-            at a time, and clips gradients itself.
+        model: the model that DeepSpeed gets; it may be made under ``deepspeed.zero.Init``. Its parameters that require
+            grad are trained.
+        tx: the transform. It must not read the whole tree, as `clip_by_global_norm` does, because DeepSpeed steps one
+            flat tensor at a time; DeepSpeed clips gradients itself.
 
     Returns:
         The optimizer, with the groups and keys of `muonfx.TransformOptimizer`.
 
     Raises:
-        TypeError: ``model`` is no module, or ``tx`` no transform.
-        ValueError: ``tx`` looks at the whole tree, or leaves out a parameter that requires grad; the message names it.
+        TypeError: ``model`` is not a module, or ``tx`` is not a transform.
+        ValueError: ``tx`` reads the whole tree, or no label covers a parameter that requires grad; the message names
+            the parameter.
 
     >>> import muonfx as mfx
     >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
@@ -51,13 +52,13 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
 
 
 def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
-    """Muon for the hidden matrices of a model and AdamW for the rest, as DeepSpeed's client optimizer.
+    """Make DeepSpeed's client optimizer: Muon for the hidden matrices of a model, AdamW for the other parameters.
 
     Args:
         model: as for `optimizer`.
         lr: the learning rate of Muon.
-        options: further arguments of `muonfx.Muon` that concern the update, not the layout or memory. In a JSON file
-            for `initialize` a part is a mapping of its arguments, as in `muonfx.engines.parts`.
+        options: further arguments of `muonfx.Muon` that define the update, not the layout or the use of memory. In a
+            JSON file, ``orthogonalize`` is a mapping of its arguments (`muonfx.engines.parts`).
 
     Raises:
         TypeError, ValueError: as `optimizer` and `muonfx.Muon`.
@@ -87,37 +88,37 @@ def require_own_step(config: Mapping[str, Any]) -> None:
 
 
 def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest: Any) -> tuple[Any, ...]:
-    """``deepspeed.initialize`` for a configuration whose optimizer is Muon.
+    """Call ``deepspeed.initialize`` with a configuration whose optimizer is Muon.
 
-    DeepSpeed accepts its own optimizers and torch's by name, and no others. Here the entry ``"optimizer": {"type":
-    "muonfx.Muon", "params": {...}}`` is taken out and made with `Muon`; "params" has the names of `muonfx.Muon`, with
-    parts as mappings (`muonfx.engines.parts`). The two options that client optimizers need are set unless the
-    configuration has them. All else is passed on.
+    DeepSpeed accepts by name only its own optimizers and those of torch. This function removes the entry
+    ``"optimizer": {"type": "muonfx.Muon", "params": {...}}`` from a copy of the configuration, makes the optimizer with
+    `Muon`, and passes it to DeepSpeed. "params" contains arguments of `muonfx.Muon` (`muonfx.engines.parts`). The two
+    options that a client optimizer requires are set unless the configuration has them.
 
     Args:
         model: as for `optimizer`.
-        config: a configuration, or the path of a JSON file with one; it stays as it is.
+        config: a configuration, which is not modified, or the path of a JSON file.
         rest: further arguments of ``deepspeed.initialize``.
 
     Returns:
-        What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler.
+        The result of ``deepspeed.initialize``: engine, optimizer, data loader, scheduler.
 
     Raises:
-        ValueError: the configuration has no optimizer of that type, or ``"zero_force_ds_cpu_optimizer": true`` with
-            offload of the optimizer.
-        TypeError: "params" has a name that `muonfx.Muon` does not have; the message lists the names.
+        ValueError: the optimizer in the configuration has another type, or the optimizer is offloaded and
+            ``"zero_force_ds_cpu_optimizer"`` is true.
+        TypeError: "params" has an argument that `muonfx.Muon` does not have; the message lists its arguments.
         ModuleNotFoundError: DeepSpeed is not installed.
 
     >>> initialize(nn.Linear(2, 2), {"optimizer": {"type": "Adam"}})
     Traceback (most recent call last):
-    ValueError: config: its optimizer has the type 'Adam', expected 'muonfx.Muon'; any other is DeepSpeed's own business
+    ValueError: config: its optimizer has the type 'Adam', expected 'muonfx.Muon'; for others call deepspeed.initialize
     """
     given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
     entry = given.pop("optimizer", {})
     if entry.get("type") != CONFIG_TYPE:
         raise ValueError(
-            f"config: its optimizer has the type {entry.get('type')!r}, expected {CONFIG_TYPE!r}; any other is "
-            "DeepSpeed's own business"
+            f"config: its optimizer has the type {entry.get('type')!r}, expected {CONFIG_TYPE!r}; for others "
+            "call deepspeed.initialize"
         )
     given = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **given}
     require_own_step(given)

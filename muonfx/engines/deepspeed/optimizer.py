@@ -1,4 +1,4 @@
-"""The client optimizer: param_groups by route, and a step on the tensors that DeepSpeed has put into them."""
+"""The client optimizer: one parameter group for each label, stepped on the flat tensors of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["ZeroOptimizer"]
 
 
 class ZeroOptimizer(GroupOwner):
-    """The client optimizer that `optimizer` makes.
+    """The client optimizer that `optimizer` returns.
 
     Raises:
-        ValueError: at the first step, DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as with
-            ``round_robin_gradients``; the message names the parameter. At any step, a parameter was frozen, unfrozen,
-            added or removed after the optimizer was made.
-        RuntimeError: another optimizer steps on these groups, because an engine has exchanged the optimizer.
+        ValueError: at the first step, if DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as
+            with ``round_robin_gradients``; the message names the parameter. At any step, if a parameter was frozen,
+            unfrozen, added or removed after the optimizer was made.
+        RuntimeError: an engine has replaced this optimizer by another one, which steps on its groups.
 
     Example:
         >>> import muonfx as mfx
@@ -55,7 +55,7 @@ class ZeroOptimizer(GroupOwner):
         routes = routes_of(lower(tx, self._like))
         if left_out := [name for name in self._like if name not in routes or routes[name].is_left_out]:
             raise ValueError(
-                f"{left_out[0]!r} requires grad, but the labels leave it out: freeze it before, or give it a label"
+                f"{left_out[0]!r} requires grad but has no label: give it a label, or freeze it before this call"
             )
         defaults = hyperparams(tx)
         self._numbers: dict[tuple[str, ...], GroupNumbers] = {}
@@ -75,7 +75,7 @@ class ZeroOptimizer(GroupOwner):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on the tensors that DeepSpeed has put into the groups; all ranks of their layouts call this together."""
+        """Step on the tensors that DeepSpeed has stored in the groups; all ranks of a layout call this together."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,7 +124,7 @@ class ZeroOptimizer(GroupOwner):
 
     @torch.no_grad()
     def update_working_copy(self) -> None:
-        """Round the values that are stepped on to the model's dtype, at stage 3 in this rank's shards."""
+        """Round the full-precision parameters to the model's dtype; at stage 3, only this rank's shards."""
         for unit in self.all_units():
             for name, piece in unit.pieces.views(unit.pieces.flat).items():
                 held = getattr(self._params[name], "ds_tensor", None)
@@ -149,8 +149,8 @@ class ZeroOptimizer(GroupOwner):
         """Load a state dict with its dtypes; DeepSpeed calls this with the state of this rank.
 
         Raises:
-            ValueError: the groups have other parameters, or a group lacks a hyperparameter; nothing has been loaded
-                then. The next step refuses the state of another transform.
+            ValueError: the groups have other parameters, or a group lacks a hyperparameter; nothing was loaded. The
+                state of another transform is an error at the next step.
         """
         saved: list[dict[str, Any]] = state_dict["param_groups"]
         own = [group["param_names"] for group in self.param_groups]

@@ -1,4 +1,4 @@
-"""The state and the steps of one flat tensor."""
+"""The state of one flat tensor of DeepSpeed, and the step on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ States = dict[Tensor, Any]
 
 
 class Unit:
-    """One flat tensor, or the whole parameters of a group at stage 0, with its state and its steps."""
+    """One flat tensor (at stage 0, the whole parameters of a group), its state in ``optimizer.state``, and its step."""
 
     def __init__(self, tx: Transform, like: Mapping[str, Tensor], pieces: Pieces, states: States) -> None:
         self.pieces, self._tx = pieces, tx

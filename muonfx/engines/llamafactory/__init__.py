@@ -25,12 +25,12 @@ NAME = "muonfx"
 
 
 def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muon:
-    """Make the optimizer, as LLaMA-Factory calls it.
+    """Make the optimizer; LLaMA-Factory calls this.
 
     Args:
         model: the model, sharded by LLaMA-Factory.
-        optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon`, with parts as mappings
-            (`muonfx.engines.parts`): ``orthogonalize: {coefficients: keller}``.
+        optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon`, such as
+            ``orthogonalize: {coefficients: keller}`` (`muonfx.engines.parts`).
         given: further arguments of LLaMA-Factory; ``learning_rate`` is used if ``optim_config`` has no ``lr``.
 
     Raises:
