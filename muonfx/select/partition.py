@@ -44,7 +44,7 @@ class _Assignment:
                 "Apply it to the model instead: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
             )
         self.what, self.given, self.kinds = what, given, kinds
-        self._resolved: dict[Any, list[Any]] = {} if memory is None else memory
+        self._resolved: dict[Any, dict[str, Any]] = {} if memory is None else memory
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> dict[str, Any]:
         """Return the value of each leaf by its name; ``quiet`` suppresses warnings of the labels function."""
