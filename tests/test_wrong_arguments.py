@@ -98,7 +98,7 @@ WRONG = {
     "sharding.offload(momentum(), to=3)": "to must be",
     "sharding.offload('momentum')": r"tx must be a muonfx\.Transform",
     "momentum('0.9')": "decay must be a number",
-    "momentum(lambda count: 0.9)": "a function of the step count becomes a schedule",
+    "momentum(lambda count: 0.9)": "turn a function of the step count into a schedule",
     "momentum(nesterov=linear_schedule(0.5, 0.9, 4))": "momentum: nesterov must be True or False, found linear",
     "momentum(dtype=torch.int8)": 'dtype must be "auto", a floating-point',
     "Slot(torch.int64, 'mu_dtype')": "mu_dtype must be",

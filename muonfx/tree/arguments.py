@@ -148,7 +148,7 @@ def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> 
     wrong = ValueError if choices and isinstance(value, str) else TypeError
     advice = did_you_mean(value, [choice[1:-1] for choice in choices]) if isinstance(value, str) else ""
     if "float" in kinds and callable(value):
-        advice = "; a function of the step count becomes a schedule, which stands for a number, by mfx.schedule"
+        advice = "; turn a function of the step count into a schedule with mfx.schedule"
     raise wrong(f"{owner}: {name} must be {' or '.join(accepted)}, found {value!r}{advice}")
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic of trees of floating tensors, in fp32 or wider. A ``None`` leaf counts as zero."""
+"""Arithmetic of trees of floating-point tensors, computed in at least fp32. A None leaf counts as zero."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ T = TypeVar("T")
 
 
 def add(first: T, *others: PyTree) -> T:
-    """Add trees, leaf by leaf, and round once to the dtypes of the first.
+    """Add trees leaf by leaf.
 
-    A leaf that is None in some trees is the sum of the others, in the dtype of the first of these.
+    Each sum is rounded once, to the dtype of the first tree that has the leaf. A leaf that is None in every tree stays
+    None.
 
     Raises:
-        ValueError: the trees differ in structure.
+        ValueError: the structures of the trees differ.
 
     >>> add({"w": torch.ones(1), "b": None}, {"w": torch.ones(1), "b": torch.ones(1)})
     {'w': tensor([2.]), 'b': tensor([1.])}
@@ -40,7 +41,7 @@ def _sum(present: list[Tensor]) -> Tensor | None:
 
 
 def scale(factor: float | Tensor, tree: T) -> T:
-    """Multiply every leaf by a number; the dtypes stay.
+    """Multiply every leaf by a number, and keep its dtype.
 
     >>> scale(3.0, {"w": torch.ones(1), "b": None})
     {'w': tensor([3.]), 'b': None}
@@ -49,13 +50,13 @@ def scale(factor: float | Tensor, tree: T) -> T:
 
 
 def vdot(a: PyTree, b: PyTree) -> Tensor:
-    """Sum the products of corresponding elements of two trees: their inner product.
+    """Return the inner product of two trees: the sum of the products of corresponding elements.
 
     Returns:
-        A 0-d tensor, fp64 where the device has it.
+        A 0-d tensor, in fp64 if the device supports it.
 
     Raises:
-        ValueError: the trees differ in structure.
+        ValueError: the structures of the trees differ.
 
     >>> float(vdot({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])}))
     11.0
@@ -78,12 +79,12 @@ def _total(scalars: list[Tensor], like: PyTree) -> Tensor:
 
 
 def norm(tree: PyTree) -> Tensor:
-    """The 2-norm over all elements of all leaves.
+    """Return the 2-norm over all elements of all leaves; `muonfx.global_norm` is the same function.
 
-    Finite wherever the norm itself is; `muonfx.global_norm` is another name of it.
+    Squares do not overflow: the result is finite if the norm is.
 
     Returns:
-        A 0-d tensor, fp64 where the device has it.
+        A 0-d tensor, in fp64 if the device supports it.
 
     >>> float(norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}))
     5.0

@@ -15,7 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LISTED = 10
-"""Items of a list in one message."""
+"""Maximal number of list items in a message."""
 
 _LEAST = 8
 """Minimal width in characters of a narrowed column."""
@@ -116,20 +116,20 @@ class Shown:
     """Base of values that print as the `report` they define: text in a terminal, HTML tables in a notebook."""
 
     def report(self) -> Report:
-        """The report that the value prints as."""
+        """Return the tables and notes as which the value is printed."""
         raise NotImplementedError(f"{type(self).__name__} defines no report()")
 
     def to_text(self, width: int | None = None, depth: int | None = None) -> str:
-        """Plain text.
+        """Return plain text.
 
         Args:
-            width: characters of a line at most: long cells are shortened in their middle; None: as many as there are.
-            depth: rows nested deeper are left out; None: none are.
+            width: the maximal number of characters in a line, to which long cells are shortened; None: no limit.
+            depth: the maximal depth of nested rows; deeper rows are omitted. None: no limit.
         """
         return self.report().to_text(width, depth)
 
     def to_html(self) -> str:
-        """A fragment of HTML with its own style and without scripts."""
+        """Return an HTML fragment with its own style and without scripts."""
         return self.report().to_html()
 
     def __str__(self) -> str:

@@ -15,17 +15,17 @@ Where = str | type | Callable[[str, Any], bool]
 
 
 def get(tree: PyTree, where: Where) -> Any:
-    """Find the one node of a tree that is looked for: a leaf, or any subtree.
+    """Return the node of a tree, a leaf or a subtree, that a condition selects.
 
     Args:
         tree: the tree, such as a state.
-        where: the node's dotted path or the end of it, in whole keys, such as "momentum.trace"; its type, such as
-            ``AdamState``; or a function of dotted path and node that is true for it.
+        where: the dotted path of the node, or the last keys of the path, such as "momentum.trace"; the type of the
+            node, such as ``AdamState``; or a function of dotted path and node that returns True for the node.
 
     Raises:
-        KeyError: there is none, or more than one; the message lists paths.
+        KeyError: no node matches, or several do; the message lists paths.
 
-    Follows Optax's ``tree_get``, which has a default in the place of the error.
+    Follows Optax's ``tree_get``, which returns a default instead of raising an error.
 
     >>> import muonfx as mfx
     >>> state = mfx.chain(mfx.momentum(), mfx.scale_by_adam()).init({"w": torch.zeros(2)})
@@ -33,13 +33,13 @@ def get(tree: PyTree, where: Where) -> Any:
     (tensor(0), tensor([0., 0.]), MomentumState(trace={'w': tensor([0., 0.])}))
     >>> get(state, "w")
     Traceback (most recent call last):
-    KeyError: "'w' is in 3 places: momentum.trace.w, scale_by_adam.mu.w, scale_by_adam.nu.w; say more of the path"
+    KeyError: "'w' matches 3 nodes: momentum.trace.w, scale_by_adam.mu.w, scale_by_adam.nu.w; give a longer path"
     """
     return _find_one(tree, where)[1]
 
 
 def get_all(tree: PyTree, where: Where) -> dict[str, Any]:
-    """Find all nodes of a tree that are looked for, by dotted path.
+    """Return all nodes of a tree that a condition selects, by dotted path.
 
     Args:
         tree: the tree.
@@ -54,12 +54,12 @@ def get_all(tree: PyTree, where: Where) -> dict[str, Any]:
 
 
 def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
-    """Make a tree like another but for one node.
+    """Return a copy of a tree in which one node is replaced.
 
     Args:
-        tree: the tree; it stays as it is.
-        where: as for `get`.
-        value: what takes the node's place. A state's dtypes are pinned: give its tensors those that it had.
+        tree: the tree; it is not modified.
+        where: the node, as for `get`.
+        value: the new node. In a state, give its tensors the dtypes of the old ones, because updates keep them.
 
     Raises:
         KeyError: as for `get`.
@@ -103,10 +103,10 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, Any]:
         close = (
             close_names(where, [_dotted(path) for path, _ in _nodes(tree) if path]) if isinstance(where, str) else []
         )
-        said = f"; close to it are {', '.join(close)}" if close else ""
-        raise KeyError(f"{wanted} is nowhere in the tree{said}")
+        said = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise KeyError(f"no node of the tree matches {wanted}{said}")
     places = format_list([_dotted(path) or "the tree itself" for path, _ in found], str)
-    raise KeyError(f"{wanted} is in {len(found)} places: {places}; say more of the path")
+    raise KeyError(f"{wanted} matches {len(found)} nodes: {places}; give a longer path")
 
 
 def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:

@@ -73,11 +73,11 @@ def test_a_whole_subtree_can_be_replaced_and_the_transform_goes_on():
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("nu.b", r"'nu.b' is in 2 places: again.nu.b, scale_by_adam.nu.b; say more of the path"),
-        (mfx.transforms.AdamState, "AdamState is in 2 places: again, scale_by_adam"),
-        ("momentum.trce", "'momentum.trce' is nowhere in the tree; close to it are momentum.trace"),
-        (mfx.transforms.LionState, "LionState is nowhere in the tree"),
-        (lambda name, node: False, "<lambda> is nowhere in the tree"),
+        ("nu.b", r"'nu.b' matches 2 nodes: again.nu.b, scale_by_adam.nu.b; give a longer path"),
+        (mfx.transforms.AdamState, "AdamState matches 2 nodes: again, scale_by_adam"),
+        ("momentum.trce", "no node of the tree matches 'momentum.trce'; did you mean momentum.trace"),
+        (mfx.transforms.LionState, "no node of the tree matches LionState"),
+        (lambda name, node: False, "no node of the tree matches <lambda>"),
     ],
 )
 def test_none_and_several_are_errors_that_say_where(where: Any, message: str):
