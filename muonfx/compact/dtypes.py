@@ -25,10 +25,10 @@ class Resolved(NamedTuple):
 
 
 class QuantizedDtype(Recorded):
-    """A dtype of a state that takes eight bits an element and a scale a block; made by `int8` or `fp8`.
+    """A dtype that stores a state in eight bits per element and an fp32 scale per block; made by `int8` or `fp8`.
 
-    A frozen value: it prints as the code that makes it, compares, hashes and pickles, and is part of the fingerprint
-    of a transform that it is given to.
+    It is a frozen value: it prints as the code that makes it, can be compared, hashed and pickled, and is part of the
+    fingerprint of a transform that has it as an argument.
 
     >>> import muonfx as mfx
     >>> mfx.int8() == mfx.int8(block=2048), mfx.momentum(dtype=mfx.int8(block=256))
@@ -37,7 +37,7 @@ class QuantizedDtype(Recorded):
 
     @property
     def resolved(self) -> Resolved:
-        """The levels and sizes that follow from the arguments."""
+        """The codecs and the seed that the arguments define."""
         return self.built
 
 
@@ -76,19 +76,20 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
 
     An element is stored as the nearest of at most 255 levels between plus and minus the largest magnitude of its
     block, which is the scale; blocks are runs of the flattened leaf. A tensor that is never negative, such as Adam's
-    second moments, has levels without a sign, and only zero is stored as zero.
+    second moments, has levels without a sign, and of its elements only zero is stored as zero.
 
     Args:
-        block: elements a scale, so $1 + 4 / block$ bytes an element. Smaller is more accurate.
+        block: the number of elements that share a scale; an element takes $1 + 4 / block$ bytes. Smaller blocks are
+            more accurate.
         code: "linear" for evenly spaced levels, 1/127 of the scale apart (without a sign: fourth powers of 255 even
-            steps), or "dynamic" for the tree of Dettmers et al., whose levels lie closer together near zero: better
-            for Adam's first moments, whose small elements are divided by small roots.
+            steps), or "dynamic" for the tree of Dettmers et al., whose levels are denser near zero. "dynamic" is more
+            accurate for Adam's first moments, whose small elements are divided by small roots.
         min_size: leaves of fewer elements are stored in fp32.
-        stochastic: round up or down at random so that the mean is kept. The noise is a function of a key in the state,
-            one for each leaf, which every update of that leaf raises by one; so a run is reproducible. Without it an
-            average does not move by less than half a step: for second moments, or averaged parameters, with decays
-            above about 0.99, give it.
-        seed: of the first keys, with the leaf's name.
+        stochastic: round up or down at random, such that the mean is preserved. Without it, a change of less than half
+            a step between levels is lost in every update, so use it for second moments, or for averaged parameters,
+            with decays above about 0.99. The noise is a function of a key for each leaf in the state, to which every
+            update of the leaf adds one, so runs are reproducible.
+        seed: the seed of the first keys, which also depend on the names of the leaves.
 
     Returns:
         A value to give as ``dtype`` to `momentum` or `ema_params`, and as ``mu_dtype`` or ``nu_dtype`` to
@@ -115,13 +116,15 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
 def fp8(block: int = 2048, *, format: Format = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
     """Store a state as 8-bit floats with an fp32 scale for each block of elements.
 
-    As `int8`, but the levels are a float type's finite numbers over the largest of them. (torch 2.13 has float8 in
-    ``torch.save``, but not in ``pickle.dumps``, ``torch.equal`` and ``torch.promote_types``.)
+    The encoding is that of `int8`, with the finite numbers of a float type, divided by the largest, as levels. In torch
+    2.13, ``torch.save`` supports float8 tensors, but ``pickle.dumps``, ``torch.equal`` and ``torch.promote_types`` do
+    not.
 
     Args:
         block: as in `int8`.
-        format: "e4m3", rounding by at most 1/16 of an element, down to 3e-5 of the scale; or "e5m2", by at most 1/8,
-            down to 1e-9. Without a sign, e4m3 stores square roots and reaches down to 1e-9 too.
+        format: "e4m3", with a relative rounding error of at most 1/16 for elements above 3e-5 of the scale; or "e5m2",
+            with at most 1/8, above 1e-9 of the scale. Without a sign, e4m3 stores square roots, and covers elements
+            above 1e-9 too.
         min_size: as in `int8`.
         stochastic: as in `int8`.
         seed: as in `int8`.

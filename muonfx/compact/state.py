@@ -24,9 +24,9 @@ class QuantizedState(NamedTuple):
     """Leaves in eight bits."""
 
     codes: PyTree
-    """Like the parameters, in the code's dtype; fp32 where a leaf is too small to gain."""
+    """Codes like the parameters, in the dtype of the codebook; fp32 values for leaves smaller than ``min_size``."""
     scales: PyTree
-    """For each parameter the largest magnitude of each block, fp32: shape (blocks,), or (0,) for a leaf in fp32."""
+    """For each parameter, the largest magnitude of each block: fp32 of shape (blocks,), or (0,) for a leaf in fp32."""
 
 
 class KeyedQuantizedState(NamedTuple):
@@ -37,7 +37,7 @@ class KeyedQuantizedState(NamedTuple):
     scales: PyTree
     """As in `QuantizedState`."""
     keys: PyTree
-    """For each parameter the key of its next rounding: 0-d int64, raised by one whenever the leaf is stored."""
+    """For each parameter, the key of its next rounding: 0-d int64, increased by one whenever the leaf is stored."""
 
 
 class Holder:
@@ -78,7 +78,7 @@ class Holder:
     def write(
         self, at: Present, values: list[Tensor], held: QuantizedState | KeyedQuantizedState
     ) -> QuantizedState | KeyedQuantizedState:
-        """Encode values for the selected leaves; all other leaves stay."""
+        """Encode values for the selected leaves, and keep all other leaves."""
         keys = at.pick(held.keys) if isinstance(held, KeyedQuantizedState) else [None] * len(values)
         leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
         codes = at.fill([leaf.codes for leaf in leaves], held.codes)

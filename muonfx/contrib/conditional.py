@@ -72,15 +72,14 @@ _conditional = transform(
 
 @_conditional
 def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
-    """Apply a transform at some steps only; at other steps updates pass unchanged, and so does its state.
+    """Apply a transform at some steps only; at other steps, its updates and state are unchanged.
 
-    Nothing is read back from the device: the old or new value is selected there. So the inner transform runs at every
-    step.
+    The inner transform runs at every step, and its result is selected on the device, so the host does not wait.
 
     Args:
         inner: the transform.
         should_transform: a function of the number of updates before this one, a 0-d int64 tensor, that returns a 0-d
-            bool tensor; a named function of a module if the transform is to be pickled.
+            bool tensor. To pickle the transform, use a function that is defined in a module.
 
     Raises:
         TypeError: ``should_transform`` is not callable; at `update`, it returns something else.

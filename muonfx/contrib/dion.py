@@ -51,17 +51,17 @@ def scale_by_dion(
     be zero keeps its old direction and adds nothing to the update.
 
     Args:
-        rank: of the update, at most; a matrix with a shorter side has that rank.
+        rank: the maximal rank of the update; the rank is lower if a side of the matrix is shorter.
         decay: $\beta$, in [0, 1).
-        dtype: pinned dtype of both; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
-            own.
+        dtype: pinned dtype of both states; "auto" is float32, but float64 for a float64 parameter; None is the dtype of
+            each parameter.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
             matrix or does not fit the view.
 
-    Follows Dion (Ahn et al., arXiv 2504.05295) with the whole matrix at one owner.
+    Follows Dion (Ahn et al., arXiv 2504.05295), computed on the whole matrix by one rank.
 
     Example:
         >>> import muonfx as mfx
@@ -100,21 +100,22 @@ def scale_by_dion(
 def sampled_momentum(
     one_in: int = 4, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
 ):
-    r"""Sum up gradients, and return only the rows, or columns, with the largest sums.
+    r"""Sum the gradients, and return only the rows, or columns, of the sum with the largest magnitudes.
 
-    Of each matrix $M = M_{t-1} + G$ the update has the largest of the slices along the shorter side, by their sum of
-    magnitudes, and zeros elsewhere; in the state these slices are multiplied by $\beta$, the others wait. The polar
-    factor of a matrix ignores zero rows, so `orthogonalize` can follow; no products are saved.
+    The slices of each matrix $M = M_{t-1} + G$ along its shorter side are ranked by their sum of magnitudes. The update
+    contains the largest slices, and zeros elsewhere. The state keeps the sum, with the returned slices multiplied by
+    $\beta$. `orthogonalize` can follow, because zero rows do not affect the polar factor of the others; its cost
+    stays the same.
 
     Args:
-        one_in: of how many slices one is taken, rounded up: the authors' ``fraction`` is the reciprocal.
+        one_in: one of this many slices is returned, rounded up. It is the reciprocal of the authors' ``fraction``.
         decay: $\beta$, in [0, 1).
         dtype: pinned dtype of the sum; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
             own.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
-        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
+        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
             matrix or does not fit the view.
 
     Follows Dion2 in Microsoft's ``dion``, which selects along the sharded side of a sharded matrix instead.

@@ -42,7 +42,7 @@ class DowgState(NamedTuple):
     estim_sq_dist: Tensor
     """The largest squared distance from the start so far, 0-d."""
     weighted_sq_norm_grads: Tensor
-    """The sum of the squared norms of the gradients, each times the squared distance of its time, 0-d."""
+    """The sum of the squared norms of the gradients, each times ``estim_sq_dist`` at its step, 0-d."""
     start: PyTree
     """The parameters at the start, in their own dtypes."""
 
@@ -82,7 +82,8 @@ def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-
     r"""Scale gradients by the distance from the start over the root of the sum of their squares.
 
     $\eta_t = \max_{s \le t} \|p_s - p_0\| / \sqrt{\sum_{s \le t} \|g_s\|^2 + \epsilon}$, with norms over all leaves, on
-    all ranks. The distance counts as at least $\alpha (1 + \|p_0\|)$, of the leaves with a gradient at the first step.
+    all ranks. The distance is at least $\alpha (1 + \|p_0\|)$, where $p_0$ has the leaves with a gradient at the first
+    step.
 
     Args:
         init_step: $\alpha$, positive: 1e-6, or 1e-4 with batch normalization.
@@ -91,8 +92,8 @@ def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-
     Raises:
         ValueError: an argument is not positive and finite; at `update`, ``params`` is missing.
 
-    Average the parameters, as with `ema_params`. Follows Ivgi et al. (arXiv 2302.12022) and Optax's transform of
-    ``contrib.dog`` with its "heuristic" first step.
+    The authors recommend evaluating an average of the parameters, such as that of `ema_params`. Follows Ivgi et al.
+    (arXiv 2302.12022) and Optax's transform of ``contrib.dog`` with its "heuristic" first step.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.tensor([3.0, 4.0])}
@@ -125,7 +126,7 @@ def scale_by_dowg(init_estim_sq_dist: ScalarOrSchedule | None = None, eps: Scala
     norms over all leaves, on all ranks.
 
     Args:
-        init_estim_sq_dist: the squared distance counts as at least this, positive; None is ``eps``.
+        init_estim_sq_dist: the smallest value of $r_t$, positive; None is ``eps``.
         eps: added to the root, positive.
 
     Raises:

@@ -35,22 +35,22 @@ class LookaheadState(NamedTuple):
     position="last",
 )
 def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dtype: WideStateDtype = "auto"):
-    """Update the parameters, and every few steps reset them to slow weights that follow at a fraction of the distance.
+    """Update the parameters, and every few steps reset them to slow weights that follow the parameters.
 
-    At every ``sync_period``-th update the slow weights move by the fraction ``slow_step_size`` of the distance to the
-    parameters, and the parameters are set to them. The inner transform's state is kept.
+    At every ``sync_period``-th update, the slow weights move towards the parameters by the fraction ``slow_step_size``
+    of the distance, and the parameters are set to the slow weights. The state of the inner transform is not reset.
 
     Args:
-        inner: the whole chain, the learning rate included; nothing may change the updates after it.
+        inner: the whole chain, including the learning rate; no transform may change the updates after `lookahead`.
         sync_period: the number of updates between two resets, 1 or more.
         slow_step_size: the fraction of the distance, usually 0.5.
         dtype: pinned dtype of the slow weights; "auto" is float32, but float64 for a float64 parameter; None is each
             parameter's own.
 
-    The slow weights are in the state; Optax makes a pair of trees of the parameters instead.
+    The slow weights are a part of the state, whereas Optax keeps fast and slow weights as a pair of trees.
 
     Raises:
-        TypeError: ``sync_period`` is no int.
+        TypeError: ``sync_period`` is not an int.
         ValueError: ``sync_period`` is below 1, ``slow_step_size`` is negative or not finite, or ``dtype`` is a string
             other than "auto"; at `update`, ``params`` is missing.
 

@@ -63,12 +63,12 @@ def scale_by_namo(
         b1: decay of the average, in [0, 1).
         b2: decay of the squared norm, in [0, 1).
         eps: added to the root, not negative.
-        dtype: pinned dtype of both; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
-            own.
+        dtype: pinned dtype of both states; "auto" is float32, but float64 for a float64 parameter; None is the dtype of
+            each parameter.
         view: which matrices a leaf consists of; the same as for the inner transform.
 
     Raises:
-        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
+        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
             matrix or does not fit the view.
 
     Follows NAMO (Zhang, Liu and Schaeffer, arXiv 2602.17080).

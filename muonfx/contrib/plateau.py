@@ -29,7 +29,7 @@ class ReduceOnPlateauState(NamedTuple):
     plateau_count: Tensor
     """Losses since the last improvement, int64."""
     cooldown_count: Tensor
-    """Losses that are ignored before the next one that counts, int64."""
+    """Number of further losses that do not count as lack of improvement, int64."""
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
@@ -60,15 +60,15 @@ def reduce_on_plateau(
     device.
 
     Args:
-        factor: of the scale at each reduction, in (0, 1).
+        factor: the factor by which the scale is multiplied at each reduction, in (0, 1).
         patience: the number of losses without improvement after which the scale is reduced, 1 or more.
         rtol: the fraction of the best loss by which a loss must be lower to be an improvement, in [0, 1].
-        atol: the same as a number, 0 or more; one of the two must be positive.
-        cooldown: the number of losses after a reduction that are not counted as without improvement, 0 or more.
-        min_scale: the scale is not reduced below this.
+        atol: the absolute amount by which a loss must be lower, 0 or more; ``rtol`` or ``atol`` must be positive.
+        cooldown: the number of losses after a reduction that do not count as lack of improvement, 0 or more.
+        min_scale: the minimal scale.
 
     Raises:
-        TypeError: a number of losses is no int; at `update`, ``value`` is missing or not a real number.
+        TypeError: ``patience`` or ``cooldown`` is not an int; at `update`, ``value`` is missing or not a real number.
         ValueError: an argument is out of range; at `update`, ``value`` has more than one element.
 
     Follows Optax's ``contrib.reduce_on_plateau``, and so ``torch.optim.lr_scheduler.ReduceLROnPlateau``.

@@ -38,7 +38,7 @@ class ProdigyState(NamedTuple):
     grad_sum: PyTree
     """Weighted sums of the gradients, likewise."""
     start: PyTree
-    """The parameters at the start, in their own dtypes."""
+    """The initial parameters, in their own dtypes."""
 
 
 @transform(
@@ -64,15 +64,16 @@ def scale_by_prodigy(
     magnitudes of the gradients, averaged with the same weights. Both are sums over all leaves, on all ranks.
 
     Args:
-        learning_rate: a factor of the estimate, a number or a schedule: 1, or a schedule that falls from 1 to 0. It is
-            part of the estimate, so it is applied here; the sign is not flipped.
+        learning_rate: a factor of the estimated rate, usually 1 or a schedule that falls from 1 to 0. It affects the
+            estimate, so it is applied here. The sign of the updates is not changed.
         b1: decay of the first moment, in [0, 1).
         b2: decay of the second moment, in [0, 1); its root is the decay of the averages in the estimate.
         eps: added outside the root, times the estimate; not negative.
         estim_lr0: the estimate at the start, positive and small.
         estim_lr_coef: a factor of new estimates, positive.
-        weight_decay: decoupled; the parameters times this are added to Adam's step, before the rate.
-        safeguard_warmup: leave the learning rate out of the denominator, for a warmup.
+        weight_decay: decoupled weight decay: the parameters times this factor are added to Adam's step, before it is
+            multiplied by the rate.
+        safeguard_warmup: leave the learning rate out of the denominator of the estimate; use it with a warmup.
         dtype: pinned dtype of the moments and sums; "auto" is float32, but float64 for a float64 parameter; None is
             each parameter's own.
 

@@ -57,11 +57,11 @@ def scion(
             heads, "rows" (the authors' RowNorm), "columns" (their ColNorm, for matrices that see the input) and
             "embedding" (their ColNorm of a transposed matrix, for embeddings stored as tokens by features). Vectors and
             scalars of every label get the root mean square 1.
-        decay: of the momentum; 1 minus the authors' ``momentum``.
-        constrained: shrink parameters by the learning rate, so that they stay within the radius (Frank-Wolfe). Without,
-            there is no decay.
+        decay: decay of the momentum; 1 minus the authors' ``momentum``.
+        constrained: decay the parameters by the learning rate, so that they stay within the radius (Frank-Wolfe). If
+            False, there is no decay.
         orthogonalize: as in `muon`.
-        labels: for each parameter a label of ``norms``, or None, as in `partition`.
+        labels: a label in ``norms``, or None, for each parameter, as in `partition`.
 
     Raises:
         ValueError: an unknown norm, or a negative radius; the message names the label.
@@ -120,10 +120,10 @@ def adamuon(
 
     Args:
         learning_rate: a number or a schedule, of AdamW's size.
-        decay: of the momentum.
-        second_decay: of the second moment.
+        decay: decay of the momentum.
+        second_decay: decay of the second moment.
         eps: added to the root.
-        nesterov: whether momentum looks ahead.
+        nesterov: whether to use Nesterov momentum.
         weight_decay: decoupled, as in `muon`.
         orthogonalize: as in `muon`; each matrix of its view is brought to the size 0.2.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -159,7 +159,7 @@ def polargrad(
 
     Args:
         learning_rate: a number or a schedule.
-        decay: of the momentum.
+        decay: decay of the momentum.
         weight_decay: decoupled, as in `muon`.
         orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -225,10 +225,10 @@ def musgd(
     """MuSGD, for parameters that are all matrices: the sum of a Muon and an SGD step.
 
     Args:
-        learning_rate: a number or a schedule, of both.
+        learning_rate: the learning rate of both steps, a number or a schedule.
         muon: factor of Muon's part.
         sgd: factor of SGD's part.
-        decay: of both momenta, which look ahead (Nesterov).
+        decay: decay of both momenta, which are Nesterov momenta.
         weight_decay: an L2 penalty, in SGD's part only.
         orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -257,8 +257,8 @@ def muon_hyperball(
 
     Args:
         learning_rate: a number or a schedule: the size of a step relative to the weight.
-        decay: of the momentum.
-        nesterov: whether momentum looks ahead.
+        decay: decay of the momentum.
+        nesterov: whether to use Nesterov momentum.
         orthogonalize: as in `muon`; each matrix of its view has its own sphere.
 
     Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025). A matrix that
@@ -291,8 +291,8 @@ def dion(
 
     Args:
         learning_rate: a number or a schedule.
-        rank: of the update, at most.
-        decay: of the part of the sum of gradients that the update approximates.
+        rank: the maximal rank of the update.
+        decay: decay of the part of the sum of gradients that the update approximates.
         weight_decay: decoupled, as in `muon`.
         view: which matrices a leaf consists of, without blocks.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -324,8 +324,8 @@ def dion2(
 
     Args:
         learning_rate: a number or a schedule.
-        one_in: of how many rows or columns, whichever are fewer, one is selected in each step.
-        decay: of the selected rows or columns of the sum of gradients.
+        one_in: one of this many rows or columns, whichever are fewer, is selected in each step.
+        decay: decay of the selected rows or columns of the sum of gradients.
         weight_decay: decoupled, as in `muon`.
         orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.

@@ -34,7 +34,7 @@ class ScheduleFreeState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     b1: Tensor
-    """The interpolation with which the parameters were made of the average and of ``z``, 0-d."""
+    """The weight of the average in the current parameters, 0-d; the weight of ``z`` is the rest."""
     max_lr: Tensor
     """The largest learning rate so far, 0-d."""
     weight_sum: Tensor
@@ -64,17 +64,17 @@ def schedule_free(
 
     The parameters of the training loop are $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The inner transform moves
     $z_{t+1} = z_t + u_t$ by its updates for the gradient at $y_t$, and $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$
-    averages, with weights $c$ in proportion to a power of the largest learning rate so far. Evaluate the average, which
-    `schedule_free_eval_params` computes. It replaces the inner transform's momentum, which must be switched off, and
-    the decay of the learning rate.
+    is their average, with weights $c$ in proportion to a power of the largest learning rate so far. Evaluate the model
+    with the average, which `schedule_free_eval_params` computes. The interpolation replaces momentum, so switch off the
+    inner transform's momentum, and needs no decay of the learning rate.
 
     Args:
         inner: the whole chain, the learning rate included, without momentum: ``scale_by_adam(b1=0.0)``.
-        learning_rate: the inner chain's learning rate, a number or a schedule; here it only weights the average. A
-            schedule is read at the number of the update counted from 1, as in Optax, so that a warmup from zero gives
-            the first iterate a weight. A scheduler of ``torch.optim`` changes only the inner chain's rate (a group's
-            ``lr``), not this one (the group's ``learning_rate``): give schedules of `muonfx.core.schedules` to both.
-        b1: the interpolation, in (0, 1].
+        learning_rate: the inner chain's learning rate, a number or a schedule, which weights the average. Updates are
+            counted from 1 here, as in Optax, so that the first iterate of a warmup from zero has a weight. A scheduler
+            of ``torch.optim`` changes only the inner chain's rate (``lr`` of a group) and not this one
+            (``learning_rate`` of the group), so give both the same schedule of `muonfx.core.schedules`.
+        b1: the weight $\beta_1$ of the average in the parameters, in (0, 1].
         weight_lr_power: the power of the learning rate that weights the average, 0 or more.
         dtype: pinned dtype of z; "auto" is float32, but float64 for a float64 parameter; None is each parameter's own.
 

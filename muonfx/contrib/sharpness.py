@@ -26,10 +26,10 @@ Sum = Callable[[PyTree], Tensor]
 
 @transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")
 def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
-    r"""Turn gradients into the step by which sharpness-aware minimization climbs: $\rho g / \|g\|$.
+    r"""Replace gradients by the ascent step of sharpness-aware minimization, $\rho g / \|g\|$.
 
     The norm is over all elements of all leaves, on all ranks. `sam_gradient` takes this step and computes the gradient
-    there; a separate chain descends by that gradient.
+    at the new point, which a separate chain uses to update the parameters.
 
     Args:
         rho: the length of the step, 0 or more.

@@ -27,23 +27,24 @@ def clip_singular_values(threshold: float = 1.0, *, steps: int = 10, view: Matri
     r"""Replace each matrix $U S V^T$ by $U \min(S, \tau)\, V^T$, by matrix products alone.
 
     With the polar factor $O$ and the symmetric $A = O X^T - \tau I$, this is $X - \tfrac12 (A + |A|)\, O$ where $|A| =
-    A\,\mathrm{sign}(A)$: two Newton-Schulz iterations in fp32 or fp64, of the set "polar_express". A matrix whose
-    Frobenius norm is at most $\tau$ passes as it is.
+    A\,\mathrm{sign}(A)$: two Newton-Schulz iterations in fp32 or fp64, with the coefficients "polar_express". A matrix
+    whose Frobenius norm is at most $\tau$ is returned unchanged.
 
     Args:
         threshold: $\tau$, positive.
-        steps: of each iteration. With 10, the error is at most 0.002 $\tau$ for singular values of up to 1,000 $\tau$;
-            with 15, at most 0.01 $\tau$ for singular values of up to 10,000 $\tau$. A matrix with a norm above 30,000
-            $\tau$ is first scaled down to that norm, so that its singular values below $\tau$ become too small.
+        steps: the number of steps of each iteration. With 10, the error is at most 0.002 $\tau$ for singular values of
+            up to 1,000 $\tau$; with 15, at most 0.01 $\tau$ for singular values of up to 10,000 $\tau$. A matrix with
+            a norm above 30,000 $\tau$ is first scaled down to that norm, so that its singular values below $\tau$
+            become too small.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
-        ValueError: ``threshold`` is not positive and finite, ``steps`` is below 1; at `init`, a leaf is no matrix or
-            does not fit the view.
+        ValueError: ``threshold`` is not positive and finite, ``steps`` is below 1; at `init`, a leaf is not a matrix
+            or does not fit the view.
 
     Follows the spectral hard cap of Cesista ("Fast, Numerically Stable, and Auto-Differentiable Spectral Clipping via
-    Newton-Schulz Iteration", 2025) and NVIDIA's Emerging-Optimizers, in a form that leaves small singular values alone
-    where the iteration has not brought their polar factor to 1.
+    Newton-Schulz Iteration", 2025) and NVIDIA's Emerging-Optimizers. This form keeps small singular values unchanged,
+    even if the iteration has not converged for them.
 
     Example:
         >>> import muonfx as mfx
@@ -104,7 +105,7 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         view: which matrices a leaf consists of; the same as for the inner transform.
 
     Raises:
-        ValueError: at `update`, a leaf is no matrix or does not fit the view.
+        ValueError: at `update`, a leaf is not a matrix or does not fit the view.
 
     Follows PolarGrad (arXiv 2505.21799), Bernstein and Newhouse (arXiv 2409.20325) and ``optax.contrib.muon`` with
     ``adaptive=True``.
