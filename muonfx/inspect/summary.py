@@ -153,15 +153,15 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
 
     Args:
         what: a state or any other tree of tensors; a `TransformOptimizer`; a model, for its parameters; a pair of a
-            transform and its state, which names the owner of each leaf if the transform is sharded; or a transform
-            alone with ``params``, for the state that it would create, without allocating it.
-        params: the parameters (a tree of tensors or a model), to compare bytes with. For a sharded transform and its
-            state, the local parameters; needed only if the transform has not been used yet and their names differ from
-            the names in its layout.
+            transform and its state, to show the owner of each leaf of a sharded state; or a transform, with ``params``,
+            for the state that it would create, which is not allocated.
+        params: the parameters, a tree of tensors or a model, to compare the bytes with. For the pair of a sharded
+            transform and its state, give the local parameters; they are needed only if the transform has not been used
+            yet and their names differ from the names in its layout.
 
     Returns:
-        A value that prints as a table: ``str()`` in a terminal, an HTML table in a notebook. No tensor is read, so
-        nothing waits for a device.
+        A value that prints as a table in a terminal, and is shown as HTML in a notebook. No value of a tensor is read,
+        so the host does not wait for a device.
 
     Raises:
         TypeError: a transform alone, without ``params``, or a value that is not a tree of tensors.

@@ -29,9 +29,9 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
         ax: the axes to draw on; None: a new figure, whose height grows with the ranks.
 
     Returns:
-        The axes: a bar for each rank, with a segment for each parameter that it computes, as wide as the operations in
-        a step. Blue parameters are computed by one rank for all, green parameters by every rank. The text at the end of
-        a bar is the number of bytes that the rank sends. A dotted line marks the mean.
+        The axes. Each rank has a bar, with a segment for each parameter that it computes. The width of a segment is the
+        number of operations in a step. A blue parameter is computed by one rank, a green parameter by every rank. The
+        text at the end of a bar is the number of bytes that the rank sends. A dotted line marks the mean.
 
     Raises:
         TypeError: ``plan`` is not a plan.

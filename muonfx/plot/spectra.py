@@ -58,14 +58,14 @@ def plot_polynomial(
         highest = max(max(cast("list[float]", line.get_ydata())) for line in axes.lines)
         axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
         axes.set(xlim=(1e-4, 1.0), ylim=(0.0, 1.05 * highest))
-        title = f"from {lower:g} on, they land in"
+        title = f"values from {lower:g} to 1"
         legend = axes.legend(loc="lower right", title=title, frameon=False, labelcolor="linecolor", alignment="left")
         legend.get_title().set_color(COLORS["gray"])
     return axes
 
 
 def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | None = None) -> Axes:
-    """Draw the singular values of a matrix before and after, largest first.
+    """Draw the singular values of a matrix, and of the matrix after a transform, largest first.
 
     Args:
         before: a matrix, such as a gradient or the momentum. Its singular values are divided by the largest one, as

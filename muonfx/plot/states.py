@@ -30,8 +30,8 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
         ax: the axes to draw on; None: a new figure, whose height grows with the layers.
 
     Returns:
-        The axes: a point for each measured "rms", the first at the top, on a logarithmic scale. Zeros are omitted. Each
-        monitor has its own colour.
+        The axes, with a logarithmic scale and a point for each measured "rms". Zeros are omitted. Each monitor has its
+        own colour.
 
     Raises:
         ValueError: no monitor in the state measures "rms".
@@ -80,8 +80,8 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
         ax: the axes to draw on; None: a new figure.
 
     Returns:
-        The axes: a bar for each part of the state, split by dtype, with its bytes at the end. Over ranks, the bytes of
-        this rank.
+        The axes, with a bar for each part of the state. The bar is split by dtype, and the text at its end is the
+        number of bytes. For a sharded state, these are the bytes of this rank.
 
     Raises:
         ValueError: the state has no bytes.

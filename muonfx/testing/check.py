@@ -1,4 +1,4 @@
-"""Check one transform against all laws that apply to it, on drawn examples."""
+"""Check one transform against all laws that apply to it, on generated examples."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Report:
     """The laws that `check_transform` checked, and the laws that it left out.
 
     Attributes:
-        tx: the transform, printed.
-        held: the number of examples that each law held on.
-        left_out: the reason why a law was not checked.
+        tx: the code of the transform.
+        held: for each law that holds, the number of examples on which it was checked.
+        left_out: for each law that was not checked, the reason.
 
     >>> print(Report("scale(factor=2.0)", {"identity_is_neutral": 10}, {"pickle_gives_an_equal_transform": "skipped"}))
     scale(factor=2.0): 1 law holds
@@ -55,7 +55,7 @@ class Report:
 
 
 def laws_for(tx: Transform) -> dict[str, str | None]:
-    """List every law, with None if it applies to a transform, else with the reason why it does not.
+    """Return, for each law, None if it applies to a transform, and otherwise the reason why it does not.
 
     >>> import muonfx as mfx
     >>> found = laws_for(mfx.clip_by_global_norm(1.0))
@@ -86,10 +86,13 @@ def _strategy(ranks: tuple[int, int]) -> st.SearchStrategy[Example]:
 
 
 def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
-    """Return examples that a transform accepts, found by trying: any tree, or leaves of two dims and more.
+    """Return a strategy of examples that a transform accepts.
+
+    The transform is run on a tree with leaves of any number of dims, and if it raises an error, on a tree with leaves
+    of two and more dims.
 
     Raises:
-        TypeError: the transform accepts neither; the message shows both errors.
+        TypeError: the transform accepts neither tree; the message contains both errors.
 
     >>> import muonfx as mfx
     >>> from hypothesis import find
@@ -106,8 +109,8 @@ def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
         else:
             return _strategy(ranks)
     raise TypeError(
-        f"{tx!r} takes neither a general tree nor matrices; give check_transform a strategy of examples, "
-        "params=params_and_grads(...) or any other. It raised " + "; ".join(errors)
+        f"{tx!r} accepts neither a general tree nor matrices; give check_transform a strategy of examples, such as "
+        "params=params_and_grads(...). It raised " + "; ".join(errors)
     )
 
 
@@ -121,26 +124,26 @@ def check_transform(
     seed: int | None = None,
     updates_dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None,
 ) -> Report:
-    """Check a transform against every law that applies to it, on drawn trees of parameters and gradients.
+    """Check a transform against every law that applies to it, on generated trees of parameters and gradients.
 
     Args:
         tx: the transform.
-        laws: names of laws, or the functions; None: all.
-        skip: laws to leave out.
+        laws: the laws to check, as names or functions; None: all laws.
+        skip: the laws to leave out, as names or functions.
         params: a strategy of `Example` values, such as ``params_and_grads(ranks=(2, 2))``; None: `suitable_params`.
-        max_examples: examples for each law (fewer for slow laws, such as compilation); None: as the hypothesis
-            profile sets.
-        seed: of the examples; None: the hypothesis profile decides.
-        updates_dtype: the dtype that the transform is documented to give to all updates, instead of the gradients', or
-            a function that returns it for the dtype of a parameter.
+        max_examples: the number of examples for each law, of which slow laws, such as compilation, use fewer; None: the
+            number in the hypothesis profile.
+        seed: the seed of the examples; None: the hypothesis profile decides whether examples are reproducible.
+        updates_dtype: the dtype of all updates if, as documented, it differs from the dtype of the gradients; or a
+            function that returns the dtype of an update for the dtype of its parameter.
 
     Returns:
-        The number of examples on which each law held, and the laws that were left out, with the reason. It prints.
+        A `Report`, which prints as a list of the laws that hold and of the laws that were left out.
 
     Raises:
         LawViolation: a law does not hold; the message names the law, the leaf and the values found, and shows the
             smallest example.
-        ValueError: no law has a given name.
+        ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
 
     >>> import muonfx as mfx
     >>> report = check_transform(

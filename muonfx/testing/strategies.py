@@ -1,7 +1,7 @@
 """Hypothesis strategies: trees of tensors, and parameters with gradients.
 
-Values are generated from a drawn seed, not drawn element by element: examples are fast to build, and shrink to few
-and small leaves.
+A strategy draws structures, shapes and a seed, from which the values are generated. So examples are fast to build, and
+shrink to few and small leaves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything that determines a leaf, except the seed."""
+    """The properties of a leaf; with a seed, they determine its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -119,8 +119,8 @@ def trees(
     """Draw a nest of dict, tuple, list, NamedTuple, OrderedDict and deque with tensors (or None) as leaves.
 
     Args:
-        ranks: least and largest number of dims of a leaf; sides are 1 to 7, seldom 0.
-        dtypes: drawn from; the first is the simplest.
+        ranks: the minimal and maximal number of dims of a leaf. The lengths of dims are 1 to 7, and rarely 0.
+        dtypes: the dtypes of leaves; failing examples shrink to the first.
         nones: whether a leaf may be None.
         layouts: whether leaves may be transposed, have gaps between elements, or start within a buffer.
 
@@ -166,13 +166,13 @@ def params_and_grads(
     nones: bool = True,
     layouts: bool = True,
 ) -> st.SearchStrategy[Example]:
-    """Draw an `Example`: a tree of parameters and, for each of some steps, a tree of gradients like it.
+    """Draw an `Example`: a tree of parameters and, for each step, a tree of gradients with the same structure.
 
     Gradients have the dtypes of their parameters, or are all float32, as in mixed-precision training.
 
     Args:
-        steps: least and largest number of steps.
-        ranks: as in `trees`; ``(2, 4)`` for transforms that take matrices only.
+        steps: the minimal and maximal number of steps.
+        ranks: as in `trees`; ``(2, 4)`` for transforms that accept matrices only.
         dtypes: as in `trees`.
         nones: whether a parameter, or a gradient in some steps, may be None.
         layouts: as in `trees`.

@@ -94,7 +94,7 @@ def every_other(count: Tensor) -> Tensor:
     reads_params=lambda inner: inner.reads_params,
 )
 def with_value(inner: Transform):
-    """Pass a transform the named extra ``value``, which laws do not pass: a loss that does not improve."""
+    """Call a transform with the named extra ``value``, a loss that does not improve, because laws pass no extras."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
         return inner.run(updates, state, params, donate=donate, value=1.0)
@@ -216,7 +216,7 @@ _OWN: dict[Callable[..., Transform], dict[str, st.SearchStrategy[Any]]] = {
     variants.dion2: {"one_in": _COUNTS},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
 }
-"""The arguments that factories draw in their own way."""
+"""The strategies of arguments that mean something else in these factories, or have other valid values."""
 
 _EXPORTED: dict[str, Any] = {name: getattr(module, name) for module in (tfs, contrib) for name in module.__all__}
 _RECIPES = {name: getattr(module, name) for module in (recipes, variants) for name in module.__all__}
@@ -250,11 +250,11 @@ def _takes_matrices_only(factory: Callable[..., Transform]) -> bool:
 
 
 MATRIX_ONLY = frozenset(name for name, factory in _FACTORIES.items() if _takes_matrices_only(factory))
-"""The factories whose transforms take leaves of two dims and more only."""
+"""The names of the factories whose transforms accept only leaves of two or more dims."""
 
 
 def arguments() -> dict[str, st.SearchStrategy[Any]]:
-    """For the name of every public factory and recipe, a strategy of the transforms that it makes.
+    """Return, for the name of every public factory and recipe, a strategy of the transforms that it makes.
 
     >>> from hypothesis import find
     >>> find(arguments()["clip_by_value"], lambda tx: True)
@@ -280,11 +280,11 @@ def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) ->
 
 
 def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> st.SearchStrategy[list[Transform]]:
-    """Draw a list of transforms, to be put into a `chain`.
+    """Draw a list of transforms that `chain` accepts without a warning.
 
     Args:
-        min_size: least number.
-        max_size: largest number.
+        min_size: the minimal number of transforms.
+        max_size: the maximal number of transforms.
         matrices: as in `transforms`.
 
     >>> from hypothesis import find

@@ -115,7 +115,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
 
 @law(on=lambda example: enlarged(precise(example)), share=0.1)
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Declarations hold for leaves of some thousands of elements too, and updates still look like gradients.
+    """The declared locality holds for leaves of several thousand elements too, and updates have their shapes.
 
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -132,7 +132,7 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=precise, unless=_without("resolve"), share=0.3)
 def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`Transform.resolve` takes names and shapes only, and gives a transform of the same updates and states.
+    """`Transform.resolve` returns a transform with the same updates and states, and needs names and shapes only.
 
     >>> import muonfx as mfx
     >>> resolving_changes_nothing(mfx.scale_by_shape(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -147,9 +147,9 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
 
 @law(on=lambda example: example.dense(), unless=_without("rounds_to"), share=0.5)
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Updates first rounded to the dtype of ``rounds_to`` give the same bits, and the result has that precision.
+    """Rounding the incoming updates to the dtype of ``rounds_to`` changes no bit, and results are rounded to it.
 
-    Updates are sent between ranks in that dtype.
+    Ranks send updates in this dtype.
 
     >>> import muonfx as mfx
     >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -170,7 +170,7 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=lambda example: _stacked(precise(example)), share=0.3)
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Leaves that `Transform.on_stacks` declares as stacks of matrices have the same updates in stacks of any length.
+    """A leaf that `Transform.on_stacks` declares to be a stack of matrices has the same updates in any shorter stack.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -224,7 +224,7 @@ def _calls_none(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_calls_none, share=0.2)
 def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A wrapper's ``own_locality`` holds once those that it calls are replaced, and they get the leaves it was given.
+    """A wrapper with elementwise inner transforms has the declared ``own_locality``, and passes them its own leaves.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example

@@ -271,7 +271,7 @@ class _TwoRanks:
         both = [given[call - 1] for given in self.given]
         present = [value for value in both if value is not None]
         if len(present) == 1:
-            raise Breach(None, f"one rank takes sum {call} and the other does not: it would wait for ever")
+            raise Breach(None, f"one rank computes sum {call} and the other does not, so it would wait forever")
         return present
 
     def sum(self, rank: int, scalars: PyTree) -> Tensor:

@@ -120,7 +120,7 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
 
 @law()
 def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The same call gives the same result bit for bit, however many calls came before.
+    """A call returns the same bits, whatever calls came before it.
 
     >>> import muonfx as mfx
     >>> update_remembers_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -137,7 +137,7 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
 
 @law()
 def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Two alternating runs of one transform give the results of each run alone.
+    """Two runs of one transform that alternate their steps give the same results as each run alone.
 
     >>> import muonfx as mfx
     >>> interleaved_states_are_independent(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

@@ -1,4 +1,4 @@
-"""Laws of structure: `init` fixes the structure of states, updates look like gradients, absent leaves do not change."""
+"""Laws of structure: states keep their structure, updates look like gradients, absent leaves do not change."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _owner(place: str, names: list[str]) -> str | None:
 
 @law()
 def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Structure, shapes, dtypes and devices of the state are those that `init` gave it, step after step.
+    """The state keeps the structure, shapes, dtypes and devices from `init` at every step.
 
     Each example is also checked in every floating dtype, with leaves of several dtypes in one tree.
 
@@ -119,7 +119,7 @@ def updates_look_like_the_gradients(
 
 @law(share=0.05)
 def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A tree without leaves, or with absent leaves only, gives updates without leaves.
+    """For a tree without leaves, or with absent leaves only, the updates have no leaves.
 
     >>> import muonfx as mfx
     >>> empty_trees_are_taken(mfx.momentum(), {}, [])
@@ -136,7 +136,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
 
 @law()
 def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`init` on meta tensors gives meta tensors with the structure, shapes and dtypes that it gives on real ones.
+    """`init` on meta tensors returns a state on the meta device, with the same structure, shapes and dtypes.
 
     >>> import muonfx as mfx
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
