@@ -1,6 +1,5 @@
 """State in eight bits, as transforms and the torch optimizer keep it."""
 
-import io
 from typing import Any
 
 import pytest
@@ -192,47 +191,16 @@ def test_an_update_has_its_derivative_and_what_is_stored_has_none():
 # ----------------------------------------------------------------------------------------------- as a torch optimizer
 
 
-def optimized(dtype: Any) -> tuple[nn.Module, mfx.TransformOptimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(80, 90), nn.Tanh(), nn.Linear(90, 70))
-    adam = mfx.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype)
-    tx = mfx.chain(mfx.momentum(0.5, dtype=dtype), adam, mfx.scale_by_learning_rate(1e-2))
-    return model, mfx.TransformOptimizer(model, tx)
-
-
-def run(model: nn.Module, optimizer: mfx.TransformOptimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        x = torch.randn(16, 80, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss = (model(x) - x[:, :70].sin()).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("dtype", COMPACT)
-def test_save_load_step_is_step(dtype: mfx.QuantizedDtype):
-    model, optimizer = optimized(dtype)
-    run(model, optimizer, range(3))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    expected = run(model, optimizer, range(3, 6))
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other, loaded = optimized(dtype)
-    other.load_state_dict(saved["model"])
-    loaded.load_state_dict(saved["optimizer"])
-    assert run(other, loaded, range(3, 6)) == expected
-    assert same_bits(loaded.transform_state, optimizer.transform_state)
+def optimized(dtype: Any) -> mfx.TransformOptimizer:
+    tx = mfx.chain(mfx.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), mfx.scale_by_learning_rate(1e-2))
+    return mfx.TransformOptimizer(nn.Linear(80, 90), tx)
 
 
 @pytest.mark.parametrize(
     ("saved", "own"), [(torch.float32, mfx.int8()), (mfx.int8(), torch.float32), (mfx.int8(), mfx.fp8())]
 )
 def test_a_state_of_another_dtype_is_not_loaded(saved: Any, own: Any):
-    old, new = optimized(saved)[1], optimized(own)[1]
+    old, new = optimized(saved), optimized(own)
     before = new.state_dict()
     with pytest.raises(ValueError, match="nothing was loaded"):
         new.load_state_dict(old.state_dict())

@@ -73,6 +73,11 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
             mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10))
         ),
         "numbers as tensors": mfx.as_tensors(mfx.adamw(1e-2)),
+        "in eight bits": mfx.chain(
+            mfx.momentum(0.5, dtype=mfx.int8(64, code="dynamic", min_size=0)),
+            mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
+            mfx.scale(-0.1),
+        ),
         "masked": mfx.chain(
             mfx.scale_by_adam(), mfx.masked(mfx.clip_by_value(0.5), mfx.select.ndim(1)), mfx.scale(-0.1)
         ),
@@ -101,7 +106,8 @@ def test_steps_are_those_of_the_functional_form(name, bucket_bytes, donate_grads
             torch.testing.assert_close(ours[key], params[key], rtol=1e-5, atol=1e-6)
     ours = mfx.tree.leaves(optimizer.transform_state)
     for a, b in zip(ours, mfx.tree.leaves(state), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)  # codes of eight bits among them
 
 
 @pytest.mark.parametrize("by", ["hand", "a scheduler"])
