@@ -64,6 +64,12 @@ class Here:
         return self._grid
 
 
+def errors_of(results: list[Any]) -> list[BaseException]:
+    """The error of each rank; none has returned."""
+    assert all(isinstance(result, Failed) for result in results), results
+    return [result.error for result in results]
+
+
 class World:
     """Processes that run functions by module and name, each with its rank; they start when first needed.
 

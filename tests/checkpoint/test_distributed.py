@@ -11,7 +11,7 @@ from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError
 from tests.checkpoint import workers
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.workers import SIZES, tree_of
-from tests.processes import Failed, World
+from tests.processes import World, errors_of
 
 ck = mfx.checkpoint
 dist = pytest.mark.dist
@@ -69,8 +69,7 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(world: Worl
 
 
 def errors(results: list[object]) -> list[BaseException]:
-    assert all(isinstance(result, Failed) for result in results), results
-    found = [result.error for result in results]
+    found = errors_of(results)
     assert len({(type(error), str(error)) for error in found}) == 1  # on every rank alike
     return found
 

@@ -1,16 +1,12 @@
 """The functions that ranks run in the tests of `TransformOptimizer` over processes."""
 
-import copy
-import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -18,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -26,14 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.checkpoint import FlatPiece
-from muonfx.sharding import rendezvous
-from muonfx.sharding.shards import IntervalTensor
 from tests.processes import Here
 from tests.sharding.counting import counting
 
 EXACT: dict[str, Any] = {"dtype": torch.float32}
 FULL = StateDictOptions(full_state_dict=True)
-BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class Net(nn.Module):
@@ -322,14 +315,6 @@ def load_and_go_on(here: Here, kind: str, path: Path, how: str) -> None:
     goes_on(net, optimizer)
 
 
-@quiet()
-def local_leaves(optimizer: Any) -> list[Tensor]:
-    leaves = [leaf for held in optimizer.state.values() for leaf in held.values()]
-    return [
-        leaf.piece.data if isinstance(leaf, IntervalTensor) else getattr(leaf, "_local_tensor", leaf) for leaf in leaves
-    ]
-
-
 def add_a_group(here: Here, kind: str) -> None:
     """Add the large matrices later: owners change, and what they had goes to the new ones."""
     found = []
@@ -415,9 +400,6 @@ def copies_that_differ(here: Here) -> None:
     mfx.TransformOptimizer({"own": nn.Parameter(own), "both": nn.Parameter(both)}, mfx.momentum())
 
 
-# ------------------------------------------------------------------------------------------- torch's own formats
-
-
 def alone(steps: int) -> tuple[Any, Any]:
     net, optimizer = optimized(None, None)
     train(net, optimizer, range(steps))
@@ -428,335 +410,3 @@ def goes_on(net: Any, optimizer: Any) -> None:
     """Two more steps lead to where four in one process lead."""
     train(net, optimizer, range(2, 4))
     assert_same((net, optimizer), alone(4))
-
-
-def with_weights_of(net: Any, steps: int) -> None:
-    """Give a model the weights that one process has after some steps."""
-    values = {name: param.detach() for name, param in named(alone(steps)[0]).items()}
-    for name, param in named(net).items():
-        like = param.detach()
-        if isinstance(like, DTensor):
-            like.copy_(distribute_tensor(values[name], like.device_mesh, like.placements, src_data_rank=None))
-        else:
-            like.copy_(values[name])
-
-
-@quiet()
-def save_full(here: Here, kind: str, path: Path) -> None:
-    """The usual line for a full state dict; rank 0 has all, as one process has it, and writes it."""
-    net, optimizer = optimized(kind, here)
-    train(net, optimizer, range(2))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_optimizer_state_dict(net, optimizer, options=options)
-    if dist.get_rank() == 0:
-        one, other = alone(2)
-        wanted = get_optimizer_state_dict(one, other)
-        assert found["state"].keys() == wanted["state"].keys()
-        for name, leaves in wanted["state"].items():
-            assert leaves.keys() == found["state"][name].keys(), name
-            for key, leaf in leaves.items():
-                assert type(found["state"][name][key]) is torch.Tensor
-                close(found["state"][name][key], leaf, f"{name} {key}")
-        torch.save(found, path)
-
-
-@quiet()
-def load_full(here: Here, kind: str, path: Path, broadcast: bool) -> None:
-    """The usual line for loading it: rank 0 reads and sends, or every rank reads."""
-    net, optimizer = optimized(kind, here)
-    with_weights_of(net, 2)
-    saved = torch.load(path, weights_only=True) if not broadcast or dist.get_rank() == 0 else {}
-    set_optimizer_state_dict(net, optimizer, saved, options=BROADCAST if broadcast else FULL)
-    goes_on(net, optimizer)
-
-
-@quiet()
-def rank_0_saves(here: Here, kind: str, path: Path) -> None:
-    """Under data parallelism one rank alone asks for the state, and nobody waits for it."""
-    net, optimizer = optimized(kind, here)
-    train(net, optimizer, range(2))
-    if here.rank == here.size - 1:
-        found = optimizer.state_dict()
-        assert {type(leaf) for leaves in found["state"].values() for leaf in leaves.values()} == {torch.Tensor}
-        torch.save(found, path)
-    train(net, optimizer, range(2, 3))
-    dist.barrier(here.group)
-
-
-@quiet()
-def all_load(here: Here, kind: str, path: Path) -> None:
-    net, optimizer = optimized(kind, here)
-    with_weights_of(net, 2)
-    optimizer.load_state_dict(torch.load(path, weights_only=True))
-    goes_on(net, optimizer)
-
-
-@quiet()
-def each_saves(here: Here, kind: str, path: Path) -> None:
-    """Every rank writes what it has, and loads its own into the same storage."""
-    net, optimizer = optimized(kind, here)
-    train(net, optimizer, range(2))
-    torch.save(optimizer.state_dict(), f"{path}.{here.rank}")
-    leaves = local_leaves(optimizer)
-    before = [leaf.clone() for leaf in leaves]
-    for leaf in leaves:
-        leaf.zero_()
-    optimizer.load_state_dict(torch.load(f"{path}.{here.rank}", weights_only=True))
-    assert [leaf.data_ptr() for leaf in local_leaves(optimizer)] == [leaf.data_ptr() for leaf in leaves]
-    assert all(map(torch.equal, leaves, before))
-    goes_on(net, optimizer)
-
-
-@quiet()
-def load_of_rank(here: Here, kind: str, path: Path, ranks: list[int]) -> None:
-    """Every rank loads what some rank has written; nothing may change where that is refused."""
-    _, optimizer = optimized(kind, here)
-    saved = torch.load(f"{path}.{ranks[here.rank]}", weights_only=True)
-    before = [leaf.clone() for leaf in local_leaves(optimizer)]
-    try:
-        optimizer.load_state_dict(saved)
-    except Exception:
-        assert all(map(torch.equal, local_leaves(optimizer), before))
-        raise
-
-
-@quiet()
-def alone_with_patience(here: Here, kind: str, what: str, seconds: float) -> list[str]:
-    """One rank alone calls what all must; the others go on with collectives of their own. Afterwards all can do it."""
-    net, optimizer = optimized(kind, here)
-    train(net, optimizer, range(1))
-    saved = optimizer.state_dict()
-    said: list[str] = []
-    kept = rendezvous._timeout, rendezvous.PATIENCE
-    rendezvous._timeout, rendezvous.PATIENCE = (lambda group: timedelta(seconds=seconds)), timedelta(seconds=0.2)
-    try:
-        if here.rank == 0:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    if what == "save":
-                        optimizer.state_dict()
-                    else:
-                        optimizer.load_state_dict(saved if what == "load" else {**saved, "state": {}})
-                except sharding.ShardingError as error:
-                    said = [str(error), *[str(one.message) for one in caught]]
-    finally:
-        rendezvous._timeout, rendezvous.PATIENCE = kept
-    dist.all_reduce(torch.ones(3), group=here.group)
-    train(net, optimizer, range(1, 2))
-    optimizer.load_state_dict(optimizer.state_dict())
-    gc.collect()
-    return said
-
-
-@quiet()
-def loads_of_two_moments(here: Here, kind: str) -> None:
-    """One rank loads an older state than the others."""
-    net, optimizer = optimized(kind, here)
-    found = []
-    for step in range(2):
-        train(net, optimizer, range(step, step + 1))
-        state = optimizer.state_dict()
-        held = {i: {k: v.clone() for k, v in leaves.items()} for i, leaves in state["state"].items()}
-        found.append({"state": held, "param_groups": state["param_groups"]})
-    optimizer.load_state_dict(found[0 if here.rank == 1 else 1])
-    before = {name: whole(param).clone() for name, param in named(net).items()}
-    try:
-        optimizer.step()
-    finally:
-        for name, param in named(net).items():
-            assert torch.equal(whole(param), before[name]), name
-
-
-@quiet()
-def one_rank_loads_alone(here: Here, kind: str) -> None:
-    """A rank alone loads an earlier state: its state dict has that state, and the next step is an error on all."""
-    net, optimizer = optimized(kind, here)
-    train(net, optimizer, range(1))
-    saved = copy.deepcopy(optimizer.state_dict())
-    train(net, optimizer, range(1, 2))
-    if here.rank == 1:
-        optimizer.load_state_dict(saved)
-        for index, leaves in optimizer.state_dict()["state"].items():
-            for key, leaf in leaves.items():
-                assert torch.equal(leaf, saved["state"][index][key]), key
-    optimizer.step()
-
-
-@quiet()
-def in_another_order(here: Here) -> None:
-    """One rank gives its parameters, and its groups, in another order: the same training."""
-    net, _ = sharded("fsdp", here)
-    params, order = list(named(net).items()), -1 if here.rank == 1 else 1
-    optimizer = mfx.TransformOptimizer(groups_of(dict(params[::order]), "two")[::order], chains(made())["by label"])
-    train(net, optimizer, range(3))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert_same((net, optimizer), alone(3))
-
-
-# -------------------------------------------------------------------------------- models that change parameters
-
-
-def small() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
-
-
-def wrapped(model: nn.Module, how: str, here: Here) -> nn.Module:
-    if how == "fully_shard":
-        return fully_shard(model, mesh=here.mesh)
-    more: dict[str, Any] = {"process_group": here.group, "device_id": torch.device("cpu")}
-    if how == "no_shard":
-        more["sharding_strategy"] = ShardingStrategy.NO_SHARD
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return FullyShardedDataParallel(model, use_orig_params="original" in how or how == "no_shard", **more)
-
-
-def one_step(model: nn.Module, optimizer: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model(torch.ones(3, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
-    optimizer.step()
-
-
-def under_fsdp1(here: Here, when: str, how: str) -> None:
-    model = small()
-    if when == "made after":
-        mfx.Muon(wrapped(model, how, here))
-    optimizer = mfx.Muon(model)
-    one_step(wrapped(model, how, here), optimizer)
-
-
-def switched_late(here: Here, chain: str) -> None:
-    """Sharded after the first step, and back again: the same values of the state, and the steps of before."""
-    tx = {"muon": mfx.muon, "normuon": mfx.normuon}[chain](0.02, orthogonalize=mfx.orthogonalize(**EXACT))
-    model, twin = small(), small()
-    labels = mfx.default_labels(model)
-    optimizer, other = (
-        mfx.TransformOptimizer(m, mfx.partition({"muon": tx, "adamw": mfx.adamw(0.01)}, labels)) for m in (model, twin)
-    )
-    one_step(model, optimizer)
-    one_step(twin, other)
-    layouts: list[Any] = []
-    for how in ("plain", "fully_shard", "plain again"):
-        if how == "fully_shard":
-            fully_shard(model, mesh=here.mesh)
-        elif how == "plain again":
-            wholes = {name: whole(param).clone() for name, param in model.named_parameters()}
-            model = small()
-            model.load_state_dict(wholes)
-            for group in optimizer.param_groups:  # as engines do
-                group["params"] = [model.get_parameter(name) for name in group["param_names"]]
-        saved = get_optimizer_state_dict(model, optimizer, options=FULL)
-        layouts.append(type(next(model.parameters())))
-        wanted = get_optimizer_state_dict(twin, other, options=FULL)
-        for name, leaves in wanted["state"].items():
-            assert leaves.keys() == saved["state"][name].keys()
-            assert all(torch.allclose(leaf, saved["state"][name][key], atol=1e-6) for key, leaf in leaves.items())
-            if how == "fully_shard":  # nothing has been computed in another order yet
-                assert all(torch.equal(leaf, saved["state"][name][key]) for key, leaf in leaves.items())
-        for m, o in ((model, optimizer), (twin, other)):
-            o.zero_grad()
-            one_step(m, o)
-        for param, right in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.allclose(whole(param), right, atol=1e-5)
-    assert len({*layouts}) == 2
-
-
-def saved_after_evaluation(here: Here, stepped: bool) -> None:
-    """A pass without gradients leaves a root of FSDP2 gathered: plain tensors stand in the model for a while."""
-    model, twin = (fully_shard(small(), mesh=here.mesh) for _ in range(2))
-    optimizer, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin))
-    if stepped:
-        one_step(model, optimizer)
-        one_step(twin, other)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model(torch.ones(3, 4))
-    assert not isinstance(next(model.parameters()), DTensor)
-    optimizer.zero_grad()
-    saved = optimizer.state_dict()
-    assert all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
-    other.zero_grad()
-    other.load_state_dict(saved)
-    for m, o in ((model, optimizer), (twin, other)):
-        one_step(m, o)
-    assert_same_bits(model, twin)
-
-
-def assert_same_bits(model: nn.Module, twin: nn.Module) -> None:
-    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(whole(param), whole(wanted))
-
-
-def cleared_alone(here: Here) -> None:
-    """Gradients are cleared on one rank only after the model was sharded: nothing is exchanged before the step."""
-    model, twin = small(), small()
-    optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(**EXACT))
-    fully_shard(model, mesh=here.mesh)
-    other = mfx.Muon(fully_shard(twin, mesh=here.mesh), orthogonalize=mfx.orthogonalize(**EXACT))
-    if here.rank == 0:
-        optimizer.zero_grad()
-    for m, o in ((model, optimizer), (twin, other)):
-        one_step(m, o)
-    assert_same_bits(model, twin)
-
-
-def cut_on_one_rank(here: Here) -> None:
-    model = small()
-    optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
-    if here.rank == 0:
-        optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3, 4))
-    model(torch.ones(3, 4)).square().sum().backward()
-    optimizer.step()
-
-
-def saved_alone(here: Here) -> None:
-    model = small()
-    optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
-    one_step(model, optimizer)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    if here.rank == 0:
-        optimizer.state_dict()
-    optimizer.zero_grad()
-    one_step(model, optimizer)
-    for param in model.parameters():
-        first = param.detach().clone()
-        dist.broadcast(first, dist.get_global_rank(here.group, 0), group=here.group)
-        assert torch.equal(first, param)
-
-
-def trains(here: Here, how: str) -> None:
-    """Two steps, between them a pass without gradients; all parameters have changed."""
-    with torch.device("meta" if "meta" in how else "cpu"):
-        model = small()
-    if "first" in how:
-        optimizer = mfx.Muon(model)
-        fully_shard(model, mesh=here.mesh)
-        if "meta" in how:
-            model.to_empty(device="cpu")
-            for param in model.parameters():
-                nn.init.normal_(param)
-    elif how == "compiled ddp":
-        optimizer = mfx.Muon(model)
-        model = torch.compile(DistributedDataParallel(model, process_group=here.group), backend="eager")
-    elif how == "replicated, converted":
-        optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
-        model = DistributedDataParallel(model.bfloat16(), process_group=here.group)
-    else:
-        model = wrapped(model, how.removesuffix(", converted"), here)
-        optimizer = mfx.Muon(model)
-        if how.endswith("converted"):
-            model.bfloat16()
-    before = [whole(param).clone() for param in model.parameters()]
-    for _ in range(2):
-        one_step(model, optimizer)
-        optimizer.zero_grad()
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # FSDP2 may leave parameters unsharded after this.
-            model(torch.ones(3, 4, dtype=next(model.parameters()).dtype))
-            optimizer.step()
-    for param, was in zip(model.parameters(), before, strict=True):
-        assert not torch.equal(whole(param), was)

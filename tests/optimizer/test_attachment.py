@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import muonfx as mfx
-from tests.optimizer import ranks
-from tests.optimizer.ranks import small as made
-from tests.processes import Failed, World
+from tests.optimizer import ranks_of_attachment as ranks
+from tests.optimizer.ranks_of_attachment import small as made
+from tests.processes import World, errors_of
 
 # What is tested here is told with names alone, too.
 pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names")
@@ -415,9 +415,8 @@ def test_a_rank_clears_gradients_alone(world: World):
 
 @pytest.mark.dist
 def test_a_wrong_shape_on_one_rank_is_an_error_on_all(world: World):
-    for result in world.run(2, ranks.cut_on_one_rank):
-        assert isinstance(result, Failed)
-        assert "'0.weight' has shape (3, 4), and had (6, 4)" in str(result.error)
+    for error in errors_of(world.run(2, ranks.cut_on_one_rank)):
+        assert "'0.weight' has shape (3, 4), and had (6, 4)" in str(error)
 
 
 @pytest.mark.dist
@@ -436,11 +435,10 @@ FSDP1 = {
 @pytest.mark.dist
 @pytest.mark.parametrize(("when", "how"), FSDP1)
 def test_what_fsdp1_leaves_of_parameters_is_refused(world: World, when: str, how: str):
-    for result in world.run(2, ranks.under_fsdp1, when=when, how=how):
-        assert isinstance(result, Failed)
-        assert isinstance(result.error, ValueError)
-        assert FSDP1[when, how] in str(result.error)
-        assert "fully_shard (FSDP2" in str(result.error)
+    for error in errors_of(world.run(2, ranks.under_fsdp1, when=when, how=how)):
+        assert isinstance(error, ValueError)
+        assert FSDP1[when, how] in str(error)
+        assert "fully_shard (FSDP2" in str(error)
 
 
 @pytest.mark.dist

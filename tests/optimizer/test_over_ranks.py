@@ -1,13 +1,13 @@
 """`TransformOptimizer` over sharded models, with real processes: the parameters and states of one process."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from muonfx.sharding import ShardingError
 from tests.optimizer import ranks
-from tests.processes import Failed, World
+from tests.optimizer import ranks_of_state_dicts as state_dicts
+from tests.processes import World, errors_of
 
 pytestmark = pytest.mark.dist
 
@@ -68,39 +68,33 @@ def test_where_nothing_is_sharded_no_rank_is_asked(world: World):
     assert world.check(2, ranks.nothing_is_sharded) == [{}, {}]
 
 
-def failures(results: list[Any]) -> list[BaseException]:
-    assert all(isinstance(result, Failed) for result in results), results
-    return [result.error for result in results]
-
-
-def test_what_is_wrong_on_one_rank_is_raised_on_all_and_changes_nothing(world: World):
-    first, second = failures(world.run(2, ranks.trouble, what="a bad rate", on=1))
-    assert isinstance(second, ValueError)
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [("a bad rate", ValueError, "learning_rate"), ("another rate", ShardingError, "0.5 on rank 1")],
+)
+def test_a_wrong_or_another_rate_on_one_rank_is_raised_on_all_and_changes_nothing(
+    world: World, what: str, kind: type[Exception], said: str
+):
+    first, second = errors_of(world.run(2, ranks.trouble, what=what, on=1))
     assert isinstance(first, ShardingError)
-    assert all("learning_rate" in str(error) for error in (first, second))
-
-
-def test_a_hyperparameter_that_differs_between_ranks_is_an_error_on_all(world: World):
-    for error in failures(world.run(2, ranks.trouble, what="another rate", on=1)):
-        assert isinstance(error, ShardingError)
-        assert "learning_rate' is " in str(error)
-        assert "0.5 on rank 1" in str(error)
+    assert isinstance(second, kind)
+    assert all(said in str(error) and "learning_rate" in str(error) for error in (first, second))
 
 
 def test_a_state_dict_that_does_not_fit_on_one_rank_is_loaded_on_none(world: World):
-    first, second = failures(world.run(2, ranks.bad_state_on_one_rank, on=1))
+    first, second = errors_of(world.run(2, ranks.bad_state_on_one_rank, on=1))
     assert isinstance(second, ValueError)
     assert isinstance(first, ShardingError)
 
 
 def test_a_layout_for_dtensors_is_refused(world: World):
-    for error in failures(world.run(2, ranks.told_too_much)):
+    for error in errors_of(world.run(2, ranks.told_too_much)):
         assert isinstance(error, TypeError)
         assert "leave layout out" in str(error)
 
 
 def test_copies_on_different_meshes_that_differ_are_an_error(world: World):
-    for error in failures(world.run(4, ranks.copies_that_differ)):
+    for error in errors_of(world.run(4, ranks.copies_that_differ)):
         assert isinstance(error, ShardingError)
         assert "'own' lies on different meshes" in str(error)
 
@@ -122,26 +116,31 @@ def test_a_full_state_dict_is_complete_and_loads_on_another_mesh(
     world: World, pair: World, tmp_path: Path, saver: str, loader: str, broadcast: bool
 ):
     """Muon, row moments at owners, a stack of experts and AdamW, on two and on four ranks."""
-    for kind, what, more in ((saver, ranks.save_full, {}), (loader, ranks.load_full, {"broadcast": broadcast})):
+    for kind, what, more in (
+        (saver, state_dicts.save_full, {}),
+        (loader, state_dicts.load_full, {"broadcast": broadcast}),
+    ):
         processes = pair if SIZES[kind] == 2 else world
         processes.check(SIZES[kind], what, kind=kind, path=tmp_path / "saved", **more)
 
 
 def test_under_ddp_any_rank_alone_has_a_complete_state(world: World, tmp_path: Path):
-    world.check(2, ranks.rank_0_saves, kind="ddp", path=tmp_path / "saved")
-    world.check(2, ranks.all_load, kind="ddp", path=tmp_path / "saved")
-    world.check(4, ranks.all_load, kind="ddp", path=tmp_path / "saved")
-    world.check(2, ranks.all_load, kind="fsdp", path=tmp_path / "saved")  # a whole tensor is good for any layout
+    world.check(2, state_dicts.rank_0_saves, kind="ddp", path=tmp_path / "saved")
+    world.check(2, state_dicts.all_load, kind="ddp", path=tmp_path / "saved")
+    world.check(4, state_dicts.all_load, kind="ddp", path=tmp_path / "saved")
+    world.check(2, state_dicts.all_load, kind="fsdp", path=tmp_path / "saved")  # a whole tensor is good for any layout
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_can_load_the_file_that_it_wrote(world: World, tmp_path: Path, kind: str):
-    world.check(SIZES[kind], ranks.each_saves, kind=kind, path=tmp_path / "saved")
+    world.check(SIZES[kind], state_dicts.each_saves, kind=kind, path=tmp_path / "saved")
 
 
 def test_what_another_rank_had_of_a_sharded_state_is_refused_by_name(world: World, tmp_path: Path):
-    world.check(2, ranks.each_saves, kind="fsdp", path=tmp_path / "saved")
-    first, second = failures(world.run(2, ranks.load_of_rank, kind="fsdp", path=tmp_path / "saved", ranks=[0, 0]))
+    world.check(2, state_dicts.each_saves, kind="fsdp", path=tmp_path / "saved")
+    first, second = errors_of(
+        world.run(2, state_dicts.load_of_rank, kind="fsdp", path=tmp_path / "saved", ranks=[0, 0])
+    )
     assert isinstance(second, ValueError)
     assert isinstance(first, ShardingError)
     for error in (first, second):
@@ -151,16 +150,18 @@ def test_what_another_rank_had_of_a_sharded_state_is_refused_by_name(world: Worl
 
 def test_replicas_may_load_one_anothers_file(world: World, tmp_path: Path):
     """Under HSDP ranks 0 and 2, and 1 and 3, hold the same."""
-    world.check(4, ranks.each_saves, kind="hsdp", path=tmp_path / "saved")
-    world.check(4, ranks.load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[2, 1, 0, 1])
-    for error in failures(world.run(4, ranks.load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[1, 0, 3, 2])):
+    world.check(4, state_dicts.each_saves, kind="hsdp", path=tmp_path / "saved")
+    world.check(4, state_dicts.load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[2, 1, 0, 1])
+    for error in errors_of(
+        world.run(4, state_dicts.load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[1, 0, 3, 2])
+    ):
         assert "is the shard of the rank at position" in str(error)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["load", "load what does not fit", "save"])
 def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(world: World, what: str):
-    said, nothing = world.check(2, ranks.alone_with_patience, kind="fsdp", what=what, seconds=1.5)
+    said, nothing = world.check(2, state_dicts.alone_with_patience, kind="fsdp", what=what, seconds=1.5)
     assert nothing == []
     error, *warned = said
     called = "state_dict()" if what == "save" else "load_state_dict()"
@@ -170,15 +171,15 @@ def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(world: World, what:
 
 @pytest.mark.parametrize("kind", ["ddp", "hsdp", "fsdp"])
 def test_ranks_that_load_states_of_different_moments_are_told_at_the_next_step(world: World, kind: str):
-    found = failures(world.run(SIZES[kind], ranks.loads_of_two_moments, kind=kind))
+    found = errors_of(world.run(SIZES[kind], state_dicts.loads_of_two_moments, kind=kind))
     assert all(isinstance(error, ShardingError) for error in found)
     assert all("count' is " in str(error) for error in found), found
 
 
 def test_under_ddp_a_rank_may_load_alone_and_the_next_step_tells_all(world: World):
-    found = failures(world.run(2, ranks.one_rank_loads_alone, kind="ddp"))
+    found = errors_of(world.run(2, state_dicts.one_rank_loads_alone, kind="ddp"))
     assert all("count' is 2 of torch.int64 on rank 0 and 1 of" in str(error) for error in found), found
 
 
 def test_the_order_in_which_a_rank_gives_its_parameters_does_not_matter(world: World):
-    world.check(2, ranks.in_another_order)
+    world.check(2, state_dicts.in_another_order)

@@ -14,7 +14,7 @@ import muonfx as mfx
 from muonfx import polar, sharding
 from muonfx.polar import policy
 from muonfx.sharding import ShardingError
-from tests.processes import Failed, Here, World
+from tests.processes import Failed, Here, World, errors_of
 from tests.sharding.cases import bits, flat, some
 from tests.sharding.counting import counting
 from tests.sharding.law import plain
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.dist
 
 def errors(found: list[Any]) -> list[str]:
     """The same kind of error on all ranks."""
-    assert all(isinstance(result, Failed) for result in found), found
-    assert all(isinstance(result.error, ShardingError) for result in found), [result.trace for result in found]
-    return [str(result.error) for result in found]
+    caught = errors_of(found)
+    assert all(isinstance(error, ShardingError) for error in caught), caught
+    return [str(error) for error in caught]
 
 
 def local(leaves: dict[str, Any]) -> list[Any]:
