@@ -272,11 +272,11 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="forks")
 def test_faults_of_one_process_and_of_one_of_two_ranks_lose_nothing():
     what = "with keep, in place of another"
     sweep_apart(
-        *((what, how, 1, 0, 9) for how in HOW),
-        ("load", "once", 1, 0, 7),
-        (what, "once", 2, 1, 3),
+        *((what, how, 1, 0, 12) for how in HOW),
+        ("load", "once", 1, 0, 9),
+        (what, "once", 2, 1, 5),
         (what, "killed", 2, 0, 17),
-        (what, "killed", 2, 1, 4),
+        (what, "killed", 2, 1, 7),
         ("load", "once", 2, 1, 9),
     )
 
