@@ -81,7 +81,7 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
 
 @pytest.mark.skipif(not kernels.available(torch.device("cpu")), reason="needs Triton's interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("n", "tall"), [(5, False), (40, True), (40, False)])
+@pytest.mark.parametrize(("n", "tall"), [(5, True), (33, False)])
 def test_kernels_run_the_whole_iteration(n: int, tall: bool, dtype: torch.dtype) -> None:
     x = torch.randn(2, n, 2 * n, generator=torch.Generator().manual_seed(n))
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)

@@ -142,6 +142,7 @@ def test_a_compiled_walk_of_every_container_is_the_eager_one():
             assert [x.tolist() for x in tree.leaves(have)] == [x.tolist() for x in tree.leaves(want)], kind
 
 
+@pytest.mark.slow
 @given(st.lists(kit.trees(dtypes=[torch.float32], layouts=False), min_size=5, max_size=5))
 @settings(max_examples=3)
 def test_a_compiled_walk_of_any_trees_is_the_eager_one(several: list[Any]):
