@@ -1,4 +1,4 @@
-"""Checksums depend on every bit and its place, and not on the memory layout of a tensor."""
+"""Checksums depend on every bit and its place; `tests/test_memory_layouts.py` has other memory layouts."""
 
 import torch
 from hypothesis import given
@@ -23,10 +23,6 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @given(tensors(), st.data())
 def test_a_checksum_is_of_bits_in_their_order(x: Tensor, data: st.DataObject):
     number = int(checksum(x))
-    assert int(checksum(x.clone())) == number
-    assert int(checksum(x.mT.contiguous().mT if x.ndim >= 2 else x)) == number  # other strides
-    padded = torch.cat([x.new_zeros(1), x.reshape(-1)])[1:]  # begins elsewhere in its storage
-    assert int(checksum(padded)) == number
     order = data.draw(st.permutations(range(x.numel())))
     other = x.reshape(-1)[order].view(x.shape) if x.numel() else x
     assert (int(checksum(other)) == number) == (bits(other) == bits(x))
