@@ -37,16 +37,3 @@ def test_a_block_gives_every_name_a_row_and_an_entry():
     assert "{py:obj}`mfx.muon <muonfx.muon>`" in text
     assert ".. autofunction:: muonfx.muon\n" in text
     assert text.count(".. autofunction::") == len(public_api.symbols_of("muonfx.recipes"))
-
-
-def test_a_module_without_public_names_is_refused():
-    with pytest.raises(LookupError, match=r"muonfx\.sharding\.boxes defines no public name"):
-        public_api.symbols_of("muonfx.sharding.boxes")
-
-
-@pytest.mark.parametrize(
-    ("target", "exists"),
-    [("muonfx.muon", True), ("muonfx.polar", True), ("muonfx.polar.explain", True), ("muonfx.moun", False)],
-)
-def test_a_name_of_a_page_that_leads_nowhere_is_noticed(target: str, exists: bool):
-    assert code_references._exists(target) is exists

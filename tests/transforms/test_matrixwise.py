@@ -61,9 +61,7 @@ def test_blocks_of_any_sizes_have_the_state_that_they_have_as_parameters():
     ("returned", "error", "said"),
     [
         (mfx.core.EmptyState(), TypeError, "returns a state and a step, found EmptyState"),
-        (({"n": 3}, None), TypeError, "returns a state and a step"),
         (({"n": 3}, lambda u, s: (u, s)), TypeError, "returns a state of Slot and MatrixSlot, found 3 at 'n'"),
-        (({"n": mfx.Slot(start="params")}, lambda u, s: (u, s)), TypeError, "'n' starts at the parameters declares"),
         ((mfx.core.EmptyState(), lambda u, s: (u.sum(), s)), ValueError, r"returns shape \(\), expected \(2, 2\)"),
     ],
 )
