@@ -267,8 +267,8 @@ def _run(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) 
     ]
     # The input stands for a new result here, and is then not written to.
     homes = [
-        flat if place is None else _wide(place, short) if tall is None else place.view(flat.shape)
-        for flat, place in zip(flats, places, strict=True)
+        flat if place is None or place is x else _wide(place, short) if tall is None else place.view(flat.shape)
+        for x, flat, place in zip(xs, flats, places, strict=True)
     ]
     batches = [(flats, homes)] if job.at_once else zip(packed(flats, limit), packed(homes, limit), strict=True)
     owners = iter([i for i, count in enumerate(counts) for _ in range(1 if job.at_once else -(-count // limit))])

@@ -131,7 +131,9 @@ class MatrixView:
     @property
     def needs_names(self) -> bool:
         """True if a setting depends on a leaf's name."""
-        return any(isinstance(one, Mapping) for one in (self.dims, self.blocks, self.block_axis))
+        return (
+            isinstance(self.dims, Mapping) or isinstance(self.blocks, Mapping) or isinstance(self.block_axis, Mapping)
+        )
 
     @property
     def axis(self) -> int:
@@ -233,15 +235,20 @@ class Matrices:
         self.at = at
         self._names = names or (at.names() if view.needs_names else [""] * len(leaves))
         self._views = view.of(self._names)
+        self._is_plain = view.dims is None and view.blocks is None
         self.of_updates = self.split(leaves)
         """For each leaf a stack of matrices (..., rows, columns), or one for each of several unequal blocks."""
 
     def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
         """Split leaves like the updates."""
+        if self._is_plain and {leaf.ndim for leaf in leaves} <= {2}:
+            return [[leaf] for leaf in leaves]
         return [own.split(leaf, name) for own, leaf, name in zip(self._views, leaves, self._names, strict=True)]
 
     def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
         """Undo `split`, for leaves of these shapes."""
+        if self._is_plain and {leaf.ndim for leaf in like} <= {2}:
+            return [parts[0] for parts in matrices]
         return [own.join(parts, leaf) for own, parts, leaf in zip(self._views, matrices, like, strict=True)]
 
 

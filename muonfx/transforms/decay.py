@@ -17,7 +17,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.select.partition import mask_patterns, resolve_mask
 from muonfx.select.predicates import Predicate
 from muonfx.transforms.leafwise import params_for
-from muonfx.tree import Present, PyTree
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 __all__ = ["add_decayed_weights", "cautious", "subtract_decayed_weights"]
@@ -50,8 +50,10 @@ def _functions(
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
-        at = Present([leaf if use else None for leaf, use in zip(leaves, decays(params), strict=True)])
-        chosen, weights = at.pick(leaves), at.pick(tree.leaves(params))
+        pairs = enumerate(zip(leaves, decays(params), strict=True))
+        places = [place for place, (leaf, use) in pairs if use and leaf is not None]
+        held = tree.leaves(params)
+        chosen, weights = [leaves[place] for place in places], [held[place] for place in places]
         weights = ew.cast_like(weights, chosen)
         if caution:
             # Compare signs: the product of the values may underflow to zero.
@@ -59,7 +61,9 @@ def _functions(
                 torch.where(u.sign() * w.sign() * sign >= 0, w, 0.0) for u, w in zip(chosen, weights, strict=True)
             ]
         added = ew.cast_like(ew.add(chosen, weights, sign * weight_decay, reuse=donate.updates), chosen)
-        return tree.unflatten(treedef, at.fill(added, leaves)), state
+        for place, new in zip(places, added, strict=True):
+            leaves[place] = new
+        return tree.unflatten(treedef, leaves), state
 
     return init, update
 

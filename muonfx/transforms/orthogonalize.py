@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import prod
 
 import torch
@@ -95,7 +96,7 @@ def orthogonalize(
         matrices = Matrices(view, at, leaves)
         flat = [matrix for own in matrices.of_updates for matrix in own]
         done = iter(iterated(flat, donate=donate.updates, workspace=workspace))
-        out = [[next(done) for _ in own] for own in matrices.of_updates]
+        out = [list(islice(done, len(own))) for own in matrices.of_updates]
         return at.fill(matrices.join(out, leaves)), state
 
     return init, update
