@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, ParamSpec
 from muonfx.compact.books import FLOAT8, Book, dynamic, float8, grid
 from muonfx.compact.codec import Codec
 from muonfx.core import checks
-from muonfx.core.recorded import Recorded, make_factory
+from muonfx.core.definition import make_factory
+from muonfx.core.recorded import Recorded
 
 __all__ = ["QuantizedDtype", "fp8", "int8"]
 

@@ -10,8 +10,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +19,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
 from muonfx.tree import PyTree
-from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
 from muonfx.tree.tracing import functorch_is_active
-from muonfx.tree.wrappers import unwrapped
 
 __all__ = [
     "ExpectedState",
     "LeafSpec",
-    "NamePatterns",
     "at_least",
     "check_floating",
     "check_params",
@@ -44,7 +40,6 @@ __all__ = [
     "positive_int",
     "state_dtype",
     "warn_of_growing_graphs",
-    "warn_of_unmatched",
     "whole_number",
 ]
 
@@ -152,58 +147,8 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-class NamePatterns(NamedTuple):
-    """Globs over dotted names in an argument of a transform; see ``name_patterns`` of `muonfx.transform`."""
-
-    argument: str
-    groups: tuple[tuple[str, ...], ...]
-    """Groups of alternatives; one glob of each group must match."""
-    first_counts: bool = False
-    """True if a name belongs only to the first group that matches it."""
-    required: bool = False
-    """True if a group that matches nothing is an error, not a warning."""
-
-
-def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
-    """Warn of patterns in the arguments of a transform that do nothing for these parameters.
-
-    The names are the names of the whole tree. A transform for some of the parameters (under `partition` or `masked`)
-    may have patterns for the others, such as a mask that all labels share: only a pattern without any match is a
-    mistake.
-
-    Raises:
-        ValueError: required patterns match nothing.
-
-    >>> import muonfx as mfx
-    >>> with warnings.catch_warnings(record=True, action="always") as caught:
-    ...     mfx.normalize_rows(view=mfx.MatrixView(blocks={"*.qvk": 3})).init({"h.qkv": torch.zeros(6, 2)})
-    EmptyState()
-    >>> str(caught[0].message)
-    "blocks: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"
-    """
-    names = tree.names(params)
-    for argument, groups, first_counts, required in patterns if names else ():
-        taken: set[str] = set()
-        known = {*names, *unwrapped(names).values()} if required else names
-        for group in groups:
-            found = {n for n in known if any(fnmatchcase(n, pattern) for pattern in group)}
-            if found and not found <= taken:
-                taken |= found if first_counts else set()
-                continue
-            if found:
-                there = format_list(sorted(found), _shown)
-                problem = f"matches only names that an earlier pattern matches, and the first counts: {there}"
-            else:
-                close = [name for pattern in group for name in close_names(pattern.strip("*."), names)]
-                there = f"close: {format_list(close, _shown)}" if close else f"they are {format_list(names, _shown)}"
-                problem = f"matches none of the {len(names)} parameters; {there}"
-            problem = f"{argument}: {(' or ' if required else ' and ').join(map(repr, group))} {problem}"
-            if required:
-                raise ValueError(f"{problem}; correct it")
-            warn_caller(f"{problem}; correct or remove it")
-
-
-def _shown(name: str) -> str:
+def shown_name(name: str) -> str:
+    """Return the name of a leaf as errors show it."""
     return repr(name) if name else "the tree's only leaf"
 
 
@@ -245,7 +190,7 @@ def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
         problem += "wider, and round to it after each step"
     else:
         problem = f"must be real floating point, found {leaf.dtype}; leave it out"
-    raise TypeError(f"{what}: {_shown(name)} {problem}")
+    raise TypeError(f"{what}: {shown_name(name)} {problem}")
 
 
 def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
@@ -255,7 +200,7 @@ def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
         code = "{name: p.grad for name, p in model.named_parameters()}"
         code = "dict(model.named_parameters())" if what == "params" else code
         advice = f"; expected a tree of tensors by name: {code}"
-    place = f"{what}: {_shown(name)}" if name else what
+    place = f"{what}: {shown_name(name)}" if name else what
     return TypeError(f"{place} must be a tensor or None, found {type(leaf).__name__}{advice}")
 
 
@@ -313,7 +258,7 @@ def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree
         "missing": [name for name in want if name not in set(have)],
         "unexpected": [name for name in have if name not in set(want)],
     }
-    detail = "; ".join(f"{kind} {format_list(names, _shown)}" for kind, names in differing.items() if names) or (
+    detail = "; ".join(f"{kind} {format_list(names, shown_name)}" for kind, names in differing.items() if names) or (
         "the same names in other containers (dict, OrderedDict, tuple, list, NamedTuple), or in another order of an "
         "OrderedDict, which counts"
     )
@@ -368,7 +313,7 @@ def _check_shapes(updates: PyTree, leaves: Sequence[Any], like: Sequence[Any]) -
     for place, (update, param) in enumerate(zip(leaves, like, strict=True)):
         if update is None or (param is not None and update.shape == param.shape):
             continue
-        name = _shown(tree.names(updates)[place])
+        name = shown_name(tree.names(updates)[place])
         if param is None:
             raise ValueError(f"updates: {name} has an update but its parameter is None")
         raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
@@ -406,7 +351,7 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     for place, (have, want) in enumerate(zip(found, expected.specs, strict=True)):
         if want is None or have == want or (have is not None and have[0] == want[0] and not with_dtypes):
             continue
-        leaf = _shown(tree.names(state)[place])
+        leaf = shown_name(tree.names(state)[place])
         if have is None:
             raise TypeError(f"state: {leaf} must be a tensor, found {type(leaves[place]).__name__}")
         raise ValueError(

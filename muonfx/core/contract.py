@@ -25,11 +25,12 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import checks
-from muonfx.core.checks import NamePatterns
 from muonfx.core.declaration import Declaration, Locality, Position
+from muonfx.core.definition import Lazy
 from muonfx.core.donation import NOTHING, Donation, unshared
-from muonfx.core.outline import describe_arguments
-from muonfx.core.recorded import Lazy, Recorded, part_names
+from muonfx.core.outline import outline
+from muonfx.core.patterns import NamePatterns, warn_of_unmatched
+from muonfx.core.recorded import Recorded
 from muonfx.core.scheduled import follow
 from muonfx.core.schedules import Schedule
 from muonfx.core.signatures import (
@@ -42,7 +43,7 @@ from muonfx.core.signatures import (
     understood,
 )
 from muonfx.tree import PyTree, Structure
-from muonfx.tree.display import Column, Report, Row, Table
+from muonfx.tree.display import Report
 
 V = TypeVar("V")
 
@@ -120,20 +121,7 @@ class Transform(Recorded):
           orthogonalize  LEAF
           scale          ELEMENT   factor=-0.02
         """
-        titles = ("transform", "locality", "numbers", "settings")
-        if not any(describe_arguments(tx)[1] for tx in within(self)):
-            titles = titles[:3]
-        return Report((Table(tuple(map(Column, titles)), (self._row(self.name, len(titles)),)),))
-
-    def _row(self, title: str, columns: int) -> Row:
-        children: list[Row] = []
-        for name, part in zip(part_names(self), self.parts, strict=True):
-            if isinstance(part, Transform):
-                last = name.rpartition(".")[2]
-                same = not last or last in (part.name, "tx")
-                children.append(part._row(part.name if same else f"{last}: {part.name}", columns))
-        cells = title, self.locality.name, *map(", ".join, describe_arguments(self))
-        return Row(cells[:columns], tuple(children))
+        return outline(self)
 
     def _repr_html_(self) -> str:
         """Show `tree` in a notebook; ``repr()`` stays the code that builds the transform."""
@@ -348,7 +336,7 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             checks.check_params(params)
-            checks.warn_of_unmatched(self.name_patterns, params)
+            warn_of_unmatched(self.name_patterns, params)
         return self.functions.init(params)
 
     def update(

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from muonfx.core.checks import NamePatterns
+from muonfx.core.patterns import NamePatterns
 from muonfx.core.recorded import Recorded
 from muonfx.tree import PyTree
 

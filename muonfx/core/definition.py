@@ -1,13 +1,18 @@
-"""The definition of a factory: its constructor, the parsed signature, and the arguments of the decorator."""
+"""Factories: a constructor with its parsed signature and the arguments of the decorator; lazy attributes."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
 
 from muonfx.tree.arguments import kinds_of
+
+V = TypeVar("V")
 
 Memory = dict[object, Any]
 """Results that a constructor caches by what decides them."""
@@ -72,3 +77,38 @@ def define(constructor: Callable[..., Any], declaration: object, *, name: str | 
         (constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
         declaration,
     )
+
+
+def make_factory(
+    kind: Any,
+    constructor: Callable[..., Any],
+    declaration: object = None,
+    *,
+    name: str | None = None,
+    transparent: bool = False,
+) -> Any:
+    """Turn a function into a factory of recorded values with the function's name, signature and docstring."""
+
+    @functools.wraps(constructor)
+    def call(*args: object, **kwargs: object) -> Any:
+        return kind.record(factory, *args, **kwargs).prepare_all()
+
+    factory = cast("Factory", call)
+    factory.definition = define(constructor, declaration, name=name, transparent=transparent)
+    return factory
+
+
+class Lazy(Generic[V]):
+    """An attribute that is computed when it is first read, and is then a plain attribute of the value."""
+
+    def __init__(self, compute: Callable[[Any], V]) -> None:
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    def __get__(self, value: Any, kind: type | None = None) -> V:
+        if value is None:  # read from the class, as by a documentation tool
+            return cast("V", self)
+        found = self._compute(value)
+        # What is made while tracing must not be stored on an object that outlives the trace.
+        if not torch.compiler.is_compiling():
+            value.__dict__[self._name] = found
+        return found

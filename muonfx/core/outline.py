@@ -1,20 +1,45 @@
-"""The arguments of a transform as short texts."""
+"""A transform as a table: the transforms that it calls, and their arguments as short texts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from muonfx.core.identity import same
-from muonfx.core.recorded import Recorded
+from muonfx.core.recorded import Recorded, part_names
+from muonfx.tree.display import Column, Report, Row, Table
 
 _LONGEST = 40
 """The most characters shown of one setting."""
 
 
-def describe_arguments(tx: Recorded) -> tuple[list[str], list[str]]:
+def outline(tx: Any) -> Report:
+    """Return a table with a row for a transform and for each transform that it calls, directly or indirectly."""
+    titles = ("transform", "locality", "numbers", "settings")
+    if not _has_settings(tx):
+        titles = titles[:3]
+    return Report((Table(tuple(map(Column, titles)), (_row(tx, tx.name, len(titles)),)),))
+
+
+def _has_settings(tx: Any) -> bool:
+    return bool(_describe_arguments(tx)[1]) or any(map(_has_settings, tx.children))
+
+
+def _row(tx: Any, title: str, columns: int) -> Row:
+    called, rows = set(map(id, tx.children)), list[Row]()
+    for name, part in zip(part_names(tx), tx.parts, strict=True):
+        if id(part) in called:
+            last = name.rpartition(".")[2]
+            same = not last or last in (part.name, "tx")
+            rows.append(_row(part, part.name if same else f"{last}: {part.name}", columns))
+    cells = title, tx.locality.name, *map(", ".join, _describe_arguments(tx))
+    return Row(cells[:columns], tuple(rows))
+
+
+def _describe_arguments(tx: Recorded) -> tuple[list[str], list[str]]:
     """Return the numbers of a transform, and its other arguments that differ from their defaults, as text.
 
     Arguments with transforms in them are left out.

@@ -19,7 +19,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import optree
 import torch
@@ -27,7 +27,7 @@ import torch.utils._pytree as torch_pytree
 from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.core.definition import Definition, Factory, Memory, define
+from muonfx.core.definition import Definition, Factory, Lazy, Memory
 from muonfx.core.identity import code_of_value, public_name, same, text_of
 from muonfx.tree import NAMESPACE
 from muonfx.tree.arguments import bind, check_plain, did_you_mean
@@ -93,23 +93,6 @@ def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
 
 
 R = TypeVar("R", bound="Recorded")
-V = TypeVar("V")
-
-
-class Lazy(Generic[V]):
-    """An attribute that is computed when it is first read, and is then a plain attribute of the value."""
-
-    def __init__(self, compute: Callable[[Any], V]) -> None:
-        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
-
-    def __get__(self, value: Recorded | None, kind: type | None = None) -> V:
-        if value is None:  # read from the class, as by a documentation tool
-            return cast("V", self)
-        found = self._compute(value)
-        # What is made while tracing must not be stored on an object that outlives the trace.
-        if not torch.compiler.is_compiling():
-            value.__dict__[self._name] = found
-        return found
 
 
 def _as_float(definition: Definition, name: str, value: Any) -> object:
@@ -343,25 +326,6 @@ class Recorded:
         with a default is added.
         """
         return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
-
-
-def make_factory(
-    kind: type[Recorded],
-    constructor: Callable[..., Any],
-    declaration: object = None,
-    *,
-    name: str | None = None,
-    transparent: bool = False,
-) -> Any:
-    """Turn a function into a factory of recorded values with the function's name, signature and docstring."""
-
-    @functools.wraps(constructor)
-    def call(*args: object, **kwargs: object) -> Recorded:
-        return kind.record(factory, *args, **kwargs).prepare_all()
-
-    factory = cast("Factory", call)
-    factory.definition = define(constructor, declaration, name=name, transparent=transparent)
-    return factory
 
 
 def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:

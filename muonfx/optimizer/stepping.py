@@ -11,9 +11,10 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.checks import check_params, check_updates_fit, is_usable, warn_of_unmatched
+from muonfx.core.checks import check_params, check_updates_fit, is_usable
 from muonfx.core.donation import Donation, unshared
 from muonfx.core.hyperparams import hyperparams
+from muonfx.core.patterns import warn_of_unmatched
 from muonfx.optimizer.groups import routes_of
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.values import BoundGroup, Number, fitted

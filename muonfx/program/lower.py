@@ -19,7 +19,8 @@ from muonfx import tree
 from muonfx.core import Locality, Transform, chain
 from muonfx.core.combine import chain_entries
 from muonfx.core.contract import Declaration, EmptyState
-from muonfx.core.recorded import Recorded, dotted, make_factory, part_names, parts_of
+from muonfx.core.definition import make_factory
+from muonfx.core.recorded import Recorded, dotted, part_names, parts_of
 from muonfx.program.nodes import Around, ChainNode, Member, Node, OwnNumbers, Program, Stage, WholeTree
 from muonfx.tree import PyTree, Structure
 

@@ -15,10 +15,11 @@ import torch
 
 from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
-from muonfx.core.checks import NamePatterns, warn_caller
+from muonfx.core.checks import warn_caller
 from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING, within
 from muonfx.core.factory import with_memory
+from muonfx.core.patterns import NamePatterns
 from muonfx.core.recorded import Memory
 from muonfx.select.matrix_view import MatrixView, is_set_for
 from muonfx.select.params import read_params
@@ -129,9 +130,9 @@ def _by_route(values: Mapping[str, Any]) -> dict[str, Route]:
     return {name: value if isinstance(value, Route) else Route(value) for name, value in values.items()}
 
 
-def _part(chosen: Mapping[str, Any], value: object, values: PyTree) -> dict[str, Any]:
+def _part(chosen: Mapping[str, Any], value: object, leaves: list[Any]) -> dict[str, Any]:
     """Return the leaves whose chosen value is `value`, by name."""
-    pairs = zip(chosen.items(), tree.leaves(values), strict=True)
+    pairs = zip(chosen.items(), leaves, strict=True)
     return {name: leaf for (name, choice), leaf in pairs if choice is not None and choice == value}
 
 
@@ -297,19 +298,22 @@ def partition(
                 warn_caller(
                     f"partition: no parameter has the label {label!r}; its transform does nothing" + _why(routes)
                 )
-        return {label: tx.functions.init(_part(chosen, label, params)) for label, tx in transforms.items()}
+        leaves = tree.leaves(params)
+        return {label: tx.functions.init(_part(chosen, label, leaves)) for label, tx in transforms.items()}
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
         chosen = checked(assign.of_updates(updates, params))
+        leaves, treedef = tree.flatten(updates)
+        held = None if params is None else tree.leaves(params)
         results: dict[str, Any] = {}
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
-            mine = None if params is None else _part(chosen, label, params)
-            out, new_state[label] = tx.run(_part(chosen, label, updates), state[label], mine, donate=donate, **extras)
+            mine = None if held is None else _part(chosen, label, held)
+            out, new_state[label] = tx.run(_part(chosen, label, leaves), state[label], mine, donate=donate, **extras)
             results.update(out)
-        return tree.unflatten(tree.flatten(updates)[1], [results.get(name) for name in chosen]), new_state
+        return tree.unflatten(treedef, [results.get(name) for name in chosen]), new_state
 
     return init, update
 
@@ -352,13 +356,13 @@ def masked(
     assign = _Assignment("masked: mask", mask, (bool,), _memory)
 
     def init(params: PyTree) -> PyTree:
-        return inner.functions.init(_part(assign(params), True, params))
+        return inner.functions.init(_part(assign(params), True, tree.leaves(params)))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         chosen = assign.of_updates(updates, params)
-        mine = None if params is None else _part(chosen, True, params)
-        results, state = inner.run(_part(chosen, True, updates), state, mine, donate=donate, **extras)
         leaves, treedef = tree.flatten(updates)
+        mine = None if params is None else _part(chosen, True, tree.leaves(params))
+        results, state = inner.run(_part(chosen, True, leaves), state, mine, donate=donate, **extras)
         merged = [results[name] if chosen[name] else leaf for name, leaf in zip(chosen, leaves, strict=True)]
         return tree.unflatten(treedef, merged), state
 

@@ -9,10 +9,10 @@ import torch
 
 from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Transform
-from muonfx.core.checks import warn_of_unmatched
 from muonfx.core.contract import Declaration, require_transform
+from muonfx.core.definition import make_factory
 from muonfx.core.donation import NOTHING, unshared
-from muonfx.core.recorded import make_factory
+from muonfx.core.patterns import warn_of_unmatched
 from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments

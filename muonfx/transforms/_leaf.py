@@ -1,4 +1,4 @@
-"""A leaf that records the operations on it, each as a function of the lists of all leaves."""
+"""A leaf that records the operations on it, each a function of the lists of all leaves; and the plan made of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muonfx import tree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = ["Leaf", "Operation"]
+__all__ = ["Leaf", "Operation", "Plan", "plan"]
 
 Operand: TypeAlias = "Leaf | Scalar"
 
@@ -199,11 +199,12 @@ def _listed(
     overwrites: int = 0,
 ) -> Leaf:
     """Record a function of lists, or ``each`` if operands may have another dtype or shape than their leaves."""
-    record = operands[0]._record
-    sources = [record[operand.place] for operand in operands]
-    if any(source is not None and source.overwrites is None for source in sources) or not all(map(_is_number, scalars)):
+    record, places = operands[0]._record, [operand.place for operand in operands]
+    sources = [record[place] for place in places]
+    is_odd = None in [source.overwrites for source in sources if source is not None]
+    if is_odd or not all(map(_is_number, scalars)):
         return _each(each, *operands, *scalars)
-    return Leaf(record, Operation(function, [operand.place for operand in operands], scalars, overwrites))
+    return Leaf(record, Operation(function, places, scalars, overwrites))
 
 
 def _is_number(value: object) -> bool:
@@ -235,3 +236,39 @@ def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf
         return results
 
     return Leaf(operands[0]._record, Operation(call, [operand.place for operand in operands], others, None))
+
+
+class Plan(NamedTuple):
+    """The operations that the outputs of a step need, in recorded order."""
+
+    operations: list[tuple[int, Operation]]
+    """Pairs (index of the result, operation)."""
+    uses: list[int]
+    """The number of operations and outputs that use each value."""
+    update: int
+    """The index of the update."""
+    state: list[int | Tensor]
+    """For each field of the new state its index, or its value if it is a count."""
+    unsure: frozenset[int]
+    """The indices of results that may be complex or have another shape than their leaves."""
+    may_vary: bool
+    """True if a scalar is a tensor, which may differ at the next call."""
+
+
+def plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> Plan:
+    """Return the plan that computes a step's outputs: the update and the fields of its new state."""
+    uses = [0] * len(record)
+    for leaf in (update, *state):
+        if isinstance(leaf, Leaf):
+            uses[leaf.place] += 1
+    needed: list[tuple[int, Operation]] = []
+    for place in reversed(range(len(record))):
+        operation = record[place]
+        if operation is not None and uses[place]:
+            needed.append((place, operation))
+            for operand in operation.operands:
+                uses[operand] += 1
+    unsure = frozenset(place for place, operation in needed if operation.overwrites is None)
+    may_vary = any(isinstance(scalar, Tensor) for _, operation in needed for scalar in operation.scalars)
+    fields = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in state]
+    return Plan(needed[::-1], uses, update.place, fields, unsure, may_vary)

@@ -8,7 +8,7 @@ from glob import escape
 from typing import TypeVar
 
 from muonfx.core import Locality, Transform
-from muonfx.core.checks import NamePatterns
+from muonfx.core.patterns import NamePatterns
 from muonfx.select.matrix_view import MatrixView
 
 __all__ = ["matrix_locality", "name_patterns", "on_stacks"]

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
-from typing import Any, Literal, NamedTuple, ParamSpec, cast, overload
+from typing import Any, Literal, ParamSpec, cast, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from muonfx.compact import QuantizedDtype
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Position
-from muonfx.transforms._leaf import Leaf, Operation
+from muonfx.transforms._leaf import Leaf, Operation, Plan, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -305,42 +305,6 @@ def _record(name: str, declared: PyTree, step: Step, held: list[PyTree], reads_p
                 f"declared as {slot!r}"
             )
     return plan(record, out, found)
-
-
-class Plan(NamedTuple):
-    """The operations that the outputs of a step need, in recorded order."""
-
-    operations: list[tuple[int, Operation]]
-    """Pairs (index of the result, operation)."""
-    uses: list[int]
-    """The number of operations and outputs that use each value."""
-    update: int
-    """The index of the update."""
-    state: list[int | Tensor]
-    """For each field of the new state its index, or its value if it is a count."""
-    unsure: frozenset[int]
-    """The indices of results that may be complex or have another shape than their leaves."""
-    may_vary: bool
-    """True if a scalar is a tensor, which may differ at the next call."""
-
-
-def plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> Plan:
-    """Return the plan that computes a step's outputs: the update and the fields of its new state."""
-    uses = [0] * len(record)
-    for leaf in (update, *state):
-        if isinstance(leaf, Leaf):
-            uses[leaf.place] += 1
-    needed: list[tuple[int, Operation]] = []
-    for place in reversed(range(len(record))):
-        operation = record[place]
-        if operation is not None and uses[place]:
-            needed.append((place, operation))
-            for operand in operation.operands:
-                uses[operand] += 1
-    unsure = frozenset(place for place, operation in needed if operation.overwrites is None)
-    may_vary = any(isinstance(scalar, Tensor) for _, operation in needed for scalar in operation.scalars)
-    fields = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in state]
-    return Plan(needed[::-1], uses, update.place, fields, unsure, may_vary)
 
 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[torch.dtype]]:

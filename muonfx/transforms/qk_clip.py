@@ -11,8 +11,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, Transform, checks, transform
-from muonfx.core.checks import NamePatterns
 from muonfx.core.contract import NOTHING
+from muonfx.core.patterns import NamePatterns
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree

@@ -8,7 +8,8 @@ from typing import Any, ParamSpec, overload
 import torch
 from torch import Tensor
 
-from muonfx.core.recorded import Recorded, make_factory
+from muonfx.core.definition import make_factory
+from muonfx.core.recorded import Recorded
 from muonfx.tree.tracing import is_wrapped
 
 P = ParamSpec("P")

@@ -11,8 +11,8 @@ import torch
 
 from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.contract import NOTHING, Declaration, require_transform
+from muonfx.core.definition import Factory, Memory, make_factory
 from muonfx.core.factory import with_memory
-from muonfx.core.recorded import Factory, Memory, make_factory
 from muonfx.program.execute import Executor
 from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.placement import Arguments
