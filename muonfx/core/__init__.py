@@ -4,7 +4,7 @@ A transform is a pair of pure functions, ``init`` and ``update``, and a value: t
 ``repr``, equality, pickling and ``replace`` follow from these. Hyperparameters can be numbers, tensors or schedules.
 """
 
-from muonfx.core import checks, schedules
+from muonfx.core import checks, patterns, schedules
 from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless
 from muonfx.core.contract import EmptyState, Transform
 from muonfx.core.declaration import Combinator, Locality
@@ -28,6 +28,7 @@ __all__ = [
     "checks",
     "hyperparams",
     "identity",
+    "patterns",
     "schedules",
     "set_to_zero",
     "stack",

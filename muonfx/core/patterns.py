@@ -13,6 +13,8 @@ from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
 from muonfx.tree.wrappers import unwrapped
 
+__all__ = ["NamePatterns", "warn_of_unmatched"]
+
 
 class NamePatterns(NamedTuple):
     """Globs over dotted names in an argument of a transform; see ``name_patterns`` of `muonfx.transform`."""
