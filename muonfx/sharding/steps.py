@@ -205,10 +205,8 @@ def _completed(
     on_some: Sequence[bool],
     device: torch.device,
 ) -> list[Tensor | None]:
-    """Return local gradients in the placements of their parameters, with the gradients that only other ranks have.
-
-    A gradient may be partial under tensor parallelism, and absent on this rank if the loss does not depend on it here.
-    """
+    """Return local gradients in the placements of their parameters, with the gradients that only other ranks have."""
+    # A gradient may be partial under tensor parallelism, and None on some ranks if only the losses of others use it.
     assert layout.group is not None
     for name, code, is_missing in zip(names, codes, on_some, strict=True):
         if code > UNPLACED and is_missing:
