@@ -19,8 +19,8 @@ __all__ = ["muon"]
 def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
     """Configure Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
 
-    torchtitan's own container accepts only the optimizers that it knows by name. This is the configuration of another
-    container, with one `muonfx.Muon` for each model part; the types of modules decide which parameters Muon trains.
+    torchtitan's own container accepts only a fixed list of optimizers. This is the configuration of another container,
+    with one `muonfx.Muon` for each model part; the types of modules decide which parameters Muon trains.
     Schedulers, logs and checkpoints work as with any other container. The fields ``lr``, ``adamw_lr`` and
     ``weight_decay`` can be overridden on torchtitan's command line: ``--optimizer.lr 0.01``.
 
