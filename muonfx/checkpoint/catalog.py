@@ -116,7 +116,7 @@ def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
 
 def replaced_often(path: Path) -> str:
     """Return the message of the error after `TRIES` attempts."""
-    return f"{path} was replaced by another {TRIES} times while it was read: let its writer wait, or read a copy"
+    return f"{path} was replaced {TRIES} times while it was read: pause its writer, or read a copy"
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _why_not(path: Path) -> str:
         if not path.is_dir():
             return f"there is no checkpoint at {path}: a checkpoint is a folder, this is a file"
         if found := checkpoints(path):
-            return f"{path} is no checkpoint but holds some: the newest is {found[-1]}; latest() finds it"
+            return f"{path} is a folder of checkpoints, not a checkpoint: latest() returns the newest, {found[-1]}"
     return f"there is no checkpoint in {path}: no {INDEX} (was the writer stopped before it was done?)"
 
 
@@ -208,7 +208,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
             raise problem
         if isinstance(problem, NotFoundError):
             continue  # removed since the folder was listed
-        warnings.warn(f"{path.name} is not used, an older checkpoint is looked for: {problem}", stacklevel=2)
+        warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {problem}", stacklevel=2)
     return None
 
 
@@ -262,7 +262,7 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
             except OSError as error:
                 refused.append(f"{path}: {error.strerror}")
     if refused:
-        raise CheckpointError("checkpoints that are not to be kept cannot be removed: " + "; ".join(refused))
+        raise CheckpointError("some obsolete checkpoints cannot be removed: " + "; ".join(refused))
     return removed
 
 
@@ -321,7 +321,8 @@ def warn_of_later_steps(path: Path) -> None:
         later = [other for other in checkpoints(path.parent) if (step_of(other) or 0) > step]
         if later:
             warnings.warn(
-                f"{path.name} was written beside checkpoints of later steps, up to {later[-1].name}, which latest() "
-                "finds before it: if the run went back on purpose, move them away",
+                f"{path.name} was written, but the folder has checkpoints of later steps, up to {later[-1].name}, and "
+                "latest() returns the one of the highest step: if the run went back on purpose, move the later ones "
+                "to another folder",
                 stacklevel=2,
             )

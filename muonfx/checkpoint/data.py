@@ -68,7 +68,7 @@ def checksum_of(data: bytes | bytearray | memoryview) -> str:
 def check_byte_order() -> None:
     """Require a little-endian machine, since the files are little-endian."""
     if sys.byteorder != "little":
-        raise CheckpointError("checkpoints hold little-endian numbers, and this machine is big-endian")
+        raise CheckpointError("checkpoints store little-endian numbers, and this machine is big-endian")
 
 
 def write_data(
@@ -96,8 +96,8 @@ def write_data(
     head = len(text).to_bytes(8, "little") + text
     if len(head) > LONGEST_HEADER:
         raise CheckpointError(
-            f"{path}: the names of {len(parts)} leaves take {len(head)} bytes, and a safetensors file has room for "
-            f"{LONGEST_HEADER}: save with group=, so that each rank writes its own"
+            f"{path}: the names of {len(parts)} leaves take {len(head)} bytes, more than the header "
+            f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
         )
     chunks: dict[str, Chunk] = {}
     done = 0
@@ -240,7 +240,7 @@ class Reader:
                 _fill(file, begin, into)
                 if checksum_of(into) != crc32:
                     where = f"bytes {begin} to {begin + len(into)} of the file"
-                    raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
+                    raise CorruptError(f"{path}: the leaf {name!r} is damaged in {where}")
 
     def read_into(self, rooms: Mapping[str, Tensor]) -> None:
         """Read leaves into tensors of the same shapes; chunks that need a conversion are copied one at a time."""

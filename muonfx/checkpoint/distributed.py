@@ -1,11 +1,11 @@
-"""Save and load on many processes: torch.distributed.checkpoint plans, and this module stores the bytes.
+"""Save and load on several ranks: torch.distributed.checkpoint (DCP) plans, and this module reads and writes.
 
-torch collects the leaves of every rank (the local plan), decides on one rank which rank writes each box (the global
-plan, in which a replicated tensor is written once), and sends errors from any rank to all. Its own storage is not used,
-because its file system writer pickles the metadata and its safetensors writer keeps neither dtypes nor checksums. Here
-each rank writes one data file, and rank 0 writes the index after all ranks have written.
+DCP collects the leaves of every rank (the local plans), decides on one rank which rank writes each box (the global
+plan, in which a replicated tensor is written once), and sends an error on one rank to all ranks. Its storage is not
+used: its file system writer pickles the metadata, and its safetensors writer keeps neither dtypes nor checksums. Here
+each rank writes one data file, and then rank 0 writes the index.
 
-All checks run within torch's steps, so that an error on one rank is raised on all ranks.
+All checks run inside the steps of DCP, so that an error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _SavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Require equal arguments and leaves on all ranks, then let torch assign boxes to ranks."""
         if len(all_plans) != self.ranks:  # torch saves on this rank alone, with a warning, if the group was destroyed
-            raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before")
+            raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before the save")
         _require_same([plan.storage_data for plan in all_plans], "save", "nothing was written")
         seen: dict[str, tuple[Spec, int]] = {}
         for rank, plan in enumerate(all_plans):
@@ -113,7 +113,7 @@ class _Writer(StorageWriter):
         """Set when this rank begins to write."""
 
     def abandon(self) -> bool | None:
-        """Give up after communication has failed; return whether the checkpoint was written, None if unknown."""
+        """Clean up after communication has failed; return whether the checkpoint was written, None if unknown."""
         if self.draft is None:
             return False if self.commits else None
         written = self.draft.is_committed() if self.commits else self.draft.is_there()
@@ -131,8 +131,8 @@ class _Writer(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add the arguments that must be the same on all ranks."""
         job, head = self.job, self.job.head
-        said = {"path": str(job.path), "step": head.step, "extra": head.extra, "keep": job.keep, "tx": head.fingerprint}
-        return replace(plan, storage_data={name: repr(value) for name, value in said.items()})
+        same = {"path": str(job.path), "step": head.step, "extra": head.extra, "keep": job.keep, "tx": head.fingerprint}
+        return replace(plan, storage_data={name: repr(value) for name, value in same.items()})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder and assign the data files."""
@@ -145,9 +145,10 @@ class _Writer(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes."""
+        """Write the boxes of this rank."""
         save_id, path = plan.storage_data
         draft = self.draft = self.draft or Draft(self.job.path, save_id)
+        results: list[WriteResult] = []
 
         def part(item: Any) -> Part:
             data, key = item.tensor_data, item.index.fqn
@@ -157,7 +158,6 @@ class _Writer(StorageWriter):
             tensor: Any = partial(planner.resolve_data, item)
             return Part(key, data.properties.dtype, box, tensor)
 
-        results: list[WriteResult] = []
         if plan.items:
             with _sendable(), draft.whole_or_not():
                 parts = [part(item) for item in plan.items]
@@ -182,7 +182,7 @@ class _Writer(StorageWriter):
             assert isinstance(described_by_torch, TensorStorageMetadata)
             spec = Spec(tuple(described_by_torch.size), described_by_torch.properties.dtype)
             if problem := cover(spec.shape, [chunk.box for chunk in chunks[name]]):
-                raise ValueError(f"the pieces of {name!r} that the ranks have {problem}, of {described(spec)}")
+                raise ValueError(f"the shards of {name!r} on all ranks {problem}, expected {described(spec)}")
             leaves[name] = Leaf(spec, tuple(sorted(chunks[name], key=lambda chunk: chunk.offsets)))
         draft = self.draft
         assert draft is not None
@@ -193,8 +193,8 @@ class _Writer(StorageWriter):
         except BaseException as error:
             if draft.is_committed() is False or isinstance(error, WriteError):
                 raise
-            # written=True tells the other ranks to keep their files.
-            raise WriteError(f"{draft.path} was written, but what follows failed: {error!r}", written=True) from error
+            # With written=True the other ranks keep their files.
+            raise WriteError(f"{draft.path} was written, but a later operation failed: {error!r}", True) from error
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -221,11 +221,8 @@ def save_together(job: Job) -> None:
         written = writer.abandon()
         if not isinstance(error, _FROM_TORCH):
             raise
-        state = {True: "was written, whole, but", False: "was not written:", None: "may have been written or not:"}
+        state = {True: "was written completely, but", False: "was not written:", None: "may have been written or not:"}
         raise WriteError(f"{job.path} {state[written]} {_ended(error)}", written) from error
-
-
-# ------------------------------------------------------------------------------------------------------------- loading
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -272,11 +269,8 @@ class _Reader(StorageReader):
         found: dict[str, Any] = {}
         for name, leaf in index.leaves.items():
             boxes = [chunk.box for chunk in leaf.chunks if chunk.box.numel]
-            found[name] = TensorStorageMetadata(
-                TensorProperties(leaf.spec.dtype),
-                torch.Size(leaf.spec.shape),
-                [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
-            )
+            chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+            found[name] = TensorStorageMetadata(TensorProperties(leaf.spec.dtype), torch.Size(leaf.spec.shape), chunks)
         return Metadata(found, planner_data=index)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -327,22 +321,18 @@ def load_together(
 ) -> PyTree:
     """Load on all ranks of a group."""
     check_group(group, f"the load of {path}")
-
-    def attempt() -> PyTree:
-        # The planner makes the target, so that its errors are raised on all ranks.
-        planner = _LoadPlanner(make_target, str(path))
-        with ExitStack() as stack:
-            dcp.load({}, storage_reader=_Reader(path, stack, rules), planner=planner, process_group=group)
-        return planner.target.want.unflatten(planner.leaves)
-
     wait_for_saves()  # a save in the background may use the same group
     try:
         wait_for_all(group, "checkpoint.load")
     except ShardingError as error:
         raise CheckpointError(f"{path} was not loaded: {error}") from error
     for attempts in range(TRIES):
+        # The planner makes the target, so that its errors are raised on all ranks.
+        planner = _LoadPlanner(make_target, str(path))
         try:
-            return attempt()
+            with ExitStack() as stack:
+                dcp.load({}, storage_reader=_Reader(path, stack, rules), planner=planner, process_group=group)
+            return planner.target.want.unflatten(planner.leaves)
         except CheckpointException as error:
             # All ranks receive the same failures, so all of them raise or all of them retry.
             if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):
@@ -353,9 +343,6 @@ def load_together(
     raise ReplacedError(replaced_often(Path(path)))
 
 
-# ------------------------------------------------------------------------------------------------------------- shared
-
-
 def _require_same(said: list[dict[str, str]], what: str, state: str) -> None:
     """Require equal arguments, given for each rank by name, and report the first that differs."""
     for name in said[0]:
@@ -364,7 +351,9 @@ def _require_same(said: list[dict[str, str]], what: str, state: str) -> None:
             ranks.setdefault(of_rank[name], []).append(rank)
         if len(ranks) > 1:
             difference = "; ".join(f"{listed(own)}: {value:.200}" for value, own in ranks.items())
-            raise CheckpointError(f"{state}: the ranks {what} with different {name}= ({difference}): give all the same")
+            raise CheckpointError(
+                f"{state}: the ranks {what} with different {name}= ({difference}): pass the same everywhere"
+            )
 
 
 _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
@@ -378,15 +367,15 @@ def check_group(group: Any, what: str) -> dist.ProcessGroup:
     except (ValueError, RuntimeError, TypeError, AttributeError):
         found = None
     if found is None or found < 0:
-        why = "it was destroyed, or this process is no rank of it"
+        why = "it was destroyed, or this process is not one of its ranks"
         raise CheckpointError(f"{what}: group={group!r} is not a process group that can be used: {why}")
     return group
 
 
 def _ended(error: BaseException) -> str:
     if isinstance(error, ValueError):  # torch raises it for an unknown group
-        return f"the process group was destroyed in the midst of it: {error}"
-    return f"another rank has ended, or did not come within the group's timeout: {error}"
+        return f"the process group was destroyed during the call: {error}"
+    return f"another rank has ended, or did not answer within the group's timeout: {error}"
 
 
 def _raise(error: CheckpointException, path: str) -> NoReturn:

@@ -75,7 +75,7 @@ def open_regular(path: Path) -> FileIO:
     file = FileIO(path, "rb", opener=lambda name, _: os.open(name, flags))
     try:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
     except BaseException:
         with suppress(OSError):
             file.close()

@@ -196,7 +196,7 @@ def text_of(index: Index) -> bytes:
     head, tail = (json.dumps(part, allow_nan=False, separators=(",", ":")).encode() for part in (body, leaves))
     text = head[:-1] + _LEAVES + tail + b"}"
     if _START + len(text) + len(_TAIL) > LONGEST:
-        raise CheckpointError(f"the index would have {len(text)} bytes, and may have {LONGEST}: save fewer pieces")
+        raise CheckpointError(f"the index would have {len(text)} bytes, and the limit is {LONGEST}: save fewer pieces")
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
 
 
@@ -218,25 +218,25 @@ def _verified(path: Path) -> Generator[bytes]:
     """Give the text of an index whose checksum is right; raise an error in what is made of it as `CorruptError`."""
     data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):
-        raise CorruptError(f"{path} is damaged, or no index of a muonfx checkpoint: one begins with {_HEAD.decode()!r}")
+        raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")
     digest, text = data[len(_HEAD) : len(_HEAD) + 64], data[_START : -len(_TAIL)]
     if (
         hashlib.sha256(text).hexdigest().encode() != digest
         or data[len(_HEAD) + 64 : _START] != _BETWEEN
         or not data.endswith(_TAIL)
     ):
-        raise CorruptError(f"{path} is damaged: its text is not the one that its checksum was made of")
+        raise CorruptError(f"{path} is damaged: its text does not match its checksum")
     try:
         yield text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{path} makes no sense: {type(error).__name__}: {error!s:.300}") from error
+        raise CorruptError(f"{path} has invalid contents: {type(error).__name__}: {error!s:.300}") from error
 
 
 def _parsed(path: Path, text: bytes) -> Any:
     """Parse the text of an index and require the format and version that this code reads."""
     body = json.loads(text)
     if body["format"] != FORMAT:
-        raise FormatError(f"{path} is of the format {body['format']!r:.80}, expected {FORMAT!r}")
+        raise FormatError(f"{path} has the format {body['format']!r:.80}, expected {FORMAT!r}")
     if body["version"] != VERSION:
         raise FormatError(
             f"{path} has version {body['version']!r:.80} of the format, and this muonfx reads version {VERSION}: "
@@ -278,7 +278,7 @@ def _files(entries: Any) -> tuple[DataFile, ...]:
     )
     for file in files:
         if not is_own_name(file.name):
-            raise ValueError(f"{file.name:.80} is no name of a data file")
+            raise ValueError(f"{file.name:.80} is not the name of a data file")
         if file.header_nbytes > LONGEST_HEADER:
             raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
     return files
@@ -309,7 +309,7 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -
     if dtype is None:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
     if len(shape) > _MOST_DIMS or prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
-        raise ValueError(f"{name!r} has the shape {shape!r:.80}, beyond all tensors")
+        raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
     chunks: list[Chunk] = []
     for part in entry["chunks"]:
         sizes = _sizes(part["sizes"])
@@ -318,7 +318,7 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -
         nbytes = prod(sizes) * dtype.itemsize
         file = files[chunk.file] if chunk.file < len(files) else None
         if file is None or not file.header_nbytes <= chunk.begin <= file.nbytes - nbytes:
-            raise ValueError(f"a chunk of {name!r} lies outside of the data files")
+            raise ValueError(f"a chunk of {name!r} is outside of the data files")
         if len(crc32) != -(-nbytes // BLOCK):
             raise ValueError(f"a chunk of {name!r} has {len(crc32)} checksums, expected one for each {BLOCK} bytes")
         ends[chunk.file] += nbytes

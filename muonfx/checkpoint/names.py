@@ -74,8 +74,8 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     if len(set(names)) < len(names):
         twice = next(name for name, times in Counter(names).items() if times > 1)
         raise ValueError(
-            f"two leaves are called {twice!r} without what wrappers (torch.compile, DistributedDataParallel, ...) put "
-            "into names: rename one of them"
+            f"two leaves have the name {twice!r} when the prefixes of wrappers (torch.compile, DataParallel, ...) are "
+            "removed: rename one of them"
         )
     return list(zip(names, tree.leaves(values), strict=True))
 
@@ -86,8 +86,8 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     for name, leaf in named:
         if leaf is not None and not isinstance(leaf, Tensor) and not hasattr(leaf, "__create_chunk_list__"):
             raise TypeError(
-                f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint holds tensors and "
-                "JSON; keep a number as a 0-d tensor, or give it in extra="
+                f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint stores tensors and "
+                "JSON; store a number as a 0-d tensor, or pass it in extra="
             )
     return named
 

@@ -75,7 +75,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
     if wrong:
         problems += [f"rename:    {problem}" for problem in wrong]
         advice.append(
-            "rename= goes from names in the checkpoint to those wanted; the documentation of load has its forms"
+            "rename= maps names in the checkpoint to names in `like`; the documentation of load describes its forms"
         )
     if (
         not (index.fingerprint is None or want.fingerprint is None or rules.allow_other_chain)
@@ -85,26 +85,26 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
             f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
             f"{want.chain} (fingerprint {want.fingerprint})"
         )
-        advice.append("if the state means the same to this chain: allow_other_chain=True")
+        advice.append("if the state has the same meaning for this chain: allow_other_chain=True")
     everything = [*names.values(), *want]
     for what in ("allow_missing", "allow_extra", "cast"):
         for pattern in getattr(rules, what):
             if pattern != "*" and not any(matches(pattern, name) for name in everything):
-                problems.append(f"{what}: {pattern!r} means no leaf, of the checkpoint or wanted")
-                advice.append("a pattern is a name, the levels that names begin with, or a glob")
+                problems.append(f"{what}: {pattern!r} matches no leaf of the checkpoint or of `like`")
+                advice.append("a pattern is a name, the first levels of names, or a glob")
 
     missing = [name for name in want if name not in there and not _any(rules.allow_missing, name)]
     extra = [name for name in there if name not in want and not _any(rules.allow_extra, name)]
     problems += [f"missing:   {name!r}, {described(want[name])}, is not in the checkpoint" for name in missing]
-    problems += [f"extra:     {name!r} is in the checkpoint and not wanted" for name in extra]
+    problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
     if missing and extra:
         found = {} if rules.rename else _renaming(index, want, names, missing, {name: there[name] for name in extra})
-        shown = repr(found) if found else "{name in the checkpoint: name wanted}"
-        advice.append(f"if leaves have other names only: rename={shown}")
+        shown = repr(found) if found else "{name in the checkpoint: name in `like`}"
+        advice.append(f"if only the names of leaves differ: rename={shown}")
     if missing:
-        advice.append(f"to keep what `like` has where leaves are missing: allow_missing={_shown(missing)}, or True")
+        advice.append(f"to keep the values of `like` for missing leaves: allow_missing={_shown(missing)}, or True")
     if extra:
-        advice.append(f"to leave leaves of the checkpoint out: allow_extra={_shown(extra)}, or True")
+        advice.append(f"to ignore leaves of the checkpoint: allow_extra={_shown(extra)}, or True")
     _check_leaves(index, want, rules, there, problems, advice)
     if problems:
         lines, hints = "\n  ".join(first_ones(problems)), "\n  ".join(dict.fromkeys(advice))
@@ -145,13 +145,13 @@ def _check_leaves(
             problems.append(f"reshaped:  {name!r} has shape {have.shape}, expected {spec.shape}")
         scales = f"{there[name]}/".replace("/codes/", "/scales/")[:-1]
         if have.dtype != spec.dtype and scales != there[name] and scales in index.leaves:
-            problems.append(f"codes:     {name!r} holds codes of {have.dtype}, which mean nothing as {spec.dtype}")
+            problems.append(f"codes:     {name!r} holds codes of {have.dtype}, which have no meaning as {spec.dtype}")
             continue
         chosen = {dtype for pattern, dtype in rules.cast.items() if matches(pattern, name)}
         if chosen - {spec.dtype}:
             asked = ", ".join(sorted(map(str, chosen)))
-            problems.append(f"cast:      {name!r} is wanted as {spec.dtype}, and cast= says {asked}")
-            advice.append("cast= allows the dtype that `like` has, and does not change it: make `like` with that dtype")
+            problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {asked}")
+            advice.append("cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it")
         elif not chosen and have.dtype != spec.dtype and not widens(have.dtype, spec.dtype):
             problems.append(f"narrowing: {name!r} is {have.dtype} in the checkpoint, and {spec.dtype} is wanted")
             narrowed[name] = spec.dtype
@@ -159,8 +159,8 @@ def _check_leaves(
         name, dtype = next(iter(narrowed.items()))
         rest = ", ..." if len(narrowed) > 1 else ""
         advice.append(
-            f"to round: cast={{{name!r}: {dtype}{rest}}} (by names, by the levels they begin with, or by globs); to "
-            "keep the values: a chain with the state dtype of the checkpoint"
+            f"to round: cast={{{name!r}: {dtype}{rest}}} (keys are names, first levels of names, or globs); to "
+            "keep the values: use a chain with the state dtype of the checkpoint"
         )
 
 
@@ -201,7 +201,7 @@ class Target:
         for name, leaf in leaves.items():
             if whole and hasattr(leaf, "__create_chunk_list__") and getattr(leaf, "whole", None) is None:
                 raise TypeError(
-                    f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: say group="
+                    f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: pass group="
                 )
         return cls(leaves, spec_of_named(named, like, tx), rules, device, section)
 

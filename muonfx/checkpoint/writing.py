@@ -93,7 +93,7 @@ class Job:
         if layout is not None and group is None and layout.group is not None:
             if copy:  # training continues and communicates on the same group
                 raise ValueError(
-                    "a sharded state is saved in the background with a group of its own, which nothing else uses: say "
+                    "save_async of a sharded state requires a process group that nothing else uses: pass "
                     'group=dist.new_group(backend="gloo")'
                 )
             group = layout.group
@@ -108,7 +108,7 @@ class Job:
                 positive_int("keep", keep)
                 if step_of(where) is None:
                     raise ValueError(
-                        f"keep= goes by the steps in the names: save to step_path({str(where.parent)!r}, step)"
+                        f"keep= compares the steps in names: save to step_path({str(where.parent)!r}, step)"
                     )
             if layout is not None and tx is not None:
                 if state is not None and not is_global(state):
@@ -145,7 +145,7 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
     if back != extra:
         changed = sorted(str(key) for key in extra if key not in back or back[key] != extra[key])
         raise ValueError(
-            f"extra would not come back as it is: {', '.join(changed)}; JSON has lists and no tuples, and all keys are "
+            f"extra would be loaded with other values: {', '.join(changed)}; JSON has lists, no tuples, and keys are "
             "strings"
         )
     return back
@@ -164,7 +164,7 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
             found[name] = leaf.whole
         elif whole and hasattr(leaf, "__create_chunk_list__"):
             raise TypeError(
-                f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: say group=, on all "
+                f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: pass group= on all "
                 "ranks"
             )
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
@@ -244,7 +244,8 @@ class Draft:
         for file in index.files:
             if not (self.path / file.name).exists():
                 raise FileNotFoundError(
-                    errno.ENOENT, f"{file.name} cannot be seen where the index is written: do all see one file system?"
+                    errno.ENOENT,
+                    f"{file.name} is not visible to the writer of the index: do all ranks use one file system?",
                 )
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
@@ -279,8 +280,8 @@ class Draft:
             )
         if self._other_writer:
             warnings.warn(
-                f"{self.path}: another process saved there at the same time; the checkpoint there is now that of "
-                "this save. If these are the ranks of one job, say group= on all of them, or save on one only",
+                f"{self.path}: another process saved to this path at the same time; the path now has the checkpoint of "
+                "this save. If the processes are the ranks of one job, pass group= on all of them, or save on one only",
                 stacklevel=2,
             )
 
@@ -331,15 +332,15 @@ def _reason(error: Exception) -> str:
 def _refused(path: Path, error: OSError, written: bool | None) -> str:
     why = _reason(error)
     if written:
-        return f"{path} was written, but what follows failed, so that it may not survive a loss of power: {why}"
+        return f"{path} was written, but a later operation failed, so it may not survive a power failure: {why}"
     if written is None:
         return (
-            f"it is not known whether {path} was written, and nothing was removed: its {INDEX} cannot be read after a "
-            f"rename that failed: {why}"
+            f"{path} may have been written or not, and nothing was removed: its {INDEX} cannot be read after a failed "
+            f"rename: {why}"
         )
     with suppress(OSError):
         if path.is_file():
             why += "; a checkpoint is a folder, and there is a file of this name"
         if (path / INDEX).exists():
-            why += "; the checkpoint that was there is as it was"
+            why += "; the previous checkpoint is unchanged"
     return f"{path} was not written: {why}"

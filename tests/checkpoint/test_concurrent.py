@@ -58,7 +58,7 @@ def test_ranks_that_each_save_to_one_path_lose_nothing_and_are_told(world: World
         assert len(list(path.iterdir())) == 2, list(path.iterdir())
     heard = [line for said in told for line in said]
     assert heard
-    assert all("say group= on all of them, or save on one only" in line for line in heard)
+    assert all("pass group= on all of them, or save on one only" in line for line in heard)
 
 
 def test_a_save_within_a_save_does_not_wait_for_it(tmp_path: Path):
@@ -68,7 +68,7 @@ def test_a_save_within_a_save_does_not_wait_for_it(tmp_path: Path):
         if not inner:
             inner.append(ck.save(tmp_path / "one", state_of(2)))
 
-    with pytest.warns(UserWarning, match="another process saved there at the same time"):
+    with pytest.warns(UserWarning, match="another process saved to this path at the same time"):
         ck.save(tmp_path / "one", state_of(1), progress=progress)
     assert assert_one_of(ck.load(tmp_path / "one", like=state_of(0))) == 1
 

@@ -149,12 +149,12 @@ def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, numb
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("[" * 200_000, CorruptError, "makes no sense"),
-        ("{}", CorruptError, "makes no sense"),
-        ("null", CorruptError, "makes no sense"),
-        ("9" * 10_000, CorruptError, "makes no sense"),
-        ('{"format": "muonfx checkpoint", "version": 1}', CorruptError, "makes no sense"),
-        ('{"format": "something else", "version": 1}', FormatError, "of the format 'something else'"),
+        ("[" * 200_000, CorruptError, "has invalid contents"),
+        ("{}", CorruptError, "has invalid contents"),
+        ("null", CorruptError, "has invalid contents"),
+        ("9" * 10_000, CorruptError, "has invalid contents"),
+        ('{"format": "muonfx checkpoint", "version": 1}', CorruptError, "has invalid contents"),
+        ('{"format": "something else", "version": 1}', FormatError, "has the format 'something else'"),
         ('{"format": "muonfx checkpoint", "version": 2}', FormatError, "version 2 .* reads version 1: upgrade"),
     ],
 )
@@ -207,7 +207,7 @@ def test_what_is_damaged_is_named(tmp_path: Path, number: int):
                 act()
 
     flip(data, begin + 2 * BLOCK + 100)
-    refused(f"{data}: the leaf 'trace/w' is damaged, somewhere in bytes {begin + 2 * BLOCK} to {begin + 3 * BLOCK}")
+    refused(f"{data}: the leaf 'trace/w' is damaged in bytes {begin + 2 * BLOCK} to {begin + 3 * BLOCK}")
     assert ck.latest(tmp_path) == last  # which reads no leaf
     with pytest.warns(UserWarning, match=r"step-000000002 is not used.*'trace/w' is damaged"):
         assert ck.latest(tmp_path, verify=True) == first

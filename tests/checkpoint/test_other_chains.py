@@ -29,7 +29,7 @@ def stepped(tx: mfx.Transform):
 
 def printed(message: str) -> dict[str, str] | None:
     """The renaming in an error, read as a user would paste it."""
-    found = re.search(r"^  if leaves have other names only: rename=(.*)$", message, re.MULTILINE)
+    found = re.search(r"^  if only the names of leaves differ: rename=(.*)$", message, re.MULTILINE)
     return None if found is None or "name in the checkpoint" in found[1] else eval(found[1])
 
 

@@ -126,7 +126,7 @@ def test_labels_are_found_under_any_wrappers():
 def test_names_that_are_equal_without_wrappers_are_refused(tmp_path: Path):
     leaf = nn.Parameter(torch.zeros(2))
     both = {"up": leaf, "_orig_mod.up": nn.Parameter(torch.zeros(2))}
-    with pytest.raises(ValueError, match="two leaves are called 'trace/up' without what wrappers"):
+    with pytest.raises(ValueError, match="two leaves have the name 'trace/up' when the prefixes of wrappers"):
         ck.save(tmp_path / "a", mfx.momentum().init({name: param.detach() for name, param in both.items()}))
     assert not (tmp_path / "a").exists()
 
@@ -181,6 +181,6 @@ def test_a_pattern_that_allows_nothing_is_an_error(tmp_path: Path, what: str):
     state = {"trace": {"a": torch.zeros(2), "b": torch.zeros(2)}}
     path = ck.save(tmp_path / "a", state)
     for pattern in ("tracer", ["trace", "*.c"], "trace/a*z"):
-        with pytest.raises(MismatchError, match=f"{what}: .* means no leaf"):
+        with pytest.raises(MismatchError, match=f"{what}: .* matches no leaf"):
             ck.load(path, like=state, **{what: pattern})
     ck.load(path, like=state, **{what: ["trace/a", "*/b"]})  # they are there: the next checkpoint may lack them

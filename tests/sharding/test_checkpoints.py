@@ -122,7 +122,7 @@ def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
     local, state = steps(sharded, sharded.init(local), local, enter, DRAWN, range(2))
     logical, group = sharding.to_global(sharded, state), here.group
     mfx.checkpoint.save(path / "by hand", logical, params=layout.to_global(local), tx=sharded, group=group)
-    with pytest.raises(ValueError, match="say group="):
+    with pytest.raises(ValueError, match="pass group="):
         mfx.checkpoint.save_async(path / "by itself", state, params=local, tx=sharded)
     mfx.checkpoint.save_async(path / "by itself", state, params=local, tx=sharded, group=group).wait()
     blank = sharded.init(enter(params))
