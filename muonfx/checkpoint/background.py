@@ -1,4 +1,4 @@
-"""Saves in the background: their order, and the report of failed saves without a call of `wait`.
+"""Run saves in the background, in order, and report failed saves on which `Saving.wait` was not called.
 
 The saves of a process are written one after another, in the order of the calls. Otherwise a save in the background
 could end after a later save to the same path and replace its result, and two saves could exchange messages on one
@@ -20,7 +20,7 @@ __all__ = ["Saving", "start", "wait_for_saves", "warn_of_failed_saves"]
 
 
 class Saving:
-    """A save that is under way, as `save_async` returns it.
+    """A save in the background, as `save_async` returns it.
 
     >>> import tempfile
     >>> saving = mfx.checkpoint.save_async(tempfile.mkdtemp(), {"w": torch.ones(2)})
@@ -48,7 +48,7 @@ class Saving:
 
         Raises:
             TimeoutError: the save is not done yet.
-            CheckpointError: as `save` raises, and whatever ``progress`` raised.
+            CheckpointError: the save failed, as in `save`. An error that ``progress`` raised is raised unchanged.
         """
         # A TimeoutError of `exception` itself is raised here and is not a failure of the save, which continues.
         error = self._future.exception(timeout)

@@ -215,21 +215,21 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
 def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = None) -> list[Path]:
     """Remove all checkpoints in a folder except the good ones of the highest steps.
 
-    Of each checkpoint, the index and the files that it names are removed. Any other file stays, and its folder with
-    it; `clean` removes what stopped writers have left. Links are ignored.
+    For each checkpoint, the index and the files that it names are removed, and then the folder if it is empty. `clean`
+    removes the files of stopped writers. Symbolic links are ignored.
 
     Args:
         folder: the folder with the checkpoints that `step_path` named.
         keep: the number of good checkpoints to keep, at least 1.
-        written: a checkpoint that is kept in any case. `save` gives its own: after a run has gone back to an earlier
-            step, there are checkpoints of higher steps.
+        written: a checkpoint that is always kept. `save` passes the one that it wrote, because a run that went back to
+            an earlier step has checkpoints of higher steps.
 
     Returns:
         The checkpoints that were removed.
 
     Raises:
         ValueError: ``keep`` is not an int of 1 or more.
-        CheckpointError: a checkpoint cannot be removed; the others are.
+        CheckpointError: a checkpoint cannot be removed; all others have been removed.
 
     >>> prune("no/such/folder", keep=3)
     []
@@ -275,13 +275,13 @@ def remove_files(path: Path, files: Iterable[DataFile]) -> None:
 def clean(path: str | os.PathLike[str]) -> list[Path]:
     """Remove the files of saves that were stopped before they were done.
 
-    A writer that is killed leaves its files, and so may several writers that save to one path at the same time. Nothing
-    else removes them. Do not call this while a save to the path is in progress: its files look the same. The save would
-    fail or, if it is committed at that moment, its checkpoint would lose its data.
+    A writer that is killed leaves its files, and so may several writers that save to one path at the same time. Only
+    this function removes them. Do not call it while a save to the path is in progress, because files of that save look
+    the same: the save would fail or, if it is committed at that moment, its checkpoint would lose its data.
 
     Args:
-        path: a checkpoint, or a folder with checkpoints that `step_path` named. A folder or an index that
-            cannot be read is skipped: the index may name any of the files.
+        path: a checkpoint, or a folder with checkpoints that `step_path` named. A checkpoint whose folder or index
+            cannot be read is skipped, because its index may name any of the files.
 
     Returns:
         The files that were removed. Folders that are empty afterwards are removed, too.

@@ -105,7 +105,7 @@ class Index(Shown):
     Attributes:
         save_id: the random id of the save.
         step: the number of steps taken; None if it was not given.
-        extra: the values that the caller gave.
+        extra: the JSON values that were passed to `save`.
         fingerprint: the fingerprint of the transform; None if no transform was given.
         chain: the transform as code; None if no transform was given.
         products: the dtypes of matrix products that the transform used, by the name of its part.

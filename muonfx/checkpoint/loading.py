@@ -57,22 +57,23 @@ def load(
         tx: the transform of the state; its fingerprint is compared. A `StateSpec` has a transform already. If
             `muonfx.sharding.sharded` made the transform, ``like`` and the result are the state of this rank, as
             ``tx.init`` makes it.
-        allow_missing: leaves (True, or patterns) that may be missing in the checkpoint; they are copied from ``like``.
-        allow_extra: leaves of the checkpoint (True, or patterns) that may be missing in ``like``.
+        allow_missing: patterns of leaves that may be missing in the checkpoint, or True for all leaves; the missing
+            leaves are copied from ``like``.
+        allow_extra: patterns of leaves of the checkpoint that may be missing in ``like``, or True for all leaves.
         allow_other_chain: True to skip the comparison of fingerprints.
-        cast: pattern to dtype, for leaves that may be rounded; it must be the leaf's dtype in ``like``.
+        cast: a dict from patterns to dtypes, for leaves that may be rounded. The dtype must be the dtype in ``like``.
         rename: a function or a dict from names in the checkpoint to names in ``like``. A key is a name, the first
-            levels of names, or a pattern in which each ``*`` matches any text, which replaces the same ``*`` in the
-            value: ``{"*/encoder.*": "*/model.encoder.*"}``. The most exact entry applies. An entry that matches no leaf
-            is an error, and so are two leaves with one new name.
+            levels of names, or a pattern. Each ``*`` in a pattern matches any text, which replaces the ``*`` at the
+            same place in the value: ``{"*/encoder.*": "*/model.encoder.*"}``. If several entries match a name, the
+            most exact one applies. An entry that matches no leaf is an error, and so are two leaves with one new name.
         device: the device of all leaves; None for the devices of the leaves of ``like``.
         group: a process group, all of whose ranks call this together; if one of them fails, all do. None: this process
             reads alone, or, if ``tx`` is sharded and ``like`` is not a `StateSpec`, the ranks of its layout do.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
-        MismatchError: leaves are missing, unknown, of another shape or would be narrowed, or the chain is another; the
-            message lists every mismatch and what to do.
+        MismatchError: leaves are missing, unexpected, have another shape, or would be rounded to a narrower dtype, or
+            another chain made the checkpoint. The message lists every mismatch and what to do.
         CorruptError: the checkpoint is damaged; the message names the file and the leaf.
         FormatError: it was written by a newer version of muonfx.
 

@@ -70,9 +70,9 @@ def save(
             the new one is.
 
     Warns:
-        UserWarning: the checkpoint is good, but another process saved to the path at the same time; obsolete files
-            cannot be removed; there are checkpoints of later steps, which `latest` finds; or an earlier save in the
-            background has failed and nobody has waited for it.
+        UserWarning: the checkpoint was written, but another process saved to the path at the same time, obsolete files
+            cannot be removed, or there are checkpoints of later steps, which `latest` returns. Or an earlier save in
+            the background failed and `Saving.wait` was not called on it.
 
     Example:
         >>> import tempfile
@@ -104,31 +104,31 @@ def save_async(
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Saving:
-    """Copy state and parameters into host memory, and write them in the background.
+    """Copy state and parameters into host memory, and write the copy in the background.
 
-    The state may change, and be donated, as soon as this returns. The copy needs as much host memory as the leaves
-    take. The saves of a process are written one after another, in the order of the calls. A process that ends waits for
-    its saves. If a save fails and nobody waits for it, the next save warns, or the error is printed to stderr when the
+    When this returns, the state may be changed or donated. The copy takes as much host memory as the leaves. The saves
+    of a process are written one after another, in the order of the calls. A process that ends waits for its saves. If a
+    save fails and `Saving.wait` is not called on it, the next save warns, or the error is printed to stderr when the
     process ends.
 
     Args:
-        path: as in `save`, like all that follows.
-        state: as there.
-        tx: as there.
-        params: as there.
-        step: as there.
-        extra: as there.
-        keep: as there.
-        progress: as there; called from another thread.
-        group: as there. It needs a backend for host memory (gloo), and nothing else may use it until the save is done:
-            make one with ``dist.new_group(backend="gloo")``. Wait for the save before the group is destroyed. A sharded
-            ``tx`` requires a group.
+        path: as in `save`.
+        state: as in `save`.
+        tx: as in `save`.
+        params: as in `save`.
+        step: as in `save`.
+        extra: as in `save`.
+        keep: as in `save`.
+        progress: as in `save`; it is called from another thread.
+        group: as in `save`, but a sharded ``tx`` requires one. The group must support host memory (gloo), and nothing
+            else may use it until the save is done: make one with ``dist.new_group(backend="gloo")``. Wait for the save
+            before you destroy the group.
 
     Returns:
-        The save; errors while writing are raised by `Saving.wait`.
+        A `Saving`. Its method `Saving.wait` raises errors that occurred while writing.
 
     Raises:
-        TypeError: as `save`; with a group, errors in the arguments are raised by `Saving.wait`, on all ranks.
+        TypeError: an argument is not valid, as in `save`. With a group, `Saving.wait` raises this error on all ranks.
         ValueError: ``tx`` is sharded over ranks, and no group is given.
 
     Example:

@@ -134,16 +134,17 @@ def recipe(
 ) -> Transform:
     """Make the chain that another optimizer computes.
 
-    Numbers are read from its groups, as they are now. Moonlight's AdamW adds eps to a root before the bias correction,
-    ours after it: relative to an update the difference is at most 3.5 eps over the corrected root, and fades.
+    The hyperparameters are the current values in its groups. Moonlight's AdamW adds eps before the bias correction of
+    the second moment, and muonfx adds it afterwards. The relative difference of an update is at most 3.5 eps divided by
+    the corrected root of the second moment, and it decreases with the number of steps.
 
     Args:
         format: the other optimizer.
         source: as in `read`.
         params: as in `read`.
         names: as in `read`.
-        **options: for `muonfx.orthogonalize`: ``dtype=``, which is bf16 in most of the originals, and for "dion"
-            ``coefficients="quintic"`` if it was made with ``use_polar_express=False``.
+        **options: arguments of `muonfx.orthogonalize`: ``dtype=``, which is bf16 in most other implementations, and
+            ``coefficients="quintic"`` for a ``dion.Muon`` that was made with ``use_polar_express=False``.
 
     Returns:
         A chain; if groups differ, a partition.

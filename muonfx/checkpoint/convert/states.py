@@ -61,8 +61,8 @@ def _walk(node: object, path: str, visit: Callable[[Any, str], Any]) -> Any:
     if isinstance(node, dict):
         return {key: _walk(item, f"{path}{key}/", visit) for key, item in node.items()}
     raise ValueError(
-        f"{path.rstrip('/') or 'the state'} is a {type(node).__name__}, for which another optimizer has nothing; "
-        "convert into the chain without it and put its own init(params) beside the converted state"
+        f"{path.rstrip('/') or 'the state'} is a {type(node).__name__}, a state that other optimizers do not have; "
+        "convert into the chain without its transform, and add the result of its init(params) to the converted state"
     )
 
 
@@ -106,7 +106,7 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
 
 def _codes_of(held: PyTree, path: str) -> PyTree:
     if isinstance(held, QuantizedState | KeyedQuantizedState):
-        raise ValueError(f"{path}: states in eight bits are made from others by a step; convert into an fp32 state")
+        raise ValueError(f"{path}: states in eight bits cannot be converted; convert into a chain with an fp32 state")
     return held
 
 
