@@ -7,10 +7,12 @@ device, compiler and ``torch.func`` transform computes the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["key_of", "normal", "uniform"]
+__all__ = ["key_of", "keys_of", "normal", "uniform"]
 
 _MASK = 0xFFFFFFFF
 
@@ -45,3 +47,11 @@ def key_of(text: str) -> int:
     for character in text:
         found = ((found ^ ord(character)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
     return (found ^ (found >> 29)) & (2**62 - 1)
+
+
+def keys_of(prefix: str, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the key of each leaf, hashed from a prefix and its name: 0-d int64, on the device of the leaf."""
+    return [
+        torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device)
+        for name, leaf in zip(names, leaves, strict=True)
+    ]

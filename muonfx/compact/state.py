@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonfx.compact.codec import Codec, Encoded
 from muonfx.compact.dtypes import QuantizedDtype
-from muonfx.compact.noise import key_of
+from muonfx.compact.noise import keys_of
 from muonfx.tree import Present, PyTree
 
 __all__ = ["QuantizedState", "Holder", "KeyedQuantizedState"]
@@ -63,11 +62,7 @@ class Holder:
         codes, scales = at.fill([leaf.codes for leaf in leaves]), at.fill([leaf.scales for leaf in leaves])
         if self.seed is None:
             return QuantizedState(codes, scales)
-        numbers = [key_of(f"{self.seed}/{self.role}/{name}") for name in at.names()]
-        keys = [
-            torch.full((), number, dtype=torch.int64, device=leaf.codes.device)
-            for number, leaf in zip(numbers, leaves, strict=True)
-        ]
+        keys = keys_of(f"{self.seed}/{self.role}", at.names(), [leaf.codes for leaf in leaves])
         return KeyedQuantizedState(codes, scales, at.fill(keys))
 
     def read(self, at: Present, held: QuantizedState | KeyedQuantizedState) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.compact.noise import key_of, normal
+from muonfx.compact.noise import keys_of, normal
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
@@ -62,11 +62,8 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, seed: int = 0):
 
     def init(params: PyTree) -> AddNoiseState:
         at = Present(params)
-        keys = [
-            torch.full((), key_of(f"{seed}/{name}"), dtype=torch.int64, device=leaf.device)
-            for name, leaf in zip(at.names(), at.pick(params), strict=True)
-        ]
-        return AddNoiseState(new_count(device_of(params)), at.fill(keys))
+        keys = at.fill(keys_of(str(seed), at.names(), at.pick(params)))
+        return AddNoiseState(new_count(device_of(params)), keys)
 
     def disturb(leaf: Tensor, key: Tensor, deviation: Tensor) -> Tensor:
         wide = leaf.to(ew.wide_dtype(leaf.dtype))
