@@ -69,6 +69,31 @@ class Picture:
         (TARGET / f"{name}.svg").write_text(head + "\n".join(self.parts) + "\n</svg>\n", encoding="utf-8")
 
 
+def step():
+    """The path of a gradient through one executor, in one process and over ranks."""
+    p = Picture(720, 430, "The path of a gradient: checks, the executor, three kinds of nodes, and the updates")
+    p.node(40, 20, 240, "optimizer/ or tx.update", "one process: check the inputs once", color=GRAY)
+    p.node(440, 20, 240, "sharding/", "over ranks: check, and agree by one all-reduce", color=GRAY)
+    p.arrow((160, 78), (290, 116))
+    p.arrow((560, 78), (430, 116))
+    p.node(220, 118, 280, "program/: the executor", "", color=BLUE)
+    p.text(360, 170, "node by node, bucket by bucket", size=12)
+    for x, name, lines in (
+        (20, "elementwise", ("runs on local shards",)),
+        (260, "matrices", ("over ranks: gather each matrix", "on its owner, scatter the result")),
+        (500, "sum over leaves", ("sums local shards;", "over ranks: one all-reduce")),
+    ):
+        p.arrow((360, 178), (360, 192), (x + 100, 192), (x + 100, 213))
+        p.node(x, 215, 200, name, color=ORANGE)
+        for line, text in enumerate(lines):
+            p.text(x + 100, 267 + 16 * line, text, size=12)
+        p.arrow((x + 100, 292), (x + 100, 316))
+    p.node(20, 318, 680, "transforms/ and polar/", "the arithmetic of a leaf or of a stack of matrices", color=GREEN)
+    p.arrow((360, 380), (360, 404))
+    p.text(360, 422, "updates and new state; an optimizer adds the updates to the parameters", size=13, bold="yes")
+    p.save("step")
+
+
 def transform():
     """Two pure functions: init once, update at each step."""
     p = Picture(720, 190, "init makes a state from parameters; update makes updates and the next state")
@@ -194,5 +219,5 @@ def polynomials():
 
 
 if __name__ == "__main__":
-    for draw in (transform, chain, locality, owner, polynomials):
+    for draw in (transform, chain, locality, owner, step, polynomials):
         draw()
