@@ -7,7 +7,6 @@ import muonfx
 
 ALLOWED = {
     "checkpoint/distributed.py": "a pause before a replaced checkpoint is read again",
-    "polar/kernels/symmetric.py": "Triton times the tiles of a kernel on CUDA; other tiles may round differently",
 }
 CLOCKS = {"time", "timeit", "datetime", "sched"}
 ROOT = Path(muonfx.__file__).parent

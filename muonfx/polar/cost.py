@@ -19,7 +19,7 @@ from muonfx.polar.products import ProductsLike, block_side
 __all__ = ["Cost", "newton_schulz_cost"]
 
 _TILE = 128
-"""The side of a kernel's tiles, which are computed whole on the diagonal; the usual winner of autotuning."""
+"""The side of a kernel's tiles, which are computed whole on the diagonal."""
 
 
 class Cost(NamedTuple):

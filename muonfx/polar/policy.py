@@ -11,7 +11,8 @@ time. The number of steps in a stage depends on the dtype (`muonfx.polar.stabili
 keeps singular values near their band.
 
 *Products.* On a CPU, half of each symmetric product is skipped above a certain size, by blocks. The Triton kernels do
-the same on CUDA; they have not been measured on a GPU, so they run only with ``products="triton"``.
+the same on CUDA. They have not been measured on a GPU, so they run only with ``products="triton"``, and only if they
+pass a self-test on the device at first use.
 
 The choice depends on the shape of one matrix, the dtypes, the device and whether derivatives are taken. It depends on
 neither batch size, values nor time, so the same matrix always gets the same result.
@@ -279,6 +280,10 @@ def _choose_products(
             f"products: found 'triton' on {device}, where the kernels do not run (CUDA with capability 8.0 or more "
             "and an installed Triton); use 'auto' or 'batched'"
         )
+    if requested == "triton" and not portable:
+        if failed := kernels.failure(device):
+            return "batched", "batched", f"the kernels failed their self-test on {device}: {failed}"
+        return requested, requested, f"as given; the kernels passed their self-test on {device}"
     if requested != "auto":
         return requested, requested, "as given"
     why = f"skipping half of a symmetric product pays from {rates.halved_from:.1e} multiply-adds on ({rates.source})"

@@ -15,7 +15,7 @@ from muonfx import tree
 from muonfx.core import Transform, checks
 from muonfx.core.contract import within
 from muonfx.core.identity import text_of
-from muonfx.core.precision import product_dtypes
+from muonfx.core.precision import kernel_products, product_dtypes
 from muonfx.core.recorded import Recorded, parts_of
 from muonfx.core.schedules import Schedule
 from muonfx.program.nodes import Program
@@ -291,6 +291,9 @@ def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         # Machines may resolve "auto" differently; an explicit dtype is the same everywhere.
         'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
             tx, [leaf.dtype for leaf in present.values()], device
+        ),
+        'products where "triton" is given (a warning has the reason; give products="batched")': kernel_products(
+            tx, device
         ),
         "states": {
             name: "None" if what is None else f"{what.shape} {what.dtype}, owners {[s.owner for s in what.shares]}"

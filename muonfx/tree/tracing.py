@@ -44,6 +44,15 @@ def without_transforms() -> Generator[None]:
         yield
 
 
+@contextmanager
+def untraced() -> Generator[None]:
+    """Suspend ``torch.func`` transforms, fake tensors and tracers for a block, so that tensors in it have values."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with without_transforms(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
 def is_traced(*numbers: float) -> bool:
     """Return True if ``torch.compile`` or ``make_fx`` records operators, or if any of the numbers is a symbol."""
     if torch.compiler.is_compiling() or not _SYMBOLS.isdisjoint(map(type, numbers)):

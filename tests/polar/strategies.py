@@ -103,21 +103,6 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm(dim=(-2, -1)) / b.double().norm(dim=(-2, -1))).max().item()
 
 
-def symmetric_product(
-    p: torch.Tensor, addend: torch.Tensor | None, alpha: float, beta: float, identity: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`alpha p p^T + beta addend + identity I` in float64, and the error that a result in the dtype of `p` may have."""
-    wide, k = p.double(), p.shape[-1]
-    diagonal = identity * torch.eye(p.shape[-2], dtype=torch.float64, device=p.device)
-    more = torch.zeros_like(diagonal) if addend is None else beta * addend.double()
-    exact = alpha * (wide @ wide.mT) + more + diagonal
-    # k products and three sums in fp32, one rounding. A tensor core cuts where a sum in software would round, so a
-    # sum's errors count twice.
-    size = abs(alpha) * (wide.abs() @ wide.abs().mT) + more.abs() + diagonal.abs()
-    narrow, sums = torch.finfo(p.dtype), 2 * (k + 4) * torch.finfo(torch.float32).eps * size
-    return exact, sums + narrow.eps / 2 * (exact.abs() + sums) + narrow.smallest_normal * narrow.eps
-
-
 SCALINGS = (
     "rows",
     "columns",

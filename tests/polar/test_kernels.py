@@ -8,18 +8,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import muonfx as mfx
+from muonfx.polar import explain, kernels, orthogonalize, policy
 from muonfx.polar.kernels import available
-
-from .strategies import symmetric_product
+from muonfx.polar.kernels.self_test import exact_product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +77,7 @@ def test_the_result_is_the_mirrored_upper_triangle_of_the_formula(
     p = p.mT.contiguous().mT if transposed else p
     found = multiply(p, addend, factors, tile)
 
-    exact, bound = symmetric_product(p, addend, *factors)
+    exact, bound = exact_product(p, addend, *factors)
     assert torch.equal(found, found.mT)
     assert ((found.double() - exact).abs() <= bound).all()
     # What is not finite stays in its matrix.
@@ -80,6 +85,133 @@ def test_the_result_is_the_mirrored_upper_triangle_of_the_formula(
     beside = multiply(p, addend, factors, tile)
     assert torch.equal(beside[1:], found[1:])
     assert not beside[0, n // 2, n // 2].isfinite()
+
+
+# ------------------------------------------------------------------------------------------------------- the self-test
+
+
+def right(p: torch.Tensor, *, addend=None, alpha=1.0, beta=0.0, identity=0.0, out: torch.Tensor) -> torch.Tensor:
+    """A stand-in for the kernel, by the formula."""
+    exact, _ = exact_product(p, addend, alpha, beta, identity)
+    return out.copy_(exact.triu() + exact.triu(1).mT)
+
+
+def slightly_wrong(p: torch.Tensor, *, out: torch.Tensor, **factors: Any) -> torch.Tensor:
+    """A stand-in with one wrong entry, by a little more than rounding explains."""
+    _, bound = exact_product(p, **{"addend": None, "alpha": 1.0, "beta": 0.0, "identity": 0.0, **factors})
+    right(p, out=out, **factors)
+    out[-1, 3, 3] += 4 * bound[-1, 3, 3]
+    return out
+
+
+def asymmetric(p: torch.Tensor, *, out: torch.Tensor, **factors: Any) -> torch.Tensor:
+    """A stand-in whose error is allowed, but differs between the triangles."""
+    right(p, out=out, **factors)
+    out[0, 1, 0] = (
+        torch.nextafter(out[0, 0, 1].float(), torch.tensor(9.0)) if out.dtype == torch.float32 else out[0, 1, 0]
+    )
+    return out
+
+
+def unfinished(p: torch.Tensor, *, out: torch.Tensor, **factors: Any) -> torch.Tensor:
+    """A stand-in that does not write its last row."""
+    kept = out[:, -1].clone()
+    right(p, out=out, **factors)
+    out[:, -1] = kept
+    return out
+
+
+def raising(p: torch.Tensor, **factors: Any) -> torch.Tensor:
+    raise OSError("no compiler for this device")
+
+
+WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "slightly wrong": (slightly_wrong, "times the error that rounding explains"),
+    "asymmetric": (asymmetric, r"in torch\.float32 is not symmetric"),
+    "unfinished": (unfinished, "has nan times the error"),
+    "raising": (raising, "OSError: no compiler for this device"),
+}
+
+
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A process whose CPU has kernels that were not tested."""
+    kernels._failure.cache_clear()
+    monkeypatch.setattr(kernels, "available", lambda device: device.type == "cpu")
+    yield monkeypatch
+    kernels._failure.cache_clear()
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_kernels_that_fail_their_self_test_are_replaced_by_the_products_of_torch(
+    untested: pytest.MonkeyPatch, what: str
+) -> None:
+    stand_in, message = WRONG[what]
+    untested.setattr(kernels, "symmetric_matmul", stand_in)
+    x = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
+    tx = mfx.orthogonalize(products="triton", dtype=torch.float32)
+    with pytest.warns(RuntimeWarning, match=f"failed their self-test on cpu, so torch's products are used.*{message}"):
+        found = tx.update({"w": x}, mfx.core.EmptyState())[0]["w"]
+    with warnings.catch_warnings(action="error"):  # once a process
+        assert torch.equal(found, orthogonalize(x, products="triton", dtype=torch.float32))
+        plan = explain((300, 400), dtype=torch.float32, products="triton")
+    assert torch.equal(found, orthogonalize(x, products="batched", dtype=torch.float32))
+    assert (plan.products, plan.small_products) == ("batched", "batched")
+    assert re.search(f"the kernels failed their self-test on cpu: .*{message}", str(plan))
+
+
+def test_kernels_that_pass_their_self_test_are_used(untested: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def counted(p: torch.Tensor, **rest: Any) -> torch.Tensor:
+        calls.append(tuple(p.shape))
+        return right(p, **rest)
+
+    untested.setattr(kernels, "symmetric_matmul", counted)
+    before = torch.random.get_rng_state()
+    plan = explain((300, 400), dtype=torch.float32, products="triton")
+    assert plan.products == plan.small_products == "triton"
+    assert "as given; the kernels passed their self-test on cpu" in str(plan)
+    assert torch.equal(before, torch.random.get_rng_state())
+    tested = len(calls)
+    orthogonalize(torch.randn(300, 400), products="triton", dtype=torch.float32)
+    assert calls[tested:]
+    assert all(max(shape) >= 300 for shape in calls[tested:]), "the self-test ran again"
+
+
+@pytest.mark.parametrize("around", ["fake tensors", "a derivative", "a default device"])
+def test_the_self_test_computes_values_whatever_surrounds_its_first_use(
+    untested: pytest.MonkeyPatch, around: str
+) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    untested.setattr(kernels, "symmetric_matmul", right)
+    cpu = torch.device("cpu")
+    if around == "a derivative":
+        torch.func.grad(lambda x: x * (kernels.failure(cpu) is None))(torch.tensor(1.0))
+    else:
+        with FakeTensorMode() if around == "fake tensors" else torch.device("meta"):
+            kernels.failure(cpu)
+    assert kernels.failure(cpu) is None
+
+
+def test_kernels_are_not_tested_unless_they_are_asked_for(untested: pytest.MonkeyPatch) -> None:
+    untested.setattr(kernels, "symmetric_matmul", raising)
+    for products in ("auto", "batched", "blocks"):
+        orthogonalize(torch.randn(300, 400), products=products)
+    plan_on_paper = policy.plan(
+        *(300, 400, torch.float32, torch.device("cuda"), policy.polynomials("keller", None)),
+        products="triton",
+        dtype=torch.float32,
+        portable=True,
+    )
+    assert plan_on_paper.products == "triton"
+    assert kernels._failure.cache_info().currsize == 0
+
+
+@with_kernels
+def test_the_kernels_pass_their_self_test_here() -> None:
+    assert kernels.failure(DEVICE) is None
 
 
 # ---------------------------------------------------------------------------------------- availability and compilation

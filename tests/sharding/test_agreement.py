@@ -118,6 +118,29 @@ def test_machines_on_which_auto_differs_are_an_error_unless_a_dtype_is_given(wor
         assert world.check(2, machines_differ, dtype=dtype) == [dtype] * 2
 
 
+def kernels_differ(here: Here, failing: list[int]) -> bool:
+    """Kernels that fail their self-test on some ranks; True if the products of torch are used."""
+    params = {"a": some(300, 300)}
+    failed = "a wrong product" if here.rank in failing else None
+    with (
+        mock.patch.object(policy.kernels, "available", return_value=True),
+        mock.patch.object(policy.kernels, "failure", return_value=failed),
+        mock.patch.object(policy.kernels, "symmetric_matmul", side_effect=AssertionError("a kernel")),
+    ):
+        over = sharding.sharded(
+            mfx.orthogonalize(products="triton", dtype=torch.float32), sharding.replicated(params, here.group)
+        )
+        found = over.update(params, over.init(params), params)[0]
+    return torch.equal(found["a"], polar.orthogonalize(params["a"], products="batched", dtype=torch.float32))
+
+
+def test_kernels_that_fail_on_one_rank_are_an_error_on_all_before_anything_changes(world: World):
+    for said in errors(world.run(2, kernels_differ, failing=[1])):
+        assert "'orthogonalize' is triton on rank 0 and batched on rank 1" in said
+        assert 'give products="batched"' in said
+    assert world.check(2, kernels_differ, failing=[0, 1]) == [True, True]
+
+
 def bytes_of_bind(here: Here, count: int) -> tuple[int, int]:
     """The bytes and the calls of binding a chain over so many parameters; no objects may be sent."""
     params = {f"blocks.{place}.weight": torch.zeros(2, 2) for place in range(count)}

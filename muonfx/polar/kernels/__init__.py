@@ -4,21 +4,24 @@ Newton-Schulz spends much of its time on such products: the Gram matrix `A = X X
 One triangle is computed and copied to the other. Other products use cuBLAS (`torch.baddbmm`), whose kernels are closer
 to the peak.
 
-The kernels run only if ``products="triton"`` is given, because they were never measured on a GPU. Triton is imported
-when `available` or a product needs it. Without Triton, or with a broken one, the rest of the package works.
+The kernels run only if ``products="triton"`` is given, because they were never measured on a GPU, and only if they pass
+a self-test (`failure`). Triton is imported when `available` or a product needs it. Without Triton, or with a broken
+one, the rest of the package works.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import warnings
 
 import torch
 
 from muonfx.polar.hardware import cuda_capability
-from muonfx.tree.tracing import called_once
+from muonfx.polar.kernels.self_test import first_error
+from muonfx.tree.tracing import called_once, untraced
 
-__all__ = ["available", "symmetric_matmul"]
+__all__ = ["available", "failure", "symmetric_matmul"]
 
 
 @called_once  # a tracer calls this once and keeps the answer
@@ -42,6 +45,44 @@ def _available(kind: str, index: int | None) -> bool:
     return kind == "cuda" or INTERPRETED
 
 
+@called_once
+def failure(device: torch.device) -> str | None:
+    """Return why the kernels failed their self-test on `device`, or None if they passed.
+
+    The self-test runs at first use, once per process and device. It compares small products of every dtype and tile
+    with float64. A failure is a `RuntimeWarning`, and torch's products are used instead.
+
+    Raises:
+        RuntimeError: the first use is inside the capture of a CUDA graph.
+    """
+    if not available(device):
+        return "Triton is missing, or the device is not CUDA of capability 8.0 or more"
+    if device.type == "cuda":
+        device = torch.empty(0, device=device).device  # with the index of the current device, if it has none
+    return _failure(device)
+
+
+@functools.cache
+def _failure(device: torch.device) -> str | None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "products='triton': the kernels are tested at first use, which waits for the device and cannot be captured "
+            "in a CUDA graph; run one step before the capture"
+        )
+    try:
+        with untraced():
+            found = first_error(symmetric_matmul, device)
+    except Exception as error:  # a kernel that cannot be compiled or launched must not end a training run
+        found = f"{type(error).__name__}: {error}"
+    if found is not None:
+        warnings.warn(
+            f"products='triton': the kernels failed their self-test on {device}, so torch's products are used: {found}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return found
+
+
 def symmetric_matmul(
     p: torch.Tensor,
     *,
@@ -54,8 +95,7 @@ def symmetric_matmul(
     """Return `alpha p p^T + beta addend + identity I` in fp32, bf16 or fp16, at half the FLOPs of a product."""
     # `p` is `(b, n, k)`, the symmetric `addend` and the contiguous `out` are `(b, n, n)`, none of them empty. The upper
     # triangle is computed and mirrored, so the result is bitwise symmetric. Sums are in fp32, fp32 products are IEEE
-    # (no tf32), and the result is rounded once. There are no derivatives. The first call for a bucket of sizes times
-    # several tiles: it waits for the device and cannot be captured in a CUDA graph.
+    # (no tf32), and the result is rounded once. There are no derivatives.
     from muonfx.polar.kernels.symmetric import launch
 
     out = p.new_empty(*p.shape[:-1], p.shape[-2]) if out is None else out

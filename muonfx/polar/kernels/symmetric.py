@@ -22,16 +22,15 @@ sees a multiple of 8 and moves 16 bytes at a time. Odd sizes have narrow loads: 
 multiple of the block needs no mask (`EVEN_N`, `EVEN_K`). A transposed tile passes through shared memory (`tl.trans`),
 so that both stores run along rows. Offsets that involve a stride or a batch index are 64-bit.
 
-**Tiles.** The candidates fit the shared memory and registers of compute capability 8.0 to 10.0: the loads of a tile
-take `stages * (rows + columns) * depth` elements of shared memory (99 to 227 KiB per program at most), its sums
-`rows * columns` of the 65,536 registers. Triton's autotuner times the suitable ones when a bucket of shapes first
-occurs, and caches the fastest on disk.
+**Tiles.** The tile depends on the dtype and the side of the result alone. There is no autotuning, because tiles round
+differently and no result may depend on a clock. Every tile fits the shared memory and registers of compute capability
+8.0 to 10.0: the loads of a tile take `stages * (rows + columns) * depth` elements of shared memory (99 KiB per program
+at most), its sums `rows * columns` of the 65,536 registers. ``python -m benchmarks.kernels`` compares them with others.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -50,36 +49,17 @@ def tile(
     return triton.Config(blocks, num_warps=warps, num_stages=stages, maxnreg=registers)
 
 
-_HALF = [
-    tile(128, 128, 64, 8, 3, registers=128),
-    tile(128, 128, 64, 8, 4),
-    tile(128, 128, 32, 8, 4),  # where shared memory is small: 8.6 and 8.9
-    tile(128, 256, 64, 8, 3),  # the fewest loads per product; the widest instruction of Hopper
-    tile(128, 256, 64, 8, 4),
-    tile(64, 128, 64, 4, 4),
-    tile(64, 64, 64, 4, 4),
-    tile(64, 64, 32, 4, 5),
-    tile(32, 32, 64, 4, 4),
-]
-_SINGLE = [
-    tile(128, 128, 16, 8, 3),
-    tile(64, 128, 16, 8, 3),
-    tile(64, 64, 16, 4, 4),
-    tile(64, 64, 32, 8, 3),
-    tile(32, 32, 32, 4, 3),
-]
+_HALF = (tile(32, 32, 64, 4, 4), tile(64, 64, 64, 4, 4), tile(128, 128, 64, 8, 3, registers=128))
+_SINGLE = (tile(32, 32, 32, 4, 3), tile(64, 64, 16, 4, 4), tile(128, 128, 16, 8, 3))
 TILES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _SINGLE}
-"""Candidates by dtype."""
+"""The tiles of each dtype for results of a side below 256, below 1024, and larger."""
 
 _BY_HAND = tile(16, 32, 16, 4, 3, group=2)  # for the interpreter, so that small matrices have many tiles
 
 
-def _suited(configs: list[triton.Config], args: dict[str, Any], **_: object) -> list[triton.Config]:
-    """Return the candidates that are neither far wider than the result nor far too small."""
-    n, tiles = args["n_bucket"], TILES[args["p"].dtype]
-    least = 128 if n >= 2048 else 64 if n >= 256 else 32
-    most = max(n, 32) if n < 128 else 128 if n < 1024 else 256
-    return [one for one in tiles if least <= one.kwargs["BLOCK_N"] <= most]
+def chosen_tile(n: int, dtype: torch.dtype) -> triton.Config:
+    """Return the tile for results of side `n`."""
+    return _BY_HAND if INTERPRETED else TILES[dtype][(n >= 256) + (n >= 1024)]
 
 
 @triton.jit
@@ -117,7 +97,7 @@ def _inside(indices, size, EVEN: tl.constexpr):
     return (indices < size) | EVEN
 
 
-@triton.jit(do_not_specialize=["n", "k", "n_bucket", "k_bucket", "batch_bucket"])
+@triton.jit(do_not_specialize=["n", "k"])
 def symmetric_kernel(
     p,
     addend,
@@ -127,9 +107,6 @@ def symmetric_kernel(
     alpha,
     beta,
     identity,
-    n_bucket,
-    k_bucket,
-    batch_bucket,
     ADDEND: tl.constexpr,
     ALONG_K: tl.constexpr,
     ALIGN_N: tl.constexpr,
@@ -194,25 +171,6 @@ def symmetric_kernel(
         tl.store(mirrored, tl.trans(value), mask=mirrored_inside & (rows[None, :] <= columns[:, None]))
 
 
-_with_even = triton.heuristics(
-    {
-        "EVEN_N": lambda args: args["n"] * args["ALIGN_N"] % args["BLOCK_N"] == 0,
-        "EVEN_K": lambda args: args["k"] * args["ALIGN_K"] % args["BLOCK_K"] == 0,
-    }
-)(symmetric_kernel)
-_tuned = triton.autotune(
-    [*_HALF, *_SINGLE],
-    key=["n_bucket", "k_bucket", "batch_bucket", "ALIGN_K"],
-    prune_configs_by={"early_config_prune": _suited},
-    cache_results=True,
-)(_with_even)
-
-
-def _bucket(size: int) -> int:
-    """Return the power of two that a size is tuned as, at most 16,384, so that few new shapes are timed."""
-    return min(1 << (size - 1).bit_length(), 16384)
-
-
 def launch(
     p: torch.Tensor,
     addend: torch.Tensor | None,
@@ -222,7 +180,7 @@ def launch(
     out: torch.Tensor,
     config: triton.Config | None = None,
 ) -> None:
-    """Enqueue the kernel on the arguments of `symmetric_matmul`, with a tile or with the fastest one."""
+    """Enqueue the kernel on the arguments of `symmetric_matmul`, with a tile or with the one for its size."""
     if INTERPRETED and out.dtype != torch.float32:  # the interpreter multiplies the bit patterns of bf16
         wide = None if addend is None else addend.float()
         whole = torch.empty_like(out, dtype=torch.float32)
@@ -232,20 +190,19 @@ def launch(
     p = p if p.mT.is_contiguous() else p.contiguous()
     batches, n, k = p.shape
     align_n, align_k = math.gcd(8, n), math.gcd(8, k)
-    config = _BY_HAND if config is None and INTERPRETED else config
-    chosen: dict[str, Any] = {} if config is None else config.all_kwargs()
-
-    def grid(meta: dict[str, Any]) -> tuple[int]:
-        tiles = triton.cdiv(n, meta["BLOCK_N"])
-        return (batches * (tiles * (tiles + 1) // 2) * (meta["BLOCK_N"] // meta["BLOCK_M"]),)
-
+    config = chosen_tile(n, p.dtype) if config is None else config
+    blocks: dict[str, int] = config.kwargs
+    tiles = triton.cdiv(n, blocks["BLOCK_N"])
+    programs = batches * (tiles * (tiles + 1) // 2) * (blocks["BLOCK_N"] // blocks["BLOCK_M"])
     with torch.cuda.device_of(p):  # Triton launches on the current device
-        (_tuned if config is None else _with_even)[grid](
+        symmetric_kernel[(programs,)](
             *(p, out if addend is None else addend.contiguous(), out),
-            *(n // align_n, k // align_k, alpha, beta, identity, _bucket(n), _bucket(k), _bucket(batches)),
+            *(n // align_n, k // align_k, alpha, beta, identity),
             ADDEND=addend is not None,
             ALONG_K=p.is_contiguous(),
             ALIGN_N=align_n,
             ALIGN_K=align_k,
-            **chosen,
+            EVEN_N=n % blocks["BLOCK_N"] == 0,
+            EVEN_K=k % blocks["BLOCK_K"] == 0,
+            **config.all_kwargs(),  # pyright: ignore[reportCallIssue]
         )
