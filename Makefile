@@ -16,7 +16,7 @@ ENGINES := $(VENV)/.installed-engines
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all test-deep test-versions lint format types docs docs-serve notebooks bench engines clean clean-all
+.PHONY: help setup train test test-slow test-all test-deep test-versions lint format types docs docs-serve notebooks bench bench-gpu engines clean clean-all
 
 help: ## print this list
 	@echo 'usage: make <target> [ARGS="..."] [PYTHON=python3.12] [WORKERS=2]'
@@ -65,6 +65,14 @@ notebooks: $(DEV) ## execute the notebooks (ARGS=--write keeps the new outputs)
 
 bench: $(BENCH) ## run the benchmarks, against other packages
 	@$(PY) -m benchmarks $(ARGS)
+
+bench-gpu: ## on a machine with an NVIDIA GPU: run the GPU tests, then all GPU benchmarks, under 15 minutes on one H200
+	@nvidia-smi -L 2>/dev/null | grep -q GPU || { \
+	  echo 'error: found no NVIDIA GPU (nvidia-smi -L lists none), and nothing here is worth measuring without one' >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(BENCH)
+	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"error: torch {torch.__version__} finds no CUDA device: install its CUDA build into $(VENV)")'
+	@$(PY) -m pytest -q --timeout 600 -m 'not slow and not engines' tests/test_gpu.py tests/polar/test_kernels.py; tested=$$?; \
+	  $(PY) -m benchmarks.gpu $(ARGS) && exit $$tested
 
 setup: $(DEV) ## make the development environment and nothing else
 

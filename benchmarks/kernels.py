@@ -11,20 +11,33 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.measure import interleaved, save, summary
-from muonfx.polar.kernels import available, symmetric_matmul
+from benchmarks.measure import LEAST, interleaved, save, summary
+from muonfx.polar.kernels import failure, symmetric_matmul
 
 CASES = ((64, 512, 512), (16, 1024, 1024), (1, 4096, 4096), (1, 4096, 16384), (1, 8192, 8192))
 """`(b, n, k)`; the polynomial's matrices are `(b, n, n)`."""
 
 LINEAR, SQUARE = -4.7750, 2.0315
 """The polynomial's `b` and `c`."""
+
+OTHER_TILES = {
+    torch.bfloat16: (
+        (128, 128, 64, 8, 4),
+        (128, 128, 32, 8, 4),
+        (128, 256, 64, 8, 3),  # the fewest loads per product; the widest instruction of Hopper
+        (128, 256, 64, 8, 4),
+        (64, 128, 64, 4, 4),
+        (64, 64, 32, 4, 5),
+    ),
+    torch.float32: ((64, 128, 16, 8, 3), (64, 64, 32, 8, 3)),
+}
+"""Tiles that muonfx does not use, as `muonfx.polar.kernels.symmetric.tile` takes them; they need not fit the device."""
 
 ENQUEUED = 1e13
 """FLOPs in a run."""
@@ -58,15 +71,24 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def measure(
-    name: str, shape: tuple[int, int, int], dtype: torch.dtype, rounds: int, best: float, device: str
+    name: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    rounds: int,
+    best: float,
+    device: str,
+    multiply: Callable[..., object] = symmetric_matmul,
 ) -> dict[str, Any]:
-    """One row: the Gram matrix of `x`, or the polynomial of a symmetric matrix of the size of one."""
+    """One row: the Gram matrix of `x`, or the polynomial of a symmetric matrix of the size of one.
+
+    `multiply` is `symmetric_matmul`, or the same with another tile.
+    """
     b, n, k = shape
     x = torch.randn(shape, device=device, dtype=dtype) / k**0.5
     out = {side: x.new_empty(b, n, n) for side in ("torch", "torch again", "muonfx")}
     if name == "x x^T":
         exact = x[0].double() @ x[0].double().mT
-        ours = partial(symmetric_matmul, x, out=out["muonfx"])
+        ours = partial(multiply, x, out=out["muonfx"])
         theirs = [partial(torch.bmm, x, x.mT, out=out[side]) for side in ("torch", "torch again")]
     else:
         x, k = torch.bmm(x, x.mT), n
@@ -77,7 +99,7 @@ def measure(
             partial(torch.baddbmm, x, x, x, alpha=SQUARE, beta=LINEAR, out=out[side])
             for side in ("torch", "torch again")
         ]
-        ours = partial(symmetric_matmul, x, addend=x, alpha=SQUARE, beta=LINEAR, out=out["muonfx"])
+        ours = partial(multiply, x, addend=x, alpha=SQUARE, beta=LINEAR, out=out["muonfx"])
     flops = 2.0 * b * n * n * k
     runs = {side: repeated(call, flops) for side, call in zip(out, (*theirs, ours), strict=True)}
     found = summary(interleaved({side: run for side, (run, _) in runs.items()}, rounds=rounds), "torch")
@@ -89,6 +111,41 @@ def measure(
         row[side] |= {"share of peak": rate / best, "error": error(out[side], exact)}
     row["muonfx"]["symmetric"] = torch.equal(out["muonfx"], out["muonfx"].mT)
     return row
+
+
+def other_tiles(name: str, shape: tuple[int, int, int], dtype: torch.dtype, best: float) -> dict[str, Any]:
+    """Milliseconds of a call for each other tile; a text instead where the tile does not run on the device."""
+    from muonfx.polar.kernels.symmetric import launch, tile
+
+    found: dict[str, Any] = {}
+    for numbers in OTHER_TILES[torch.float32 if dtype == torch.float32 else torch.bfloat16]:
+
+        def multiply(p: Any, *, addend: Any = None, alpha: float = 1.0, beta: float = 0.0, out: Any) -> None:
+            launch(p, addend, alpha, beta, 0.0, out, tile(*numbers))  # noqa: B023  # called in this round only
+
+        try:
+            row = measure(name, shape, dtype, LEAST, best, "cuda", multiply)["muonfx"]
+            found[str(numbers)] = row["milliseconds a call"]
+        except Exception as error:
+            found[str(numbers)] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def measured(dtype: torch.dtype, rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure all cases, and print a line for each."""
+    import triton
+
+    best = peak((4096, 8192, 16384), dtype, rounds, "cuda")
+    print(f"{torch.cuda.get_device_name()}, {dtype}; the peak is {best:.0f} TFLOP/s")
+    print("product, b x n x k; torch: ms, TFLOP/s, of the peak; muonfx: the same; muonfx / torch; errors")
+    for shape in CASES:
+        for name in ("x x^T", "b A + c A^2"):
+            row = measure(name, shape, dtype, rounds, best, "cuda")
+            print(line(row), flush=True)
+            row["other tiles"] = other_tiles(name, shape, dtype, best)
+            fastest = min((ms, tile) for tile, ms in row["other tiles"].items() if isinstance(ms, float))
+            print(f"{'':14} the fastest other tile is {fastest[1]}: {fastest[0]:.3f} ms", flush=True)
+            yield row | {"triton": triton.__version__, "cuda": torch.version.cuda, "driver": clocks()}
 
 
 def clocks() -> str | None:
@@ -122,21 +179,9 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "found no CUDA device, and nothing else is worth timing: an interpreter says nothing of a GPU\n")
-    if not available(torch.device("cuda")):
-        parser.exit(2, "found no Triton that works, or a GPU of capability below 8.0: there are no kernels to time\n")
-    import triton
-
-    dtype = getattr(torch, options.dtype)
-    best = peak((4096, 8192, 16384), dtype, options.rounds, "cuda")
-    machine = {"triton": triton.__version__, "cuda": torch.version.cuda, "before": clocks()}
-    print(f"{torch.cuda.get_device_name()}, {options.dtype}; the peak is {best:.0f} TFLOP/s")
-    print("product, b x n x k; torch: ms, TFLOP/s, of the peak; muonfx: the same; muonfx / torch; errors")
-    rows: list[dict[str, Any]] = []
-    for shape in CASES:
-        for name in ("x x^T", "b A + c A^2"):
-            rows.append(measure(name, shape, dtype, options.rounds, best, "cuda"))
-            print(line(rows[-1]), flush=True)
-    rows[0]["driver"] = machine | {"after": clocks()}
+    if why := failure(torch.device("cuda")):
+        parser.exit(2, f"the kernels do not run here: {why}\n")
+    rows = list(measured(getattr(torch, options.dtype), options.rounds))
     print(f"saved as {save(f'kernels_{options.dtype}', rows).name}")
 
 

@@ -79,7 +79,8 @@ def stepper(build: Build, gradients: Sequence[torch.Tensor], *, zero: bool = Fal
     generator = torch.Generator().manual_seed(0)
     own = [grad.clone() for grad in gradients]
     params = [
-        torch.nn.Parameter(torch.zeros_like(g) if zero else torch.randn(g.shape, generator=generator)) for g in own
+        torch.nn.Parameter(torch.zeros_like(g) if zero else torch.randn(g.shape, generator=generator).to(g.device))
+        for g in own
     ]
     for param, grad in zip(params, own, strict=True):
         param.grad = grad

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import measure, parts, plots, polar, report, sharding, step, world
+from benchmarks import gpu, measure, parts, plots, polar, report, sharding, step, world
 from benchmarks.quality import judge, matrix, up_to_scale
 from muonfx.polar import orthogonalize
 
@@ -60,6 +60,24 @@ def test_every_time_has_its_quality_and_results_make_tables_and_plot(
     picture = plots.draw(tmp_path / "picture.svg")
     assert picture is not None
     assert "8 x 24" in picture.read_text()
+
+
+def test_the_benchmarks_of_a_gpu_run_and_print_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "SHAPES", TINY)
+    monkeypatch.setattr(gpu, "SETS", TINY_SETS)
+    for part, candidates in (("Newton-Schulz", 5), ("whole step", 5)):
+        rows = list(gpu.PARTS[part](3, 1.0, "cpu", compiled=False))
+        assert len({row["candidate"] for row in rows}) >= candidates
+        assert all(row.get("error", 0) < 0.5 for row in rows)
+        assert all("ms" in gpu.line({"part": part, **row}) for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_benchmarks_end_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main([])
+    assert ended.value.code == 2
+    assert "found no CUDA device" in capsys.readouterr().err
 
 
 def no_time() -> parts.Peaks:
