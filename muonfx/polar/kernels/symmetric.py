@@ -97,6 +97,24 @@ def _inside(indices, size, EVEN: tl.constexpr):
     return (indices < size) | EVEN
 
 
+@triton.jit
+def _store_mirrored(out, diagonal, rows, columns, stride, value, rows_inside, columns_inside, SPLIT: tl.constexpr):
+    """Store rows of a tile, and their mirror image; of a tile on the diagonal only its upper half, twice."""
+    here = _panel(out, rows, columns, stride, True)
+    mirrored = _panel(out, columns, rows, stride, True)
+    mirrored_inside = columns_inside[:, None] & rows_inside[None, :]
+    inside = rows_inside[:, None] & columns_inside[None, :]
+    if not diagonal:
+        tl.store(here, value, mask=inside)
+        tl.store(mirrored, tl.trans(value), mask=mirrored_inside)
+    elif SPLIT == 1:
+        upper = rows[:, None] <= columns[None, :]
+        tl.store(here, tl.where(upper, value, tl.trans(value)), mask=inside)
+    else:  # not square: its mirror image overlaps another program's rows, so only the upper part is stored, twice
+        tl.store(here, value, mask=inside & (rows[:, None] <= columns[None, :]))
+        tl.store(mirrored, tl.trans(value), mask=mirrored_inside & (rows[None, :] <= columns[:, None]))
+
+
 @triton.jit(do_not_specialize=["n", "k"])
 def symmetric_kernel(
     p,
@@ -156,19 +174,7 @@ def symmetric_kernel(
         total += beta * c.to(tl.float32)
     total = tl.where(rows[:, None] == columns[None, :], total + identity, total)
     value = total.to(out.dtype.element_ty)
-
-    here = _panel(out + square, rows, columns, n_stride, True)
-    mirrored = _panel(out + square, columns, rows, n_stride, True)
-    mirrored_inside = columns_inside[:, None] & rows_inside[None, :]
-    if i != j:
-        tl.store(here, value, mask=inside)
-        tl.store(mirrored, tl.trans(value), mask=mirrored_inside)
-    elif SPLIT == 1:
-        upper = rows[:, None] <= columns[None, :]
-        tl.store(here, tl.where(upper, value, tl.trans(value)), mask=inside)
-    else:  # not square: its mirror image overlaps another program's rows, so only the upper part is stored, twice
-        tl.store(here, value, mask=inside & (rows[:, None] <= columns[None, :]))
-        tl.store(mirrored, tl.trans(value), mask=mirrored_inside & (rows[None, :] <= columns[:, None]))
+    _store_mirrored(out + square, i == j, rows, columns, n_stride, value, rows_inside, columns_inside, SPLIT)
 
 
 def launch(
