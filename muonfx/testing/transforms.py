@@ -34,6 +34,8 @@ from muonfx.tree import PyTree
 
 __all__ = ["MATRIX_ONLY", "arguments", "chains", "schedules", "transforms"]
 
+Strategy = st.SearchStrategy[Any]
+
 
 def schedules() -> st.SearchStrategy[sch.Schedule]:
     """Draw a schedule: any public one, with small valid arguments.
@@ -49,7 +51,7 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
         return sch.warmup_stable_decay_schedule(peak, up, down, up + flat + down)
 
-    simple: st.SearchStrategy[Any] = st.one_of(
+    simple: Strategy = st.one_of(
         st.builds(sch.constant_schedule, values),
         st.builds(sch.linear_schedule, values, values, lengths),
         st.builds(sch.cosine_decay_schedule, values, lengths, values),
@@ -116,14 +118,14 @@ _COMPACT = st.builds(
     min_size=st.sampled_from((0, 4)),
     stochastic=st.booleans(),
 ) | st.builds(fp8, st.just(4), format=st.sampled_from(("e4m3", "e5m2")), min_size=st.just(0), stochastic=st.booleans())
-_STATE: st.SearchStrategy[Any] = st.one_of(_PINNED, _PINNED, _COMPACT)
-_RATES: st.SearchStrategy[Any] = st.sampled_from((0.1, 0.0)) | schedules()
+_STATE: Strategy = st.one_of(_PINNED, _PINNED, _COMPACT)
+_RATES: Strategy = st.sampled_from((0.1, 0.0)) | schedules()
 _DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
 _VIEWS = st.builds(select.MatrixView, _DIMS)
 _BLOCK_VIEWS = st.builds(select.MatrixView, _DIMS, st.just(1), st.sampled_from((-2, -1)))
 
-_BY_NAME: dict[str, st.SearchStrategy[Any]] = {
+_BY_NAME: dict[str, Strategy] = {
     **dict.fromkeys(("learning_rate", "adamw_learning_rate"), _RATES),
     **dict.fromkeys(("b1", "b2", "decay", "second_decay", "neuron_decay", "decay_rate", "weight_decay"), _SHARES),
     **dict.fromkeys(("max_norm", "limit", "threshold", "clipping", "tau"), _POSITIVE),
@@ -141,7 +143,7 @@ _BY_NAME: dict[str, st.SearchStrategy[Any]] = {
 """Strategies of arguments that mean the same in every factory."""
 
 
-def _drawn(factory: Callable[..., Transform], **own: st.SearchStrategy[Any]) -> st.SearchStrategy[Transform]:
+def _drawn(factory: Callable[..., Transform], **own: Strategy) -> st.SearchStrategy[Transform]:
     """Draw a transform; arguments that are not given are drawn by their names, and booleans by their defaults."""
     drawn = dict(own)
     for name, parameter in inspect.signature(factory).parameters.items():
@@ -156,13 +158,13 @@ _MOMENTA = st.one_of(
     _drawn(tfs.momentum, dtype=_STATE, heavy_ball=st.just(False)),
     _drawn(tfs.momentum, dtype=_STATE, debias=st.just(False)),
 )
-_WITHOUT_MOMENTUM: st.SearchStrategy[Any] = st.one_of(
+_WITHOUT_MOMENTUM: Strategy = st.one_of(
     st.builds(tfs.scale_by_adam, st.just(0.0), _SHARES),
     st.builds(tfs.clip_by_global_norm, _POSITIVE),
     st.builds(tfs.scale, _SCALES),
 )
 _ADAMS = _drawn(tfs.scale_by_adam, eps_root=st.sampled_from((0.0, 1e-6)))
-_INNER: st.SearchStrategy[Any] = st.one_of(_MOMENTA, _ADAMS, _WITHOUT_MOMENTUM)
+_INNER: Strategy = st.one_of(_MOMENTA, _ADAMS, _WITHOUT_MOMENTUM)
 _BY_NAME["inner"] = _INNER
 
 
@@ -171,7 +173,7 @@ def _is_negative_scale(tx: Transform) -> bool:
     return isinstance(factor, float) and factor < 0
 
 
-_OWN: dict[Callable[..., Transform], dict[str, st.SearchStrategy[Any]]] = {
+_OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     stateless: {"function": st.just(halve), "locality": st.sampled_from((Locality.ELEMENT, Locality.TREE))},
     masked: {"mask": st.just(select.ndim(min=2))},
     tfs.accumulate: {"every": _COUNTS},
@@ -226,7 +228,7 @@ _FACTORIES: dict[str, Callable[..., Transform]] = {
     **_RECIPES,
 }
 
-_ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
+_ARGUMENTS: dict[str, Strategy] = {
     **{name: _drawn(factory, **_OWN.get(factory, {})) for name, factory in _FACTORIES.items()},
     "momentum": _MOMENTA,
     "scale_by_adam": _ADAMS,
@@ -253,7 +255,7 @@ MATRIX_ONLY = frozenset(name for name, factory in _FACTORIES.items() if _takes_m
 """The names of the factories whose transforms accept only leaves of two or more dims."""
 
 
-def arguments() -> dict[str, st.SearchStrategy[Any]]:
+def arguments() -> dict[str, Strategy]:
     """Return, for the name of every public factory and recipe, a strategy of the transforms that it makes.
 
     >>> from hypothesis import find

@@ -42,7 +42,7 @@ class LawViolation(AssertionError):
             lines.extend(f"    {line}" for line in repr(example).splitlines())
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return LawViolation, (self.law, repr(self.tx), self.leaf, self.found)
 
 
@@ -54,7 +54,7 @@ class Breach(Exception):
         self.leaf, self.found = leaf, found
 
 
-def shown(leaf: Any) -> str:
+def shown(leaf: object) -> str:
     """Describe a leaf in one line: dtype, shape, and the values if there are few."""
     if not isinstance(leaf, Tensor):
         return repr(leaf)
@@ -130,7 +130,7 @@ def require_close(what: str, found: PyTree, expected: PyTree, expected_is: str, 
 def require_spec(what: str, found: PyTree, expected: PyTree, expected_is: str, *, devices: bool = True) -> None:
     """Raise `Breach` unless two trees have one structure, shapes, dtypes and devices."""
 
-    def traits(leaf: Any) -> str:
+    def traits(leaf: object) -> str:
         if not isinstance(leaf, Tensor):
             return repr(leaf)
         return f"{leaf.dtype} {tuple(leaf.shape)}" + f" on {leaf.device}" * devices

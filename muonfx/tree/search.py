@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
 from muonfx.tree.structure import PyTree, open_node
 
 Path = tuple[object, ...]
-Where = str | type | Callable[[str, Any], bool]
+Where = str | type | Callable[[str, PyTree], bool]
 """Selects nodes by the end of their dotted path, by type, or by a function of dotted path and node."""
 
 
-def get(tree: PyTree, where: Where) -> Any:
+def get(tree: PyTree, where: Where) -> PyTree:
     """Return the node of a tree, a leaf or a subtree, that a condition selects.
 
     Args:
@@ -38,7 +37,7 @@ def get(tree: PyTree, where: Where) -> Any:
     return _find_one(tree, where)[1]
 
 
-def get_all(tree: PyTree, where: Where) -> dict[str, Any]:
+def get_all(tree: PyTree, where: Where) -> dict[str, PyTree]:
     """Return all nodes of a tree that a condition selects, by dotted path.
 
     Args:
@@ -74,7 +73,7 @@ def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
     return _replaced(tree, _find_one(tree, where)[0], value)
 
 
-def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
     """Yield every node with its path, parents first."""
     yield path, node
     opened, children = open_node(node)
@@ -86,7 +85,7 @@ def _dotted(path: Path) -> str:
     return ".".join(str(entry) for entry in path)
 
 
-def _find(tree: PyTree, where: Where) -> list[tuple[Path, Any]]:
+def _find(tree: PyTree, where: Where) -> list[tuple[Path, PyTree]]:
     if isinstance(where, str):
         return [(path, node) for path, node in _nodes(tree) if f".{_dotted(path)}".endswith(f".{where}")]
     if isinstance(where, type):
@@ -94,7 +93,7 @@ def _find(tree: PyTree, where: Where) -> list[tuple[Path, Any]]:
     return [(path, node) for path, node in _nodes(tree) if where(_dotted(path), node)]
 
 
-def _find_one(tree: PyTree, where: Where) -> tuple[Path, Any]:
+def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
     found = _find(tree, where)
     if len(found) == 1:
         return found[0]

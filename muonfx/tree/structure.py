@@ -69,7 +69,7 @@ class _Node:
     kind: type | None = None
     entries: tuple[object, ...] = ()
     metadata: object = None
-    rebuild: Callable[[list[Any]], PyTree] | None = field(default=None, compare=False)
+    rebuild: Callable[[list[PyTree]], PyTree] | None = field(default=None, compare=False)
     children: tuple[_Node, ...] = ()
 
     @property
@@ -90,7 +90,7 @@ class _Node:
             for path in child.paths((*above, entry))
         ]
 
-    def flatten_up_to(self, tree: PyTree) -> list[Any]:
+    def flatten_up_to(self, tree: PyTree) -> list[PyTree]:
         if self.kind is None:
             return [tree]
         opened, children = open_node(tree)
@@ -104,7 +104,7 @@ class _Node:
         return [leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)]
 
 
-def open_node(node: PyTree) -> tuple[_Node | None, list[Any]]:
+def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     """Return the node at the top of a tree, without its children, and the children; None for a leaf."""
     # Dictionaries are handled here, since torch 2.13 cannot trace optree (0.20) through an empty one. The registry of
     # optree handles the other nodes.
@@ -112,7 +112,7 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[Any]]:
     if kind is dict or kind is defaultdict:
         given, entries = list(node), tuple(total_order_sorted(node))
 
-        def rebuild(children: list[Any]) -> PyTree:
+        def rebuild(children: list[PyTree]) -> PyTree:
             found = dict(zip(entries, children, strict=True))
             ordered = {key: found[key] for key in given}
             return ordered if kind is dict else defaultdict(node.default_factory, ordered)
@@ -294,7 +294,7 @@ def copy_shared(new: PyTree, old: PyTree) -> PyTree:
     return unflatten(flatten(new)[1], [leaf.clone() if id(leaf) in before else leaf for leaf in found])
 
 
-def subtrees(treedef: Structure, tree: PyTree) -> list[Any]:
+def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
     """List what a tree has where a structure has leaves; by key, not by place.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,15 +56,15 @@ _STACKED = ((-2,), (-1,))
 """The dims of a leaf whose leading dims index independent matrices."""
 
 
-def _adamw(group: Group, betas: Any, eps: Any, weight_decay: Any) -> Transform:
+def _adamw(group: Group, betas: Sequence[float], eps: float, weight_decay: float) -> Transform:
     b1, b2 = map(float, betas)
     return adamw(float(group["lr"]), b1=b1, b2=b2, eps=float(eps), weight_decay=float(weight_decay))
 
 
 def _muon_chain(
     group: Group,
-    decay: Any,
-    weight_decay: Any,
+    decay: float,
+    weight_decay: float,
     options: Options,
     *,
     heavy_ball: bool,
