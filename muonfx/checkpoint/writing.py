@@ -136,9 +136,9 @@ class Job:
         return self.leaves
 
 
-def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+def _as_json(extra: dict[str, object]) -> dict[str, object]:
     try:
-        back: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
+        back: dict[str, object] = json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         kinds = "dicts, lists, strings, finite numbers, bools, None"
         raise TypeError(f"extra must be JSON ({kinds}, without circles): {error}") from error

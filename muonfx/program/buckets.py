@@ -60,7 +60,7 @@ def named_leaves(values: PyTree) -> dict[str, Any]:
     return {name: x for name, x in zip(tree.names(values), tree.leaves(values), strict=True) if x is not None}
 
 
-def moves(leaf: Any, parameter: str | None) -> bool:
+def moves(leaf: object, parameter: str | None) -> bool:
     """Return True if a leaf is loaded before an update and written back after it."""
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
 
@@ -167,7 +167,7 @@ def init_in_buckets(
     return tree.unflatten(structure, found)
 
 
-def _real(one: object, other: object) -> Any:
+def _real(one: object, other: object) -> object:
     """Merge two buckets' results for one leaf: only one of them has values."""
     return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
 
@@ -217,11 +217,18 @@ class BucketedState:
             release(self._targets[place])
 
     def run(
-        self, turn: int, tx: Any, updates: PyTree, params: PyTree, extras: Mapping[str, Any], *, may_write: bool
+        self,
+        turn: int,
+        run: Callable[..., tuple[PyTree, PyTree]],
+        updates: PyTree,
+        params: PyTree,
+        extras: Mapping[str, Any],
+        *,
+        may_write: bool,
     ) -> PyTree:
-        """Update one bucket with `tx`, a function like `Transform.run`; turns must come in order."""
+        """Update one bucket with `run`, a function like `Transform.run`; turns must come in order."""
         own = self._donate.state if self._transfer is None else True
-        out, after = tx(
+        out, after = run(
             self.to_compute_device(updates),
             tree.unflatten(self._treedef, self._given(turn, own=own)),
             params,  # on the compute device already, if the transform reads them

@@ -38,7 +38,7 @@ class _Assignment:
 
     # `given` is a tree, a mapping by name, or a function of the parameters that returns either and depends on names,
     # shapes and dtypes only. `memory` caches the results for a transform that is rebuilt at every step.
-    def __init__(self, what: str, given: Any, kinds: tuple[type, ...], memory: Memory | None = None) -> None:
+    def __init__(self, what: str, given: object, kinds: tuple[type, ...], memory: Memory | None = None) -> None:
         if asks_for_modules(given):
             raise ValueError(
                 f"{what}: {given!r} needs module types, which named tensors do not have, so it would match nothing. "
@@ -51,7 +51,7 @@ class _Assignment:
         """Return the value of each leaf by its name; ``quiet`` suppresses warnings of the labels function."""
         names = tree.names(params)
         # The key is not the tree's structure, which cannot be hashed under compilation.
-        key: Any = tuple(names)
+        key: object = tuple(names)
         if callable(self.given):
             shown = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
             key = tuple(zip(names, shown, strict=True))
@@ -369,7 +369,7 @@ def masked(
     return init, update
 
 
-def resolve_mask(what: str, mask: Any, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
+def resolve_mask(what: str, mask: object, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
     """Return a function from parameters to one bool for each leaf, given a mask of `masked`; None is True for all."""
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))

@@ -55,8 +55,6 @@ def agreed_call(
     try:
         if problem is not None:
             raise problem
-        tx.check_extras(call.extras)
-        checks.check_floating("updates", call.updates)
         local = _checked(binding, tx, call, names, leaves, check=check)
         if call.extras:
             Program(binding.executor.program(tx, local.like)).check_extras(call.extras)
@@ -101,6 +99,8 @@ def _checked(
     binding: Binding, tx: Transform, call: Arguments, names: Sequence[str], leaves: Sequence[Any], *, check: bool
 ) -> Arguments:
     """Return a call on local tensors; with `check`, its trees are compared with each other and with the state."""
+    tx.check_extras(call.extras)
+    checks.check_floating("updates", call.updates)
     layout, params = binding.layout, local_tree(call.params)
     found = check_pieces(layout, names, leaves, as_placed=False)
     updates = local_tree(call.updates)
