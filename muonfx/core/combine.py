@@ -28,7 +28,7 @@ def no_state(params: PyTree) -> EmptyState:
 
 @transform(locality=Locality.ELEMENT, position="observer")
 def identity():
-    """Pass updates on unchanged.
+    """Return the updates unchanged.
 
     >>> identity().update({"w": torch.ones(2)}, EmptyState())
     ({'w': tensor([1., 1.])}, EmptyState())
@@ -42,7 +42,7 @@ def identity():
 
 @transform(locality=Locality.ELEMENT, position="either_sign")
 def set_to_zero():
-    """Replace all updates by zeros: what freezes a group in a `partition`.
+    """Replace all updates by zeros, for example to freeze the parameters of a label in `partition`.
 
     >>> set_to_zero().update({"w": torch.ones(2)}, EmptyState())[0]
     {'w': tensor([0., 0.])}
@@ -60,7 +60,7 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
 
     Args:
         function: pure; a named function of a module if the transform is to be pickled.
-        locality: what the function must see; TREE unless said otherwise.
+        locality: how much of the tree the function reads for one output element; the default TREE is always correct.
 
     >>> halve = stateless(lambda updates, params: tree.map(lambda u: u / 2, updates))
     >>> halve.update({"w": torch.ones(2)}, EmptyState())[0]
@@ -169,7 +169,7 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     reads_params=lambda *transforms: any(tx.reads_params for tx in entries_of(transforms, "add_updates").values()),
 )
 def add_updates(*transforms: Transform | tuple[str, Transform]):
-    """Give the same updates to several transforms, and add up what they return.
+    """Apply several transforms to the same updates, and return the sum of their outputs.
 
     A leaf for which some transforms return None gets the sum of the others, and None if all do. The state is a dict
     with the state of each transform under its name, as in `chain`.

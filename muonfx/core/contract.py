@@ -91,19 +91,19 @@ class Transform(Recorded):
 
     @property
     def name(self) -> str:
-        """The factory's name: the key of this transform's state in a chain."""
+        """The name of the factory. In a chain, it is the key of this transform's state."""
         factory = self.structure.factory
         declared = factory.definition.name
         return factory.__name__ if declared is None else declared.rpartition(".")[2]
 
     @property
     def declaration(self) -> Declaration:
-        """The declarations of its author."""
+        """The options that the author passed to the `transform` decorator."""
         return cast("Declaration", self.structure.factory.definition.declaration)
 
     @Lazy
     def children(self) -> tuple[Transform, ...]:
-        """The transforms among its parts, which it calls."""
+        """The transforms among the arguments, which this transform calls."""
         return tuple([part for part in self.parts if isinstance(part, Transform)])
 
     def tree(self) -> Report:
@@ -140,7 +140,7 @@ class Transform(Recorded):
 
     @property
     def stays_outermost(self) -> bool:
-        """True if a wrapper around it is applied to its argument ``tx`` instead."""
+        """True if a wrapper of this transform must wrap its argument ``tx`` instead, so that it stays outermost."""
         return False
 
     @property
@@ -184,7 +184,7 @@ class Transform(Recorded):
 
     @_derived
     def locality(self) -> Locality:
-        """The part of the tree that the transform reads to compute one element of its output."""
+        """How much of the tree the transform reads to compute one output element (see `Locality`)."""
         declared = self.declaration.locality
         found = declared if isinstance(declared, Locality) else self._call(declared, self.arguments_at(0))
         if not isinstance(found, Locality):
@@ -199,7 +199,7 @@ class Transform(Recorded):
 
     @property
     def position(self) -> Position | None:
-        """The declared place of the transform itself in a chain; None: anywhere.
+        """The declared place of the transform in a chain, relative to the learning rate. None means any place.
 
         >>> import muonfx as mfx
         >>> mfx.scale_by_learning_rate(0.1).position, mfx.add_decayed_weights(0.1).position, mfx.momentum().position
@@ -209,9 +209,9 @@ class Transform(Recorded):
         return self._call(declared, self.arguments) if callable(declared) else declared
 
     def resolve(self, params: PyTree) -> Transform:
-        """Return the same transform with everything decided that depends on the names and shapes of the parameters.
+        """Return the transform with arguments that depend on names and shapes evaluated for these parameters.
 
-        The transforms that it calls are not resolved.
+        For example, a predicate becomes a mask. The transforms that it calls are not resolved.
 
         >>> import muonfx as mfx
         >>> tx = mfx.masked(mfx.scale(2.0), mfx.select.ndim(min=2))
@@ -222,7 +222,7 @@ class Transform(Recorded):
         return self if declared is None else cast("Transform", declared(self, params))
 
     def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-        """Return the same transform for leaves given as stacks of matrices, in the shape ``(number, rows, columns)``.
+        """Return an equal transform that takes leaves as stacks of matrices of shape ``(number, rows, columns)``.
 
         Args:
             shapes: the shapes of some leaves, by name.
@@ -244,7 +244,7 @@ class Transform(Recorded):
 
     @_derived
     def name_patterns(self) -> tuple[NamePatterns, ...]:
-        """The globs over parameter names in the arguments of this transform and of those within it; each once.
+        """The parameter name globs in the arguments of this transform and of transforms within it.
 
         >>> import muonfx as mfx
         >>> mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv.weight": 3})).name_patterns
@@ -268,10 +268,10 @@ class Transform(Recorded):
 
     @_derived
     def understood_extras(self) -> frozenset[str] | None:
-        """The named extras that this transform or one within it reads; None: unknown, so that any is accepted.
+        """The named extras that this transform and transforms within it read. None: any is accepted.
 
-        A transform with ``**extras`` forwards them to the transforms within it, and names those that it reads. If it
-        has no transforms within, it may read any.
+        A transform with ``**extras`` forwards all extras to the transforms within it. Without inner transforms, it
+        may read any extra itself.
 
         >>> import muonfx as mfx
         >>> sorted(mfx.chain(mfx.accumulate(mfx.momentum(), 2), mfx.scale(-0.1)).understood_extras)
@@ -282,7 +282,7 @@ class Transform(Recorded):
         return understood(self.extras, [part.understood_extras for part in self.children])
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Require every extra that a transform within needs, and no extra that none reads.
+        """Raise if a required extra is missing, or if no transform reads a given extra.
 
         Raises:
             TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
@@ -293,7 +293,7 @@ class Transform(Recorded):
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if its update names an extra by which it can run on shards of leaves, whatever its locality.
+        """True if its update takes an extra such as ``sum_over_leaves``, so it can run on shards of leaves.
 
         >>> import muonfx as mfx
         >>> mfx.clip_by_global_norm(1.0).works_on_pieces, mfx.stateless(abs).works_on_pieces
@@ -303,11 +303,11 @@ class Transform(Recorded):
 
     @_derived
     def keeps_donation_promise(self) -> bool:
-        """True if this transform and all within it name ``donate``, and so make the promise of `Donation`."""
+        """True if this transform and all within it take ``donate``, and so keep the promise of `Donation`."""
         return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
 
     def prepare(self) -> None:
-        """Build now and derive what tracing needs."""
+        """Call the constructor now, and cache the attributes that a traced update reads."""
         if not torch.compiler.is_compiling():
             self._check_schedules()
         super().prepare()

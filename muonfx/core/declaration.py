@@ -1,4 +1,4 @@
-"""The declarations of a transform's author: locality, combinator, position, and what a sharded run may save."""
+"""The options of the `transform` decorator: locality, position in a chain, and hints that save work when sharded."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Locality(IntEnum):
     """
 
     ELEMENT = 0
-    """That element of the updates, the state and the parameters, and scalars."""
+    """The same element of the updates, state and parameters, and scalars."""
     MATRIX = 1
-    """The whole matrix that holds it (the last two dims of its leaf); batch dims are independent."""
+    """The matrix that contains the element (the last two dims of its leaf); batch dims are independent."""
     LEAF = 2
-    """The whole leaf that holds it."""
+    """The leaf that contains the element."""
     TREE = 3
     """The whole tree."""
 
@@ -56,13 +56,13 @@ class Combinator:
     """
 
     own_locality: Locality | None = None
-    """The locality of its own work, apart from the transforms that it calls, if it passes these trees of some of the
-    leaves that it receives. A sharded run can then replace the called transforms. None: unknown."""
+    """The locality of its own computation, without the transforms that it calls. Declare it if each called transform
+    receives a tree of some of the leaves; a sharded run can then replace the called transforms. None: unknown."""
     in_sequence: bool = False
-    """It only calls its parts one after another, as `chain` does: each receives the updates of the one before and all
-    named extras, and its state is a dict by the names of the parts."""
+    """True if it calls its parts in sequence, as `chain` does, and does nothing else. Each part receives the output of
+    the previous part and all named extras. The state is a dict by the names of the parts."""
     varies_numbers: bool = False
-    """The transforms that it calls differ in numbers only, so that the plan for the first is the plan for all."""
+    """True if the called transforms differ in numeric arguments only, so that they share one execution plan."""
 
     def __post_init__(self) -> None:
         if not (self.own_locality is None or isinstance(self.own_locality, Locality)):

@@ -15,7 +15,7 @@ from muonfx.tree.arguments import kinds_of
 V = TypeVar("V")
 
 Memory = dict[object, Any]
-"""Results that a constructor caches by what decides them."""
+"""A constructor's cache: its keys determine the cached results."""
 
 
 # The kinds of a `ScalarOrSchedule`. Its constructor gets the number of each step, a float or a 0-d tensor.
@@ -61,7 +61,7 @@ class Factory(Protocol):
 
 
 def define(constructor: Callable[..., Any], declaration: object, *, name: str | None, transparent: bool) -> Definition:
-    """Read a constructor's signature."""
+    """Parse a constructor's signature, and return its `Definition`."""
     if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
     parameters = dict(inspect.signature(constructor).parameters)

@@ -31,10 +31,10 @@ class Donation(NamedTuple):
 
     @classmethod
     def of(cls, donate: bool | Donation) -> Donation:
-        """Resolve what ``update`` was given.
+        """Convert the ``donate`` argument of ``update`` to a `Donation`.
 
         Raises:
-            TypeError: it is neither a bool nor a `Donation` of bools: "no" must not count as a promise.
+            TypeError: ``donate`` is neither a bool nor a `Donation` of bools.
         """
         given = donate if isinstance(donate, Donation) else cls(donate, donate)
         if type(given.updates) is not bool or type(given.state) is not bool:

@@ -21,10 +21,10 @@ R = TypeVar("R", bound=Recorded)
 
 
 def hyperparams(tx: Recorded) -> dict[str, float | Tensor]:
-    """List the numeric arguments of a transform and of those within it, by dotted name.
+    """Return the numeric arguments of a transform and of the transforms within it, by dotted name.
 
     Raises:
-        TypeError: it is no transform; of a torch optimizer, `optimizer.tx` is one.
+        TypeError: `tx` is not a transform. For a muonfx optimizer, pass `optimizer.tx`.
 
     >>> import muonfx as mfx
     >>> hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)))
@@ -46,12 +46,12 @@ def _check_recorded(owner: str, tx: object) -> None:
 
 
 def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
-    """Make a transform like another but for some numeric arguments, named as `hyperparams` names them.
+    """Return a copy of a transform with some numeric arguments replaced, by their names in `hyperparams`.
 
-    The new values are not validated, so that traced values can be put in.
+    The new values are not validated, so they may be traced tensors.
 
     Raises:
-        KeyError: a name that the transform does not have; the message lists those it has.
+        KeyError: the transform has no such name; the message lists its names.
 
     >>> import muonfx as mfx
     >>> with_hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {"scale.factor": -0.2})
@@ -66,7 +66,7 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
 
 
 def stack(transforms: Sequence[R]) -> R:
-    """Make one transform whose numeric arguments are batches, for ``torch.func.vmap`` over transforms.
+    """Stack the numeric arguments of several transforms into one transform, for ``torch.func.vmap``.
 
     Args:
         transforms: transforms that differ in numeric arguments only.
@@ -99,7 +99,7 @@ def stack(transforms: Sequence[R]) -> R:
 
 
 def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> R:
-    """Make the numeric arguments of a transform 0-d tensors, for ``torch.func.grad`` with respect to the transform.
+    """Convert the numeric arguments of a transform to 0-d tensors, so that ``torch.func.grad`` can differentiate them.
 
     Example:
         >>> import muonfx as mfx

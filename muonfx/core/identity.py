@@ -53,7 +53,7 @@ def _name_of_script(module: str) -> str:
 
 
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
-    """Return the text of a fixed argument, the same for equal values in every process; closures do not count."""
+    """Return a text for a non-numeric argument, equal for equal values in every process. Closures are ignored."""
     within = nested or text_of
     if isinstance(value, Tensor):
         return "*"

@@ -96,7 +96,7 @@ def signs(tx: Transform) -> frozenset[int]:
 
 
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
-    """Return the `signs` of a transform, given the signs of each transform that it calls."""
+    """Return the `signs` after a transform, given the `signs` after each transform that it calls."""
     found = frozenset({_own_sign(tx)})
     if tx.declaration.combinator.in_sequence:
         steps = list(inner)

@@ -29,7 +29,7 @@ class NamePatterns(NamedTuple):
 
 
 def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
-    """Warn of patterns in the arguments of a transform that do nothing for these parameters.
+    """Warn of patterns in a transform's arguments that match no name in `params`.
 
     The names are the names of the whole tree. A transform for some of the parameters (under `partition` or `masked`)
     may have patterns for the others, such as a mask that all labels share: only a pattern without any match is a

@@ -27,7 +27,7 @@ def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.dev
 
 
 def kernel_products(tx: Transform, device: torch.device) -> dict[str, str]:
-    """Return the products that are used in place of ``products="triton"``, by the dotted name of each such transform.
+    """Map each transform with ``products="triton"``, by dotted name, to "triton" or, if kernels fail, "batched".
 
     The kernels are tested on the device if they were not tested before.
     """

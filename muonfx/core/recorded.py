@@ -47,7 +47,7 @@ _HOLE = _Hole()
 
 
 def _map(value: Any, function: Callable[[str, Any], object], name: str = "") -> Any:
-    """Apply a function of dotted name and value to what tuples, lists and dicts hold, directly or indirectly."""
+    """Return nested tuples, lists and dicts with ``function(dotted_name, leaf)`` in place of each leaf."""
     if type(value) in (tuple, list):
         return type(value)([_map(item, function, f"{name}.{index}") for index, item in enumerate(value)])
     if type(value) is dict:
@@ -238,7 +238,7 @@ class Recorded:
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The numbers of the value and of the values within it that are tensors, in leaf order."""
+        """The numeric arguments that are tensors, of this value and of values within it, in leaf order."""
         inner = [part.tensors if isinstance(part, Recorded) else (part,) for part in self.parts]
         return tuple([number for numbers in inner for number in numbers if isinstance(number, Tensor)])
 
@@ -249,22 +249,22 @@ class Recorded:
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
-        """Results that other layers have computed from the value and its numbers; a copy begins without them."""
+        """A cache of results that other modules compute from this value. A copy starts with an empty cache."""
         return {}
 
     def _new_structure(self) -> Structure:
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
 
     def with_parts(self, parts: Sequence[object]) -> Self:
-        """Return the same call with other parts, whose structure may differ."""
+        """Return a value of the same factory with other parts, which may have another structure."""
         return self._from(self._new_structure(), parts)
 
     def prepare(self) -> None:
-        """Build now, so that bad arguments fail at the call and tracing finds the result cached."""
+        """Call the constructor now, so that bad arguments raise early and tracing uses the cached result."""
         _ = self.built
 
     def prepare_all(self) -> Self:
-        """Prepare the value and all values within it, once, so that errors are raised before anything changes."""
+        """Call `prepare` of this value and of all values within it, inner values first, and return the value."""
         if "_prepared" not in self.__dict__:
             for part in self.parts:
                 if isinstance(part, Recorded):
@@ -321,9 +321,9 @@ class Recorded:
     def fingerprint(self) -> str:
         """A hash of the factories' public names and the fixed arguments that differ from their defaults.
 
-        Numeric arguments do not count: two values with one fingerprint have states of one meaning, so a run may resume
-        with another learning rate. It is the same in every process and does not change when code moves or an argument
-        with a default is added.
+        Numeric arguments are ignored, so a run may resume with another learning rate. Values with equal fingerprints
+        have states of the same meaning. It is the same in every process, and does not change when code moves or when
+        an argument with a default is added.
         """
         return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
 
@@ -337,7 +337,7 @@ def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def with_numbers(value: R, numbers: Iterator[object]) -> R:
-    """Return a value with new numbers in leaf order, reusing inner values (as built) whose numbers stay."""
+    """Return a value with new numbers, in leaf order; inner values with unchanged numbers are reused."""
     parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value.parts]
     if all(map(operator.is_, parts, value.parts)):
         return value
@@ -367,7 +367,7 @@ def part_names(value: Recorded) -> tuple[str, ...]:
 
 
 def _structure(value: Recorded) -> str:
-    """Return the text of a value without its numbers and the arguments that equal their defaults."""
+    """Return the text that is hashed for a fingerprint, without numbers and arguments at their defaults."""
     value = strip_transparent(value)
     parts = iter(value.parts)
     written = {name: _text(item, parts) for name, item in value.structure.skeleton.items()}

@@ -30,7 +30,7 @@ class Extras(NamedTuple):
 
 
 ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
-"""Extras that let a TREE transform work on a shard of each leaf; it then gets shards, not the gathered tree."""
+"""Extras with which a TREE transform can run on a shard of each leaf. It then receives shards, not whole leaves."""
 
 _OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
 """Extras that callers of transforms supply, not training loops."""
@@ -57,7 +57,7 @@ def check_functions(owner: str, built: object) -> None:
 
 
 def extras_of(update: Callable[..., object], children: Iterable[Extras]) -> Extras:
-    """Read the named extras from the signature of an update function that may call the updates of children."""
+    """Return the named extras of an update function, from its signature and the extras of its children."""
     parameters = inspect.signature(update).parameters.values()
     named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     takes_all = inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters}
@@ -69,13 +69,13 @@ def extras_of(update: Callable[..., object], children: Iterable[Extras]) -> Extr
 
 
 def understood(own: Extras, children: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the extras that a transform or a child reads, or None if one may read any."""
+    """Return the extras that a transform or its children read. None: one of them may read any extra."""
     found = list(children) if own.takes_all else []
     return None if None in found else (own.named - _OUR_EXTRAS).union(*filter(None, found))
 
 
 def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
-    """Require the extras that some transforms need, the outer one first, and no extra that none reads."""
+    """Raise if a required extra is missing or a given extra is unread; `within` lists outer transforms first."""
     tx = within[0]
     missing = sorted(tx.extras.required - extras.keys())
     if missing:

@@ -19,7 +19,7 @@ Scalar = float | Tensor
 
 
 class Schedule(Recorded):
-    """A function of the step count that remembers its arguments; made by a factory that `schedule` decorates.
+    """A function of the step count that records its arguments; made by a factory that `schedule` decorates.
 
     >>> import muonfx as mfx
     >>> mfx.linear_schedule(1.0, 0.0, 10)
@@ -29,7 +29,7 @@ class Schedule(Recorded):
     """
 
     def prepare(self) -> None:
-        """Build now, and require a function of the count."""
+        """Call the constructor now, and require that it returns a function of the count."""
         super().prepare()
         if not callable(self.built):
             name = self.factory.__name__
@@ -73,7 +73,7 @@ def schedule(constructor: Callable[..., ScheduleFunction] | None = None, *, name
     """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
 
     Args:
-        constructor: the function.
+        constructor: takes the schedule's arguments, and returns a function from count to value.
         name: a public name that stays when the function moves, as in `muonfx.transform`.
 
     Raises:

@@ -16,7 +16,7 @@ from muonfx.core.schedules.base import Scalar, Schedule, ScheduleFunction, sched
 
 @schedule
 def constant_schedule(value: Scalar) -> ScheduleFunction:
-    """Hold one value.
+    """Return the same value at every step.
 
     >>> constant_schedule(0.5)(100)
     0.5
@@ -32,7 +32,7 @@ def _fraction(count: Tensor, steps: int) -> Tensor:
 
 @schedule
 def linear_schedule(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
-    """Go from one value to another on a straight line, then stay.
+    """Change linearly from `start` to `end` in `steps` steps, then stay at `end`.
 
     Args:
         start: the value at step 0.
@@ -50,7 +50,7 @@ def linear_schedule(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
 
 @schedule
 def cosine_decay_schedule(start: Scalar, steps: int, end: Scalar = 0.0) -> ScheduleFunction:
-    """Go from one value to another on half a cosine, then stay.
+    """Decay from `start` to `end` along half a cosine in `steps` steps, then stay at `end`.
 
     >>> [round(cosine_decay_schedule(1.0, 10)(count), 3) for count in (0, 5, 10)]
     [1.0, 0.5, 0.0]
@@ -65,14 +65,14 @@ def cosine_decay_schedule(start: Scalar, steps: int, end: Scalar = 0.0) -> Sched
 def polynomial_schedule(
     start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begin: int = 0
 ) -> ScheduleFunction:
-    r"""Go from one value to another as a power of what is left of the way, $(1 - t/T)^p$, then stay.
+    r"""Change from `start` to `end` in proportion to $(1 - t/T)^p$, then stay at `end`.
 
     Args:
         start: the value until step ``begin``.
         end: the value ``steps`` later and after.
         steps: the length in steps.
-        power: positive; 1 is `linear`.
-        begin: the step at which it starts to move.
+        power: the exponent $p$, positive; 1 is linear.
+        begin: the step at which the change starts.
 
     >>> [polynomial_schedule(1.0, 0.0, 4, power=2.0)(count) for count in (0, 2, 4, 9)]
     [1.0, 0.25, 0.0, 0.0]
@@ -89,15 +89,15 @@ def polynomial_schedule(
 def exponential_decay(
     start: Scalar, steps: int, rate: Scalar, *, begin: int = 0, staircase: bool = False, end: Scalar | None = None
 ):
-    """Multiply by a rate every so many steps, evenly or all at once.
+    """Decay exponentially: the value is multiplied by `rate` in every `steps` steps, smoothly or in a staircase.
 
     Args:
         start: the value until step ``begin``.
-        steps: the steps in which the value changes by ``rate``; 1 or more.
-        rate: positive.
-        begin: the step at which it starts to move.
-        staircase: change every ``steps`` steps only.
-        end: where it stops: a lower bound for a rate below 1, else an upper one.
+        steps: the number of steps in which the value is multiplied by ``rate``; 1 or more.
+        rate: the factor, positive.
+        begin: the step at which the change starts.
+        staircase: change at multiples of ``steps`` instead of at every step.
+        end: the bound of the value: a lower bound if ``rate`` is below 1, else an upper bound. None: no bound.
 
     >>> [exponential_decay(1.0, 2, 0.25)(count) for count in (0, 1, 2, 4)]
     [1.0, 0.5, 0.25, 0.0625]
@@ -129,17 +129,17 @@ def _tensor(number: Scalar, like: Tensor) -> Tensor:
 def warmup_cosine_decay_schedule(
     peak: Scalar, warmup_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
 ):
-    """Rise on a line to a peak, then fall on half a cosine until the last step.
+    """Warm up linearly to a peak, then decay along half a cosine until the last step.
 
     Args:
         peak: the value at step ``warmup_steps``.
-        warmup_steps: the length of the rise.
-        total_steps: the step at which ``end`` is reached, the rise included.
-        start: the value at step 0, unless there is no rise.
+        warmup_steps: the length of the warmup.
+        total_steps: the step at which ``end`` is reached, warmup included.
+        start: the value at step 0; unused if ``warmup_steps`` is 0.
         end: the value from ``total_steps`` on.
 
     Raises:
-        ValueError: the rise is longer than the whole.
+        ValueError: ``warmup_steps`` is larger than ``total_steps``.
 
     >>> [round(warmup_cosine_decay_schedule(1.0, 2, 10)(count), 3) for count in (0, 1, 2, 6, 10)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
@@ -155,10 +155,10 @@ def warmup_cosine_decay_schedule(
 def warmup_stable_decay_schedule(
     peak: Scalar, warmup_steps: int, decay_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
 ):
-    """Rise on a line, hold, and fall on a line over the last steps: the trapezoid.
+    """Warm up linearly, hold the peak, and decay linearly over the last ``decay_steps`` steps.
 
     Raises:
-        ValueError: rise and fall together are longer than the whole.
+        ValueError: ``warmup_steps + decay_steps`` is larger than ``total_steps``.
 
     >>> wsd = warmup_stable_decay_schedule(1.0, 2, 4, 10)
     >>> [wsd(count) for count in (0, 1, 2, 5, 6, 8, 10)]
@@ -182,14 +182,14 @@ def _within(steps: int, total_steps: int, name: str) -> None:
 
 @schedule
 def join_schedules(schedules: list[Schedule], boundaries: list[int]):
-    """Follow one schedule after another, each counting from its own start.
+    """Join schedules in sequence. Each counts its steps from its own start.
 
     Args:
-        schedules: one more than the boundaries.
-        boundaries: the steps at which the next schedule takes over, rising.
+        schedules: the schedules in order, one more than ``boundaries``.
+        boundaries: the ascending steps at which the next schedule starts.
 
     Raises:
-        ValueError: the numbers do not fit, or the boundaries do not rise.
+        ValueError: there is not one schedule more than boundaries, or the boundaries do not ascend.
 
     >>> joined = join_schedules([constant_schedule(1.0), linear_schedule(1.0, 0.0, 10)], [5])
     >>> [joined(count) for count in (0, 5, 10, 15)]
@@ -225,7 +225,7 @@ def onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ):
-    """Rise to a peak, fall back, and fall further until the last step; on half cosines, fall once.
+    """The 1cycle policy: rise to a peak, fall to the first value, then fall to the last; "cosine" falls directly.
 
     Args:
         peak: the largest value.
@@ -287,7 +287,7 @@ def sgdr_schedule(
     start: Scalar = 0.0,
     end: Scalar = 0.0,
 ):
-    """Repeat a cosine decay from the peak: warm restarts.
+    """Repeat a cosine decay with warm restarts (SGDR).
 
     Args:
         peak: the largest value of the first cycle.
