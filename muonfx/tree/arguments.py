@@ -239,7 +239,7 @@ def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
 
 
 def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Check a function's plain arguments at every call; too slow for a training step."""
+    """Decorate a function to check its plain arguments at every call. Too slow for a training step."""
     signature = inspect.signature(function)
     kinds = kinds_of(signature.parameters, function)
     owner = function.__qualname__.removesuffix(".__init__")
@@ -265,7 +265,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def plain_fields(kind: type[T]) -> type[T]:
-    """Check the plain fields of a dataclass after its own checks."""
+    """Decorate a dataclass to check its bool, int, float and str fields after its own ``__post_init__``."""
     kinds = {name: own for name, own in kinds_of(inspect.signature(kind).parameters, kind).items() if own}
     check_own = vars(kind)["__post_init__"]
 

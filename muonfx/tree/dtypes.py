@@ -31,7 +31,7 @@ _AS_BYTES = (
 )
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*SAFETENSORS_NAMES, *_AS_BYTES)}
-"""The name of each dtype that a checkpoint can hold; quantized dtypes, for example, are missing."""
+"""The name of each dtype that a checkpoint can hold. Quantized dtypes are not supported."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 """The dtype of each name."""
 

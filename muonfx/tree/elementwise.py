@@ -1,7 +1,7 @@
 """Elementwise arithmetic on lists of tensors: one call for a whole model.
 
 Every function takes lists of equal length and returns a list. With ``reuse=True`` the first list (in `div` the second)
-is overwritten and returned: the caller donates its storage. Plain tensors use torch's ``_foreach_`` operators, which
+is overwritten and returned. Plain tensors use torch's ``_foreach_`` operators, which
 pay Python and launch overhead once per list. ``torch.func`` transforms and autograd, which those operators do not
 support everywhere, run leaf by leaf. Both compute the same formula.
 
@@ -39,7 +39,7 @@ def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
 
 
 def unrecorded(*lists: Sequence[object]) -> AbstractContextManager[object]:
-    """Return ``torch.no_grad()`` if no derivative is taken through these values, so that no operation looks again."""
+    """Return ``torch.no_grad()`` if no derivative is taken through these values, else an empty context."""
     if torch.compiler.is_compiling() or functorch_is_active() or not torch.is_grad_enabled():
         return nullcontext()
     if True in [x.requires_grad for xs in lists for x in xs if isinstance(x, Tensor)]:

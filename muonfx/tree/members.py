@@ -19,19 +19,19 @@ def map_params(
     *rest: PyTree,
     others: Callable[[Any], Any] | None = None,
 ) -> PyTree:
-    """Apply a function to those leaves of a state that are like parameters: momenta, but neither counts nor codes.
+    """Apply a function to the state leaves that correspond to parameters, such as momenta.
 
-    They lie below a parameter's name and have its shape.
+    Such a leaf is stored under a parameter's name and has its shape; counters and quantized codes are excluded.
 
     Args:
-        function: of the leaf, the parameter, and what each of the rest has at its place.
+        function: called with the leaf, its parameter, and the corresponding subtree of each tree in ``rest``.
         state: a state for these parameters.
         params: the parameters.
-        *rest: trees with the parameters' containers; what hangs where a parameter is, reaches the function.
-        others: applied to all other leaves but None; None: they stay as they are.
+        *rest: trees with the containers of ``params``, with any subtree in place of each parameter.
+        others: a function for all other leaves that are not None. By default they are unchanged.
 
     Raises:
-        ValueError: one of the rest has other containers than the parameters.
+        ValueError: a tree in ``rest`` has other containers than ``params``.
 
     Follows Optax's ``tree_map_params``, whose function gets no parameter.
 

@@ -175,7 +175,7 @@ def unflatten(treedef: Structure, leaves: Iterable[object]) -> PyTree:
 
 
 def same_structure(a: PyTree, b: PyTree) -> bool:
-    """Tell whether two trees have the same containers with the same keys; the leaves do not matter.
+    """Return True if two trees have the same containers with the same keys; the leaves do not matter.
 
     >>> same_structure({"a": 1, "b": 2}, {"b": None, "a": 3}), same_structure([1], (1,))
     (True, False)
@@ -222,7 +222,7 @@ def tensors(tree: PyTree) -> Iterator[Tensor]:
 
 
 def names(tree: PyTree) -> list[str]:
-    """Name the leaves by the dotted path that leads to them, in the order of `leaves`.
+    """Return the name of each leaf, its dotted path, in the order of `leaves`.
 
     The names of ``dict(model.named_parameters())`` are PyTorch's own. A tree that is one leaf has the empty name.
 
@@ -260,9 +260,9 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
 
 
 def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Apply a function to corresponding leaves; where the first tree has ``None`` the result is ``None``.
+    """Apply a function to corresponding leaves of trees. A ``None`` leaf of the first tree stays ``None``.
 
-    The rest must have the structure of the first; their own ``None`` leaves reach the function.
+    The other trees must have the structure of the first; their ``None`` leaves are passed to the function.
 
     >>> map(lambda x, y: x + y, {"a": 1, "b": None}, {"a": 10, "b": 20})
     {'a': 11, 'b': None}
@@ -295,7 +295,7 @@ def copy_shared(new: PyTree, old: PyTree) -> PyTree:
 
 
 def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
-    """List what a tree has where a structure has leaves; by key, not by place.
+    """List the subtrees of a tree at the leaves of a structure. Dict entries are matched by key, not by order.
 
     Raises:
         ValueError: the containers at the top of the tree differ from the structure's.
@@ -307,7 +307,7 @@ def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
 
 
 def device_of(tree: PyTree) -> torch.device:
-    """Find the device of a tree's first tensor, else the default device: where a state's scalars live.
+    """Return the device of a tree's first tensor, or the default device if it has no tensors.
 
     >>> device_of({"w": torch.zeros(2, device="meta")})
     device(type='meta')
@@ -326,10 +326,10 @@ def spec(tree: PyTree) -> PyTree:
 
 
 class Present:
-    """The places at which a tree holds something, so that work can be done on plain lists of tensors.
+    """The positions of a tree's leaves that are not None, for work on plain lists of tensors.
 
-    ``pick`` reads another tree (of the same structure) at these places, ``fill`` writes a list back to them. A
-    gradient of ``None`` is thus skipped without a word in any transform:
+    ``pick`` reads another tree of the same structure at these positions, and ``fill`` builds a tree from a list of
+    values. A transform thus skips gradients of ``None``:
 
     >>> at = Present({"a": torch.ones(2), "b": None})
     >>> at.pick({"a": 1, "b": 2})
@@ -373,16 +373,16 @@ class Present:
         return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
 
     def pick(self, tree: PyTree) -> list[Any]:
-        """Read the leaves of another tree at these places.
+        """Return the leaves of another tree at these positions.
 
         Raises:
-            ValueError: the other tree has not the same structure; both are described.
+            ValueError: the other tree has a different structure; the message describes both.
         """
         found = self._all(tree)
         return found if self._everywhere else [found[place] for place in self._places]
 
     def fill(self, values: Sequence[object], old: PyTree = None) -> PyTree:
-        """Build a tree with the values at these places, and with the leaves of ``old`` (or ``None``) elsewhere."""
+        """Build a tree with the values at these positions, and with the leaves of ``old`` (or ``None``) elsewhere."""
         if self._everywhere:
             return self._tree(values)
         merged: list[object] = [None] * len(self._leaves) if old is None else self._all(old)
@@ -391,6 +391,6 @@ class Present:
         return self._tree(merged)
 
     def names(self) -> list[str]:
-        """Name these places, as the function `names` does."""
+        """Return the dotted names of these positions, as the function `names` does."""
         everything = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return everything if self._everywhere else [everything[place] for place in self._places]
