@@ -71,8 +71,8 @@ class TransformOptimizer(FollowingOptimizer):
         params: a model, its ``named_parameters()``, a dict of named tensors, or groups: dicts with "params" (named) and
             values for some hyperparameters. Tensors may be given without names if ``model`` is given.
         tx: the transform. Labels and masks see the flat dict of all named parameters.
-        donate_grads: let updates be written into the gradients' storage. This saves memory if a transform needs the
-            whole tree (such as `clip_by_global_norm`); ``.grad`` is meaningless afterwards.
+        donate_grads: if True, updates may overwrite the gradients. This saves memory if a transform needs the whole
+            tree (such as `clip_by_global_norm`); ``.grad`` is meaningless afterwards.
         bucket_bytes: run elementwise and matrix transforms on at most about this many bytes of parameters at a time.
             Larger buckets are faster for small leaves; smaller buckets use less memory. None: the bytes of the largest
             parameter, at least 4 MiB. On a CPU, elementwise transforms take 64 KiB to 4 MiB of a bucket at a time. For
@@ -157,12 +157,12 @@ class TransformOptimizer(FollowingOptimizer):
 
         Args:
             param_group: "params" (named, or tensors of a model that the optimizer was given) and values for some
-                hyperparameters; it is split if labels differ. A parameter that the labels left out before, as
-                frozen ones are, leaves its group for a new one.
+                hyperparameters; the group is split if labels differ. A parameter that the labels left out before, such
+                as a frozen parameter, moves to a new group.
 
         Raises:
-            ValueError: a hyperparameter that none of these parameters has; the message lists those that they have. A
-                parameter is in a group already.
+            ValueError: a hyperparameter does not exist for these parameters (the message lists the known names), or a
+                parameter is already in a group.
         """
         if "state" not in self._live:  # torch's constructor adds the groups one by one
             self._add_by_route(param_group, named_pairs(param_group["params"]))
@@ -205,7 +205,7 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def groups_without_rate(self) -> tuple[int, ...]:
-        """The places of groups whose ``lr`` nothing reads: the chain has its own schedule, or no learning rate."""
+        """The indices of groups whose ``lr`` is not read: the chain has its own schedule, or no learning rate."""
         groups = enumerate(self._attachment.groups)
         return tuple([place for place, one in groups if "lr" not in one.numbers.keys])
 
@@ -218,7 +218,7 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def transform(self) -> Transform:
-        """The transform over what this optimizer holds: ``tx``, or what `muonfx.sharding.sharded` makes of it."""
+        """The transform that runs on this optimizer's tensors: ``tx``, or `muonfx.sharding.sharded` of ``tx``."""
         return self._stepping.transform
 
     @property
@@ -229,7 +229,7 @@ class TransformOptimizer(FollowingOptimizer):
     # ----------------------------------------------------------------------------------------------------- stepping
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the parameters that there are now."""
+        """Clear the gradients of the current parameters, including tensors that replaced earlier parameters."""
         if not torch.compiler.is_compiling():
             self._rebind("clear")
         super().zero_grad(set_to_none)
@@ -248,7 +248,7 @@ class TransformOptimizer(FollowingOptimizer):
         Raises:
             ValueError: a hyperparameter in a group is out of range, a parameter that the labels leave out has a
                 gradient, a parameter was cut since the optimizer was made or is on the meta device, or the model trains
-                other parameters and none of these.
+                other parameters but none of this optimizer.
             TypeError: a gradient is sparse or complex. Nothing has been changed when an error is raised.
         """
         loss = None
@@ -317,13 +317,14 @@ class TransformOptimizer(FollowingOptimizer):
 
         Args:
             state_dict: the state of an optimizer of this transform.
-            rename: names of parameters there to names here, as in `muonfx.checkpoint.load`; levels end with a dot.
+            rename: maps saved names to this optimizer's parameter names, as in `muonfx.checkpoint.load`, but with a dot
+                instead of a slash between levels.
 
         Raises:
             ValueError: other groups or parameters, a missing, unexpected or reshaped state leaf, a narrowing dtype,
                 the shard of another rank, or a missing hyperparameter; the message names them all.
                 Nothing has been changed when an error is raised.
-            ShardingError: something is wrong on another rank, or a rank did not call this.
+            ShardingError: another rank raised an error, or did not call this.
         """
         self._rebind()
         check_real(self._named())

@@ -93,7 +93,7 @@ class Attachment:
         self.bind(named, models)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the models and the bound parameters: a copy gets its own."""
+        """Return the attributes without models and bound parameters, which a copy must set itself."""
         return {**self.__dict__, "_models": [], "_bound": {}}
 
     @property
@@ -109,7 +109,7 @@ class Attachment:
     # ------------------------------------------------------------------------------------------------------- groups
 
     def is_current(self, groups: list[Group]) -> bool:
-        """Return True if groups and models have the bound parameters, of the former shapes, on the former devices."""
+        """Return True if groups and models still have the bound parameters, with unchanged shapes and devices."""
         if not self._has(groups):
             return False
         for param, shape, device, _, slot in self._bound.values():
@@ -224,7 +224,7 @@ class Attachment:
         return found
 
     def replaced(self, before: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
-        """Return the tensors, by name, that are not the bound ones or have moved; `before` has those in the groups."""
+        """Return, by name, the tensors that replaced a bound tensor or have moved; `before` has the groups' tensors."""
         later = self._in_models(before)
         now = {**before, **later}
         is_late = at_step and any(before[name].grad is not None for name in later)

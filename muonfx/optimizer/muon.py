@@ -33,11 +33,11 @@ class Muon(TransformOptimizer):
     """Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer.
 
     Args:
-        params: a model (best: parameters are then routed by module type), named parameters, or groups of these; tensors
-            without names if ``model`` gives them.
+        params: a model (recommended, since parameters are then routed by module type), named parameters, groups of
+            these, or unnamed tensors if ``model`` is given.
         lr: the learning rate of Muon, scaled by ``lr_scaling``.
         weight_decay: decoupled weight decay of Muon's parameters.
-        momentum: decay of Muon's average.
+        momentum: decay of Muon's average of gradients.
         orthogonalize: the transform that orthogonalizes the average. Its arguments are the options of the iteration,
             and which matrices a parameter consists of:
             ``muonfx.orthogonalize(coefficients="keller", view=muonfx.MatrixView(blocks={"*.qkv.weight": 3}))``. For
@@ -46,7 +46,7 @@ class Muon(TransformOptimizer):
         lr_scaling: as in `muonfx.scale_by_shape`.
         adamw_lr: the learning rate of AdamW; None: ``lr``, which suits the scaling "match_rms_adamw".
         adamw_weight_decay: decoupled weight decay of AdamW's parameters; None: ``weight_decay``.
-        betas: AdamW's decays.
+        betas: AdamW's decays of the first and second moment.
         labels: "muon", "adamw" or None by name, or a function that returns these for the model (for the named
             parameters, if no model is given). None: `muonfx.default_labels`. For rules that come before the default
             routing: ``labels=lambda model: muonfx.default_labels(model, rules)``. Names without a model are enough for

@@ -75,7 +75,7 @@ def stepping_for(
 
 
 class Gathering:
-    """A started gather of owner-held state to all ranks: all ranks create it together, and `wait` completes it."""
+    """An asynchronous gather of owner-held state to all ranks. All ranks create it together; `wait` completes it."""
 
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
@@ -118,7 +118,7 @@ class SteppingOverRanks(Stepping):
 
     @property
     def transform(self) -> Transform:
-        """The transform over the parameters that the optimizer holds."""
+        """The sharded transform that runs on the optimizer's tensors."""
         return sharded(self.tx, self.layout, **self._settings._asdict())
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
@@ -160,7 +160,7 @@ class SteppingOverRanks(Stepping):
         return None if what.local is None or what.share is None else _part(what, whole).view(what.local)
 
     def whole(self, place: int, leaf: Any) -> Any:
-        """Return a leaf as one process holds it; all ranks call this together, and rarely."""
+        """Return a leaf as a single process would hold it. All ranks must call this together; it communicates."""
         what = self._about[place]
         if what is None or what.name is None:
             return leaf

@@ -16,7 +16,7 @@ _owners: WeakSet[Optimizer] = WeakSet()
 
 
 def own_groups(optimizer: Optimizer) -> None:
-    """Let no other optimizer step on these groups while this one lives, except its wrappers."""
+    """Make any other optimizer, except a wrapper, raise if it steps on these groups while this optimizer exists."""
     _register()
     _owners.add(optimizer)
 

@@ -75,7 +75,7 @@ def read_state_dict(
     take: Take,
     rename: Rename | None,
 ) -> tuple[list[Group], list[Load]]:
-    """Match a state dict with an optimizer: its groups in this order, and the loads; ValueError lists all misfits."""
+    """Match a state dict with an optimizer. Return its groups in this optimizer's order and the loads, or raise."""
     given = _renamed_groups(own, _named_by_path(own, given), rename or {})
     saved = _saved_groups(own, given["param_groups"])
     wrong: list[str] = []

@@ -29,7 +29,7 @@ __all__ = ["Stepping", "add_in_place"]
 
 
 class Stepping:
-    """A transform, lowered for the parameters of an optimizer: creates the state and runs the steps."""
+    """A transform with its execution plan for an optimizer's parameters. It creates the state and runs the steps."""
 
     is_over_ranks = False
 
@@ -46,7 +46,7 @@ class Stepping:
 
     @property
     def transform(self) -> Transform:
-        """The transform over the parameters that the optimizer holds."""
+        """The transform that runs on the optimizer's tensors."""
         return self.tx
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
@@ -87,7 +87,7 @@ class Stepping:
         """Start to copy a new state to all ranks that must be able to save it."""
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Return the leaves, by index, that a state dict has in another form than `show` returns."""
+        """Return, by leaf index, the leaves whose form in a state dict differs from the form that `show` returns."""
         return {}
 
     def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
@@ -129,7 +129,7 @@ class Stepping:
         self._read = groups, values
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
-        """Take the next steps by a transform with the current hyperparameters."""
+        """Use a transform, with the current hyperparameters, for the following steps."""
         if tx.structure is not self._lowered:
             self._node, self._lowered = self.executor.program(tx, params), tx.structure
         self.executor.prepare(self._node, tx)

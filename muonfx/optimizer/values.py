@@ -55,7 +55,7 @@ class GroupNumbers:
         return [name for one in self.hyperparams if not one.is_mirror for name in one.names]
 
     def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
-        """Return a group's numbers by dotted name; if two keys of one differ, the key changed since `read` counts."""
+        """Return a group's numbers by dotted name; if two keys of a number differ, the changed key is used."""
         found: dict[str, Number] = {}
         said: dict[str, str] = {}
         for one in self.hyperparams:

@@ -1,4 +1,4 @@
-"""Hyperparameters by group in one chain: a transform on which groups disagree runs in several versions."""
+"""Hyperparameters by group: a transform whose numbers differ between groups runs once for each set of numbers."""
 
 from __future__ import annotations
 
