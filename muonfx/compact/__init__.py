@@ -1,4 +1,4 @@
-"""Optimizer state in eight bits: its dtypes, their codebooks, and the encoding and decoding of leaves."""
+"""Optimizer state in eight bits: quantized dtypes, their codebooks, and the encoding and decoding of tensors."""
 
 from muonfx.compact.dtypes import QuantizedDtype, fp8, int8
 from muonfx.compact.state import KeyedQuantizedState, QuantizedState

@@ -21,29 +21,33 @@ __all__ = ["FLOAT8", "Book", "Float8", "Grid", "Listed", "dynamic", "float8", "g
 
 @dataclass(frozen=True)
 class Book:
-    """Levels and the dtype of their codes; each subclass defines how to find the nearest level."""
+    """A codebook: its levels and the dtype of its codes. Each subclass defines how to find the nearest level."""
 
     signed: bool
     dtype: torch.dtype
     levels: tuple[float, ...]
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Round magnitudes in [0, 1] to codes: integers, or fp32 that the cast to the code dtype rounds."""
+        """Return the code of the level nearest to each magnitude in [0, 1], before the cast to ``dtype``."""
         raise NotImplementedError
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round stochastically to one of the two neighbouring levels, such that the mean is preserved."""
+        """Round each magnitude at random to one of its two neighbouring levels, preserving the mean; return codes."""
         levels = table(self.levels, magnitudes.device)
         below = (torch.bucketize(magnitudes, levels, right=True) - 1).clamp(0, len(self.levels) - 2)
         low, high = _look_up(levels, below), _look_up(levels, below + 1)
         return below + (noise < (magnitudes - low) / (high - low)).to(torch.int64)
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Decode codes to fp32 fractions in [-1, 1]."""
+        """Decode codes to fp32 fractions of the block's scale, in [-1, 1]."""
         raise NotImplementedError
 
     def encode(self, fractions: Tensor, present: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Encode fp32 fractions in [-1, 1] ([0, 1] if unsigned); ``noise`` in [0, 1) rounds stochastically."""
+        """Return the codes of fp32 fractions in [-1, 1], or in [0, 1] if unsigned.
+
+        An unsigned codebook does not round elements to zero where ``present`` is True. With ``noise`` in [0, 1),
+        rounding is stochastic.
+        """
         magnitudes = fractions.abs()
         if not self.signed:
             # A present element is not zero and must not round to zero.
@@ -54,7 +58,7 @@ class Book:
 
 @dataclass(frozen=True)
 class Grid(Book):
-    """Levels that are evenly spaced after ``roots`` square roots; a code is the index of its level."""
+    """A codebook whose levels are evenly spaced after ``roots`` square roots. A code is the index of its level."""
 
     roots: int
 
@@ -69,7 +73,7 @@ class Grid(Book):
 
 @dataclass(frozen=True)
 class Listed(Book):
-    """Any increasing levels; a code is the index of its level."""
+    """A codebook of arbitrary increasing levels. A code is the index of its level."""
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
         """Round to the nearest level, and a midpoint to the lower level."""
@@ -87,12 +91,12 @@ class Listed(Book):
 
 @dataclass(frozen=True)
 class Float8(Book):
-    """The finite numbers of an 8-bit float type divided by the largest, squared ``roots`` times."""
+    """A codebook of the finite numbers of an 8-bit float type, divided by the largest and squared ``roots`` times."""
 
     roots: int
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Take the roots and scale to the type's range; the cast to the code dtype rounds."""
+        """Take the roots and scale to the range of the float type. The cast to the code dtype then rounds."""
         return _root(magnitudes, self.roots) * torch.finfo(self.dtype).max
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ def _square(x: Tensor, times: int) -> Tensor:
 
 
 def grid(*, signed: bool) -> Grid:
-    """Return 127 even steps with both signs, or 255 steps between fourth powers without sign."""
+    """Return the "linear" codebook: signed levels ``k / 127``, or unsigned levels ``(k / 255)**4``."""
     # Second moments of a block span many orders of magnitude. On log-normal blocks of 2048 with a standard deviation
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
     steps, roots, dtype = (127, 0, torch.int8) if signed else (255, 2, torch.uint8)
@@ -126,7 +130,7 @@ def grid(*, signed: bool) -> Grid:
 
 
 def dynamic(*, signed: bool) -> Listed:
-    """Return the dynamic tree of Dettmers et al. (arXiv 2110.02861), changed to have both -1 and 1."""
+    """Return the "dynamic" codebook of Dettmers et al. (arXiv 2110.02861), changed so that it has both -1 and 1."""
     # Leading zero bits of a code count decades; the bits after the first one divide the decade evenly.
     bits = 6 if signed else 7
     levels: list[float] = []
@@ -139,11 +143,11 @@ def dynamic(*, signed: bool) -> Listed:
 
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-"""The 8-bit float types by name: bits of the exponent, bits of the mantissa."""
+"""The 8-bit float types by name; a name gives the bits of the exponent and of the mantissa."""
 
 
 def float8(format: str, *, signed: bool) -> Float8:
-    """Return the numbers of a float type; unsigned e4m3 stores square roots, because its range is too small."""
+    """Return the codebook of a float type. Unsigned e4m3 stores square roots, because its range is too small."""
     dtype, roots = FLOAT8[format], 1 if format == "e4m3" and not signed else 0
     numbers = torch.arange(128, dtype=torch.uint8).view(dtype).to(torch.float32)
     levels = _square(numbers[numbers.isfinite()] / torch.finfo(dtype).max, roots)

@@ -33,18 +33,18 @@ class Codec:
     min_size: int
 
     def keeps(self, shape: torch.Size) -> bool:
-        """Return True if leaves of this shape are stored in fp32."""
+        """Return whether leaves of this shape are too small to encode, and are stored in fp32."""
         return prod(shape) < self.min_size
 
     def zeros(self, param: Tensor) -> Encoded:
-        """Encode zeros in the shape of a parameter."""
+        """Return the encoding of zeros in the shape of a parameter."""
         shape, device = param.shape, param.device
         blocks = 0 if self.keeps(shape) else -(-prod(shape) // self.block)
         dtype = torch.float32 if self.keeps(shape) else self.book.dtype
         return Encoded(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(blocks, device=device))
 
     def encode(self, values: Tensor, key: Tensor | None = None) -> Encoded:
-        """Encode a detached leaf; a 0-d int64 ``key`` rounds stochastically, None to the nearest level."""
+        """Return the encoding of a tensor. A 0-d int64 ``key`` seeds stochastic rounding; None rounds to nearest."""
         x = values.detach().to(torch.float32)
         if self.keeps(x.shape):
             return Encoded(x.clone(memory_format=torch.contiguous_format), x.new_zeros(0))
@@ -58,7 +58,7 @@ class Codec:
         return Encoded(_flat(self.book.encode(fractions, usable & (rows > 0), noise), x.shape), scales)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Decode to a new contiguous fp32 tensor."""
+        """Decode one leaf to a new contiguous fp32 tensor."""
         if self.keeps(codes.shape):
             return codes.clone(memory_format=torch.contiguous_format)
         return _flat(_rows(self.book.fractions(codes), self.block) * scales.unsqueeze(-1), codes.shape)

@@ -15,7 +15,7 @@ __all__ = ["QuantizedDtype", "fp8", "int8"]
 
 
 class Resolved(NamedTuple):
-    """The codecs and the seed of a quantized dtype."""
+    """The codecs (encoder and decoder of a leaf) and the seed of a quantized dtype."""
 
     signed: Codec
     """For values of either sign."""
@@ -75,26 +75,27 @@ def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) 
 def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
     r"""Store a state as 8-bit integers with an fp32 scale for each block of elements.
 
-    An element is stored as the nearest of at most 255 levels between plus and minus the largest magnitude of its
-    block, which is the scale; blocks are runs of the flattened leaf. A tensor that is never negative, such as Adam's
-    second moments, has levels without a sign, and of its elements only zero is stored as zero.
+    A state tensor is flattened and split into blocks of ``block`` consecutive elements. The scale of a block is its
+    largest magnitude, and each element is rounded to one of at most 255 levels between minus and plus the scale.
+    Tensors that are never negative, such as Adam's second moments, use unsigned levels, and only an exact zero is
+    stored as zero.
 
     Args:
         block: the number of elements that share a scale; an element takes $1 + 4 / block$ bytes. Smaller blocks are
             more accurate.
-        code: "linear" for evenly spaced levels, 1/127 of the scale apart (without a sign: fourth powers of 255 even
-            steps), or "dynamic" for the tree of Dettmers et al., whose levels are denser near zero. "dynamic" is more
-            accurate for Adam's first moments, whose small elements are divided by small roots.
-        min_size: leaves of fewer elements are stored in fp32.
-        stochastic: round up or down at random, such that the mean is preserved. Without it, a change of less than half
-            a step between levels is lost in every update, so use it for second moments, or for averaged parameters,
-            with decays above about 0.99. The noise is a function of a key for each leaf in the state, to which every
-            update of the leaf adds one, so runs are reproducible.
-        seed: the seed of the first keys, which also depend on the names of the leaves.
+        code: "linear" for signed levels ``scale * k / 127`` and unsigned levels ``scale * (k / 255)**4``, or "dynamic"
+            for the codebook of Dettmers et al., whose levels are denser near zero. "dynamic" is more accurate for
+            Adam's first moments, because small elements are divided by small roots.
+        min_size: tensors of fewer elements are stored in fp32.
+        stochastic: round up or down at random, such that the mean is preserved. Rounding to nearest loses every change
+            below half the distance between two levels, so use stochastic rounding for second moments and averaged
+            parameters with decay rates above about 0.99. The state contains a counter for each tensor, which seeds the
+            noise and grows by one per update, so runs are reproducible.
+        seed: the seed from which, with the name of each tensor, its first counter is computed.
 
     Returns:
-        A value to give as ``dtype`` to `momentum` or `ema_params`, and as ``mu_dtype`` or ``nu_dtype`` to
-        `scale_by_adam` and `scale_by_lion`.
+        A `QuantizedDtype`: the ``dtype`` of `momentum` or `ema_params`, the ``mu_dtype`` or ``nu_dtype`` of
+        `scale_by_adam`, or the ``mu_dtype`` of `scale_by_lion`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -117,18 +118,21 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
 def fp8(block: int = 2048, *, format: Format = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
     """Store a state as 8-bit floats with an fp32 scale for each block of elements.
 
-    The encoding is that of `int8`, with the finite numbers of a float type, divided by the largest, as levels. In torch
-    2.13, ``torch.save`` supports float8 tensors, but ``pickle.dumps``, ``torch.equal`` and ``torch.promote_types`` do
-    not.
+    State tensors are encoded as by `int8`, but the levels are the finite numbers of a float type, divided by the
+    largest number. In torch 2.13, ``torch.save`` supports float8 tensors, but ``pickle.dumps``, ``torch.equal`` and
+    ``torch.promote_types`` do not.
 
     Args:
-        block: as in `int8`.
-        format: "e4m3", with a relative rounding error of at most 1/16 for elements above 3e-5 of the scale; or "e5m2",
-            with at most 1/8, above 1e-9 of the scale. Without a sign, e4m3 stores square roots, and covers elements
-            above 1e-9 too.
-        min_size: as in `int8`.
-        stochastic: as in `int8`.
-        seed: as in `int8`.
+        block: the number of elements that share a scale.
+        format: "e4m3" has a relative rounding error of at most 1/16 for elements above 3e-5 of the scale; "e5m2" has an
+            error of at most 1/8 for elements above 1e-9 of the scale. For tensors that are never negative, "e4m3"
+            stores square roots, and so covers elements above 1e-9 of the scale too.
+        min_size: tensors of fewer elements are stored in fp32.
+        stochastic: round up or down at random, as in `int8`.
+        seed: the seed of stochastic rounding, as in `int8`.
+
+    Returns:
+        A `QuantizedDtype`, which transforms accept like the result of `int8`.
 
     Raises:
         ValueError: an argument is out of range.

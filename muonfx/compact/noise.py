@@ -25,7 +25,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(key: Tensor, number: int) -> Tensor:
-    """Return the first ``number`` fp32 values in [0, 1), multiples of 2**-24, for a 0-d int64 key of 0 or more."""
+    """Return ``number`` pseudo-random fp32 values in [0, 1), a function of the key.
+
+    The key is a 0-d int64 tensor of 0 or more. The values are multiples of 2**-24.
+    """
     low, high = key & _MASK, key >> 32
     start = _mix(_mix(low) ^ high)
     place = torch.arange(number, dtype=torch.int64, device=key.device)
@@ -36,13 +39,13 @@ def uniform(key: Tensor, number: int) -> Tensor:
 
 
 def normal(key: Tensor, number: int) -> Tensor:
-    """Return ``number`` values of the standard normal distribution, at most 5.5 in magnitude."""
+    """Return ``number`` standard normal values, a function of the key; all are at most 5.5 in magnitude."""
     centered = 2.0 * uniform(key, number) - 1.0 + 2.0**-24  # exact in fp32, and never -1, 0 or 1
     return torch.erfinv(centered) * 2.0**0.5
 
 
 def key_of(text: str) -> int:
-    """Return a 62-bit FNV-1a hash of a name: traceable, and the same in every process."""
+    """Return a 62-bit FNV-1a hash of a text, which is the same in every process and can be traced."""
     found = 0xCBF29CE484222325
     for character in text:
         found = ((found ^ ord(character)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
@@ -50,7 +53,7 @@ def key_of(text: str) -> int:
 
 
 def keys_of(prefix: str, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the key of each leaf, hashed from a prefix and its name: 0-d int64, on the device of the leaf."""
+    """Return a random key for each leaf: a 0-d int64 hash of the prefix and its name, on the device of the leaf."""
     return [
         torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device)
         for name, leaf in zip(names, leaves, strict=True)

@@ -1,8 +1,7 @@
-"""A tree of leaves in eight bits, as part of a transform's state.
+"""A tree of tensors in eight bits, as part of a transform's state.
 
-Codes, scales and keys are three trees with the structure of the parameters, not tuples at each leaf. So the name of a
-leaf still ends in the name of its parameter (``trace.codes.blocks.0.up.weight``), by which checkpoints, layouts and the
-torch optimizer find it.
+Codes, scales and keys are three trees with the structure of the parameters. So the name of a state tensor ends in the
+name of its parameter (``trace.codes.blocks.0.up.weight``), which checkpoints, layouts and the torch optimizer look up.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ __all__ = ["QuantizedState", "Holder", "KeyedQuantizedState"]
 
 
 class QuantizedState(NamedTuple):
-    """Leaves in eight bits."""
+    """A state tree in eight bits, rounded to the nearest levels."""
 
     codes: PyTree
-    """Codes like the parameters, in the dtype of the codebook; fp32 values for leaves smaller than ``min_size``."""
+    """For each parameter, 8-bit codes in its shape; fp32 values if it has fewer than ``min_size`` elements."""
     scales: PyTree
-    """For each parameter, the largest magnitude of each block: fp32 of shape (blocks,), or (0,) for a leaf in fp32."""
+    """For each parameter, the largest magnitude of each block: fp32, shape (blocks,); (0,) if stored in fp32."""
 
 
 class KeyedQuantizedState(NamedTuple):
-    """Leaves in eight bits, rounded stochastically."""
+    """A state tree in eight bits, rounded stochastically."""
 
     codes: PyTree
     """As in `QuantizedState`."""
     scales: PyTree
     """As in `QuantizedState`."""
     keys: PyTree
-    """For each parameter, the key of its next rounding: 0-d int64, increased by one whenever the leaf is stored."""
+    """For each parameter, the seed of its next rounding: 0-d int64, increased by one at every write."""
 
 
 class Holder:
-    """Reads and writes one tree of a transform's state in a quantized dtype."""
+    """Creates, reads and writes one tree of a transform's state in a quantized dtype."""
 
     def __init__(self, dtype: QuantizedDtype, role: str, *, signed: bool) -> None:
         resolved = dtype.resolved
@@ -49,12 +48,12 @@ class Holder:
         self.role = role  # such as "mu": two trees of one parameter get different noise
 
     def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Encode zeros in the shapes of the parameters."""
+        """Return the encoding of zeros in the shapes of the parameters."""
         at = Present(params)
         return self._fresh(at, [self.codec.zeros(param) for param in at.pick(params)])
 
     def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Encode a tree of values, rounded to the nearest levels."""
+        """Return the encoding of a tree of values, rounded to the nearest levels."""
         at = Present(values)
         return self._fresh(at, [self.codec.encode(value) for value in at.pick(values)])
 
@@ -73,7 +72,7 @@ class Holder:
     def write(
         self, at: Present, values: list[Tensor], held: QuantizedState | KeyedQuantizedState
     ) -> QuantizedState | KeyedQuantizedState:
-        """Encode values for the selected leaves, and keep all other leaves."""
+        """Return the state with new values at the selected leaves; all other leaves stay as in ``held``."""
         keys = at.pick(held.keys) if isinstance(held, KeyedQuantizedState) else [None] * len(values)
         leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
         codes = at.fill([leaf.codes for leaf in leaves], held.codes)
