@@ -1,4 +1,4 @@
-"""Well-known optimizers as short chains, to use or to copy and change."""
+"""Complete optimizers as short chains of transforms, to use as they are or to copy and change."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | No
 
 
 def view_of(orthogonalize: Transform) -> MatrixView:
-    """Return the view of the part that orthogonalizes, or of the first transform within it that has a view."""
+    """Return the first ``view`` of a transform or of the transforms inside it; the default view if there is none."""
     require_transform("orthogonalize", orthogonalize)
     views = (tx.arguments.get("view") for tx in within(orthogonalize))
     return next((view for view in views if isinstance(view, MatrixView)), MatrixView())
 
 
 def with_views(tx: Transform, labels: Labels) -> Transform:
-    """Add the labels' views of parameters to all transforms within that take a view and have none for them."""
+    """Add the parameter views of the labels to every transform inside ``tx`` that has a ``view`` argument.
+
+    The settings that a transform's own view has for a parameter take precedence.
+    """
     if not labels.views:
         return tx
     tx = tx.with_children(lambda part: with_views(part, labels))
@@ -58,17 +61,17 @@ def muon(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """Muon, for parameters that are all matrices: orthogonalized momentum, scaled by shape, with decoupled decay.
+    """Muon, for parameters that are all matrices: orthogonalized momentum with decoupled weight decay.
 
     Args:
-        learning_rate: a number or a schedule. With the scaling "match_rms_adamw" it has the size of AdamW's; with
-            "original", Keller Jordan's 0.02 is customary.
-        decay: decay of the momentum; a number or a schedule.
-        nesterov: whether the momentum looks ahead.
+        learning_rate: a number or a schedule. With ``lr_scaling="match_rms_adamw"``, AdamW's values are
+            suitable; with "original", 0.02 is usual.
+        decay: decay rate of the momentum; a number or a schedule.
+        nesterov: whether to use Nesterov momentum.
         orthogonalize: the transform that orthogonalizes the momentum, such as ``orthogonalize(coefficients="keller")``.
             Its view is also the view of `scale_by_shape`.
-        lr_scaling: as in `scale_by_shape`.
-        weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
+        lr_scaling: how the update of a matrix is scaled by its shape, as in `scale_by_shape`.
+        weight_decay: decoupled; each step multiplies parameters by ``1 - learning_rate * weight_decay``.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows Keller Jordan's Muon and Moonlight (arXiv 2502.16982). ``torch.optim.Muon(lr, weight_decay)`` is
@@ -97,13 +100,13 @@ def normuon(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """NorMuon, for parameters that are all matrices: Muon with each neuron's update normalized by its running size.
+    """NorMuon, for parameters that are all matrices: Muon with each row divided by its running root mean square.
 
     Args:
         learning_rate: a number or a schedule.
-        decay: decay of the momentum.
-        neuron_decay: decay of the rows' second moment.
-        orthogonalize: as in `muon`; each block of its view is normalized as a parameter of its own.
+        decay: decay rate of the momentum.
+        neuron_decay: decay rate of each row's running mean square.
+        orthogonalize: as in `muon`. Each block of its view is normalized as a separate matrix.
         weight_decay: decoupled, as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
@@ -132,10 +135,10 @@ def adamw(
 
     Args:
         learning_rate: a number or a schedule.
-        b1: decay of the first moment.
-        b2: decay of the second moment.
-        eps: added to the root.
-        nesterov: whether the first moment looks ahead, as in `scale_by_adam`.
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment.
+        eps: added to the root of the second moment.
+        nesterov: whether to use Nesterov momentum, as in `scale_by_adam`.
         weight_decay: decoupled, as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
@@ -158,12 +161,12 @@ def lion(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """Lion: signs of an interpolated momentum, with decoupled weight decay.
+    """Lion: the sign of a mean of momentum and gradient, with decoupled weight decay.
 
     Args:
-        learning_rate: a number or a schedule; a third to a tenth of AdamW's.
-        b1: weight of the average in the update.
-        b2: decay of the average.
+        learning_rate: a number or a schedule. Usual values are a third to a tenth of AdamW's.
+        b1: weight of the momentum in the update; the gradient has weight ``1 - b1``.
+        b2: decay rate of the momentum.
         weight_decay: decoupled, as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
@@ -192,19 +195,20 @@ def muon_with_adamw(
     """Muon for hidden matrices and AdamW for the rest, each with its own learning rate and weight decay.
 
     Args:
-        learning_rate: Muon's, a number or a schedule.
-        adamw_learning_rate: AdamW's, a number or a schedule; None: Muon's, which suits the scaling "match_rms_adamw".
-        decay: decay of Muon's momentum.
-        orthogonalize: as in `muon`. For parameters that its view does not set, the views of the labels apply
-            (``labels.view()``); ``labels=Labels(labels)`` drops them.
-        lr_scaling: as in `scale_by_shape`.
-        weight_decay: Muon's, decoupled.
-        adam: the direction of AdamW's updates. ``optax.contrib.muon`` has one argument ``nesterov`` for Muon and Adam;
-            here Muon looks ahead, and ``scale_by_adam(0.9, 0.95, nesterov=True)`` does.
-        adamw_weight_decay: AdamW's, decoupled.
-        labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
-            module type. The default sees names and shapes only, and warns of that;
-            ``muonfx.select.default_labels_by_name`` does the same without the warning.
+        learning_rate: Muon's learning rate, a number or a schedule.
+        adamw_learning_rate: AdamW's learning rate, a number or a schedule. None uses Muon's learning rate, which is
+            suitable with ``lr_scaling="match_rms_adamw"``.
+        decay: decay rate of Muon's momentum.
+        orthogonalize: as in `muon`. Parameters without an entry in its view use the views that `Labels` contain
+            (``labels.view()``); ``labels=Labels(labels)`` removes these views.
+        lr_scaling: how Muon's updates are scaled by shape, as in `scale_by_shape`.
+        weight_decay: Muon's decoupled weight decay.
+        adam: the transform that computes AdamW's direction. Muon always uses Nesterov momentum here; for Nesterov
+            momentum in AdamW too, give ``scale_by_adam(0.9, 0.95, nesterov=True)``.
+        adamw_weight_decay: AdamW's decoupled weight decay.
+        labels: "muon", "adamw" or None for each parameter, as in `partition`. Give ``default_labels(model)`` to label
+            by module type. The default labels by name and shape alone, and warns about this;
+            ``muonfx.select.default_labels_by_name`` gives the same labels without a warning.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     >>> from muonfx.select import default_labels_by_name
@@ -240,17 +244,18 @@ def muonclip(
     alpha: ScalarOrSchedule = 0.5,
     **options: Any,
 ) -> Transform:
-    """MuonClip: `muon_with_adamw`, with attention logits kept small by `qk_clip`.
+    """MuonClip: `muon_with_adamw` followed by `qk_clip`, which keeps attention logits small.
 
-    Each update takes the largest attention logits of its step: ``update(..., max_logits=...)``, or
-    ``optimizer.step(max_logits=...)``, with the result of `muonfx.transforms.attention.collect_max_logits`.
+    Each step requires the largest attention logits of its forward pass, which
+    `muonfx.transforms.attention.collect_max_logits` returns: ``update(..., max_logits=...)`` or
+    ``optimizer.step(max_logits=...)``.
 
     Args:
         heads: which parameters hold queries and keys, as in `qk_clip`.
-        learning_rate: Muon's, as in `muon_with_adamw`.
-        adamw_learning_rate: AdamW's, as in `muon_with_adamw`.
-        tau: the bound of the logits.
-        alpha: the query's share, as in `qk_clip`.
+        learning_rate: Muon's learning rate, as in `muon_with_adamw`.
+        adamw_learning_rate: AdamW's learning rate, as in `muon_with_adamw`.
+        tau: the bound of the logits; weights of heads with larger logits are scaled down.
+        alpha: the exponent of the query's share in the scaling, as in `qk_clip`.
         options: further arguments of `muon_with_adamw`.
 
     Follows Kimi K2 (arXiv 2507.20534), whose Muon is Moonlight's (arXiv 2502.16982).
