@@ -1,4 +1,4 @@
-"""AdEMAMix: Adam with a second average that forgets slowly."""
+"""AdEMAMix: Adam with a second, slower average of the gradient."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class AdemamixState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     mu: PyTree
-    """Fast first moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """Fast averages of the gradient, like the parameters, in ``mu_dtype``; a `QuantizedState` if it is quantized."""
     slow_mu: PyTree
-    """Slow first moments, likewise."""
+    """Slow averages of the gradient, in the same form as ``mu``."""
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
 
 
 @leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
@@ -40,21 +40,21 @@ def scale_by_ademamix(
     mu_dtype: StateDtype = "auto",
     nu_dtype: StateDtype = "auto",
 ):
-    r"""Divide a fast and a slow average of the gradient by the root of the averaged squared gradient.
+    r"""Divide the sum of a fast and a slow average of the gradient by the root of the averaged squared gradient.
 
     The update is $(\hat m_t + \alpha s_t) / (\sqrt{\hat v_t + \epsilon_{root}} + \epsilon)$, with $\hat m_t$ and
-    $\hat v_t$ as in `scale_by_adam`, and the slow average $s_t = \beta_3 s_{t-1} + (1 - \beta_3) g_t$ not corrected: it
-    fills slowly.
+    $\hat v_t$ as in `scale_by_adam`. The slow average is $s_t = \beta_3 s_{t-1} + (1 - \beta_3) g_t$, without bias
+    correction, so it grows slowly from zero.
 
     Args:
-        b1: decay of the fast moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        b3: decay of the slow moment, in [0, 1), or a schedule.
-        alpha: weight of the slow moment, not negative, or a schedule.
+        b1: decay rate of the fast average, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
+        b3: decay rate of the slow average, in [0, 1).
+        alpha: weight of the slow average, not negative.
         eps: added outside the root, not negative.
         eps_root: added inside the root, not negative.
-        mu_dtype: pinned dtype of both first moments, as in `scale_by_adam`.
-        nu_dtype: pinned dtype of the second moment, likewise.
+        mu_dtype: storage dtype of both averages of the gradient, as in `scale_by_adam`.
+        nu_dtype: storage dtype of the second moment, as in `scale_by_adam`.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".

@@ -1,4 +1,4 @@
-"""Transforms that act only at some steps."""
+"""Wrappers that apply a transform at selected steps and not at others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ConditionalState(NamedTuple):
     """State of `conditionally_transform` and `conditionally_mask`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64: also those at which the inner transform did not act."""
+    """Updates so far, int64, including the steps at which the inner transform was not applied."""
     inner: PyTree
     """The inner transform's state."""
 
@@ -32,7 +32,7 @@ class ConditionalState(NamedTuple):
 def _functions(
     name: str, inner: Transform, condition: Condition, otherwise: Callable[[Tensor], Tensor]
 ) -> InitAndUpdate:
-    """Build ``init`` and ``update``; ``otherwise`` computes the updates of steps at which the inner does not act."""
+    """Build ``init`` and ``update``; ``otherwise`` maps each update at the steps without the inner transform."""
     require_transform(f"{name}: inner", inner)
     if not callable(condition):
         raise TypeError(f"{name}: should_transform must be a function of the count, found {condition!r}")
@@ -72,13 +72,14 @@ _conditional = transform(
 
 @_conditional
 def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
-    """Apply a transform at some steps only; at other steps, its updates and state are unchanged.
+    """Apply a transform at the steps that a condition selects; at all other steps, return the updates unchanged.
 
-    The inner transform runs at every step, and its result is selected on the device, so the host does not wait.
+    At the other steps, the state of the inner transform stays the same. The inner transform still runs at every step;
+    its result is kept or discarded on the device, so the host does not wait.
 
     Args:
-        inner: the transform.
-        should_transform: a function of the number of updates before this one, a 0-d int64 tensor, that returns a 0-d
+        inner: the transform to apply.
+        should_transform: the condition: a function from the number of previous updates, a 0-d int64 tensor, to a 0-d
             bool tensor. To pickle the transform, use a function that is defined in a module.
 
     Raises:
@@ -102,11 +103,13 @@ def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor
 
 @_conditional
 def conditionally_mask(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
-    """Apply a transform at some steps only; at other steps updates are zero, and its state stays unchanged.
+    """Apply a transform at the steps that a condition selects; at all other steps, return zero updates.
+
+    At the other steps, the state of the inner transform stays the same.
 
     Args:
-        inner: the transform.
-        should_transform: as for `conditionally_transform`.
+        inner: the transform to apply.
+        should_transform: the condition, a function as for `conditionally_transform`.
 
     Raises:
         TypeError: ``should_transform`` is not callable; at `update`, it returns something else.

@@ -25,35 +25,35 @@ class DionState(NamedTuple):
     """State of `scale_by_dion`."""
 
     trace: PyTree
-    """The part of the summed gradients that no update has applied yet, like the parameters, in the pinned dtype."""
+    """The sum of past gradients minus the part that updates have applied, like the parameters, in ``dtype``."""
     basis: PyTree
-    """The right factor of the last update, (..., columns, rank): a `MatrixSlot` in the pinned dtype."""
+    """The right factor $Q$ of the last update of each matrix, (..., columns, rank), in ``dtype``."""
 
 
 class SampledMomentumState(NamedTuple):
     """State of `sampled_momentum`."""
 
     trace: PyTree
-    """The part of the summed gradients that no update has applied yet, like the parameters, in the pinned dtype."""
+    """The sum of past gradients minus the part that updates have applied, like the parameters, in ``dtype``."""
 
 
 @matrixwise(short_names={"momentum": "decay"}, position="sets_size")
 def scale_by_dion(
     rank: int = 768, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
 ):
-    r"""Replace each matrix by $P Q^T$ of low rank, with orthonormal columns of $P$ and unit columns of $Q$.
+    r"""Replace each matrix by a low-rank matrix $P Q^T$; $P$ has orthonormal columns and $Q$ has unit columns.
 
-    A step of power iteration on $M = M_{t-1} + G$ from the last right factor: $P = \mathrm{qr}(M Q_{t-1})$, $R = M^T
-    P$, and $Q$ is $R$ with unit columns. The part that the update approximates is subtracted from the sum, and the rest
-    is kept for later steps: $M_t = M - (1 - \beta) P R^T$. `scale_by_shape` ("spectral") follows it in a chain.
+    Each step adds the gradient to the state, $M = M_{t-1} + G$, and does one step of power iteration from the last
+    right factor: $P = \mathrm{qr}(M Q_{t-1})$, $R = M^T P$, and $Q$ is $R$ with unit columns. The state then loses most
+    of its low-rank part: $M_t = M - (1 - \beta) P R^T$. Put ``scale_by_shape("spectral")`` after it.
 
-    The first right factors are the same for all matrices of one shape, uniform in [-1, 1). A column of $Q$ that would
-    be zero keeps its old direction and adds nothing to the update.
+    The initial $Q$ is uniform in [-1, 1), and the same for all matrices of one shape. If a column of $R$ is zero, $Q$
+    keeps its old column in the state, and the update does not contain it.
 
     Args:
         rank: the maximal rank of the update; the rank is lower if a side of the matrix is shorter.
         decay: $\beta$, in [0, 1).
-        dtype: pinned dtype of both states; "auto" is float32, but float64 for a float64 parameter; None is the dtype of
+        dtype: storage dtype of both states. "auto" is float32, or float64 for float64 parameters; None is the dtype of
             each parameter.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
@@ -61,7 +61,7 @@ def scale_by_dion(
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
             matrix or does not fit the view.
 
-    Follows Dion (Ahn et al., arXiv 2504.05295), computed on the whole matrix by one rank.
+    Follows Dion (Ahn et al., arXiv 2504.05295). Here one rank computes on the whole matrix.
 
     Example:
         >>> import muonfx as mfx
@@ -100,18 +100,18 @@ def scale_by_dion(
 def sampled_momentum(
     one_in: int = 4, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
 ):
-    r"""Sum the gradients, and return only the rows, or columns, of the sum with the largest magnitudes.
+    r"""Sum the gradients over time, and return the rows (or columns) of the sum with the largest magnitudes.
 
-    The slices of each matrix $M = M_{t-1} + G$ along its shorter side are ranked by their sum of magnitudes. The update
-    contains the largest slices, and zeros elsewhere. The state keeps the sum, with the returned slices multiplied by
-    $\beta$. `orthogonalize` can follow, because zero rows do not affect the polar factor of the others; its cost
-    stays the same.
+    In each matrix $M = M_{t-1} + G$, the rows (the columns if there are fewer) are ranked by their sum of magnitudes.
+    The update contains the largest rows, and zeros elsewhere. In the state, the returned rows are multiplied by $\beta$
+    and all other rows stay. `orthogonalize` can follow: zero rows do not affect the result for the other rows. Its cost
+    is not reduced.
 
     Args:
-        one_in: one of this many slices is returned, rounded up. It is the reciprocal of the authors' ``fraction``.
-        decay: $\beta$, in [0, 1).
-        dtype: pinned dtype of the sum; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
-            own.
+        one_in: return one row (or column) in this many, rounded up; the reciprocal of the authors' ``fraction``.
+        decay: $\beta$, the factor of returned rows in the state, in [0, 1).
+        dtype: storage dtype of the sum. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
+            parameter.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
@@ -140,7 +140,7 @@ def sampled_momentum(
 
 
 def _largest_slices(matrix: Tensor, one_in: int) -> Tensor:
-    """Return a mask of the elements in the largest slices along the shorter side."""
+    """Return a mask of the elements in the largest rows, or in the largest columns if there are fewer columns."""
     side, other = (-2, -1) if matrix.shape[-2] <= matrix.shape[-1] else (-1, -2)
     sums = matrix.detach().abs().sum(other, keepdim=True)
     order = sums.argsort(dim=side, descending=True, stable=True)  # topk does not define its choice among ties

@@ -1,4 +1,4 @@
-"""Learning rates from the distance to the initial parameters and the gradients so far: DoG and DoWG."""
+"""DoG and DoWG: learning rates computed from the distance to the initial parameters and the past gradients."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class DogState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     max_dist: Tensor
-    """The largest distance from the start so far, 0-d."""
+    """The largest distance from the initial parameters so far, 0-d."""
     sum_sq_norm_grads: Tensor
     """The sum of the squared norms of the gradients, 0-d."""
     start: PyTree
-    """The parameters at the start, in their own dtypes."""
+    """The initial parameters, in their own dtypes."""
 
 
 class DowgState(NamedTuple):
     """State of `scale_by_dowg`."""
 
     estim_sq_dist: Tensor
-    """The largest squared distance from the start so far, 0-d."""
+    """The largest squared distance from the initial parameters so far, 0-d."""
     weighted_sq_norm_grads: Tensor
     """The sum of the squared norms of the gradients, each times ``estim_sq_dist`` at its step, 0-d."""
     start: PyTree
-    """The parameters at the start, in their own dtypes."""
+    """The initial parameters, in their own dtypes."""
 
 
 def _functions(
@@ -52,10 +52,10 @@ def _functions(
     init: Callable[[PyTree], State],
     advance: Callable[[State, Tensor, Tensor, Callable[[], Tensor]], tuple[Tensor, State]],
 ) -> InitAndUpdate:
-    """Build an update that multiplies by the factor of ``advance(state, square, distance, size)``.
+    """Build ``init`` and an update that multiplies by a factor; ``advance`` returns the factor and the new state.
 
-    ``square`` is the squared norm of the updates, ``distance`` the squared distance from the start, and ``size()`` the
-    squared norm of the start, over leaves with a gradient.
+    ``advance(state, square, distance, size)`` receives the squared norm of the updates, the squared distance from the
+    initial parameters, and a function for the squared norm of the initial parameters that have a gradient.
     """
 
     def update(
@@ -79,20 +79,20 @@ def _functions(
 
 @transform(locality=Locality.TREE, short_names={"eps": "eps"}, position="sets_size")
 def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-8):
-    r"""Scale gradients by the distance from the start over the root of the sum of their squares.
+    r"""Scale gradients by the learning rate of DoG (distance over gradients), with no rate to tune.
 
-    $\eta_t = \max_{s \le t} \|p_s - p_0\| / \sqrt{\sum_{s \le t} \|g_s\|^2 + \epsilon}$, with norms over all leaves, on
-    all ranks. The distance is at least $\alpha (1 + \|p_0\|)$, where $p_0$ has the leaves with a gradient at the first
-    step.
+    The rate is $\eta_t = \max_{s \le t} \|p_s - p_0\| / \sqrt{\sum_{s \le t} \|g_s\|^2 + \epsilon}$, with norms over
+    all leaves, on all ranks. The distance is at least $\alpha (1 + \|p_0\|)$, where $p_0$ has the leaves with a
+    gradient at the first step.
 
     Args:
-        init_step: $\alpha$, positive: 1e-6, or 1e-4 with batch normalization.
+        init_step: $\alpha$, positive; usually 1e-6, or 1e-4 with batch normalization.
         eps: added to the sum of squares, positive.
 
     Raises:
         ValueError: an argument is not positive and finite; at `update`, ``params`` is missing.
 
-    The authors recommend evaluating an average of the parameters, such as that of `ema_params`. Follows Ivgi et al.
+    The authors recommend evaluating an average of the parameters, as `ema_params` computes. Follows Ivgi et al.
     (arXiv 2302.12022) and Optax's transform of ``contrib.dog`` with its "heuristic" first step.
 
     >>> import muonfx as mfx
@@ -120,13 +120,13 @@ def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-
 
 @transform(locality=Locality.TREE, short_names={"eps": "eps"}, position="sets_size")
 def scale_by_dowg(init_estim_sq_dist: ScalarOrSchedule | None = None, eps: ScalarOrSchedule = 1e-4):
-    r"""Scale gradients by the squared distance from the start over the root of their sum, weighted by that distance.
+    r"""Scale gradients by the learning rate of DoWG (distance over weighted gradients), with no rate to tune.
 
-    $\eta_t = r_t / (\sqrt{\sum_{s \le t} r_s \|g_s\|^2} + \epsilon)$ with $r_t = \max_{s \le t} \|p_s - p_0\|^2$, and
-    norms over all leaves, on all ranks.
+    The rate is $\eta_t = r_t / (\sqrt{\sum_{s \le t} r_s \|g_s\|^2} + \epsilon)$ with $r_t = \max_{s \le t} \|p_s -
+    p_0\|^2$, and norms over all leaves, on all ranks.
 
     Args:
-        init_estim_sq_dist: the smallest value of $r_t$, positive; None is ``eps``.
+        init_estim_sq_dist: the lower bound of $r_t$, positive; None is ``eps``.
         eps: added to the root, positive.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Lookahead: slow weights that are moved towards the fast weights every few steps."""
+"""Lookahead: slow weights that move towards the trained parameters (fast weights) every few steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class LookaheadState(NamedTuple):
     """State of `lookahead`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates since the fast weights were last reset to the slow weights, int64."""
+    """Updates since the parameters were last reset to the slow weights, int64."""
     slow: PyTree
-    """The slow weights, like the parameters, in the pinned dtype: use them for evaluation."""
+    """The slow weights, like the parameters, in ``dtype``; use them for evaluation."""
     inner: PyTree
     """The inner transform's state."""
 
@@ -35,7 +35,7 @@ class LookaheadState(NamedTuple):
     position="last",
 )
 def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dtype: WideStateDtype = "auto"):
-    """Update the parameters, and every few steps reset them to slow weights that follow the parameters.
+    """Run a transform, and every few steps reset the parameters to slow weights that follow them.
 
     At every ``sync_period``-th update, the slow weights move towards the parameters by the fraction ``slow_step_size``
     of the distance, and the parameters are set to the slow weights. The state of the inner transform is not reset.
@@ -43,9 +43,9 @@ def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dty
     Args:
         inner: the whole chain, including the learning rate; no transform may change the updates after `lookahead`.
         sync_period: the number of updates between two resets, 1 or more.
-        slow_step_size: the fraction of the distance, usually 0.5.
-        dtype: pinned dtype of the slow weights; "auto" is float32, but float64 for a float64 parameter; None is each
-            parameter's own.
+        slow_step_size: the fraction of the distance that the slow weights move, usually 0.5.
+        dtype: storage dtype of the slow weights. "auto" is float32, or float64 for float64 parameters; None is the
+            dtype of each parameter.
 
     The slow weights are a part of the state, whereas Optax keeps fast and slow weights as a pair of trees.
 

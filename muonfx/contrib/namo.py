@@ -1,4 +1,4 @@
-"""NAMO: an orthogonalized momentum, scaled according to the noise of the gradients."""
+"""NAMO: orthogonalized momentum, scaled down when gradients are noisy."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class NamoState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     mu: PyTree
-    """The average gradient, like the parameters, in the pinned dtype."""
+    """The average gradient, like the parameters, in ``dtype``."""
     nu: PyTree
-    """The average squared norm of each matrix's gradient, a `MatrixSlot` of shape (..., 1, 1) in the pinned dtype."""
+    """The average squared norm of the gradient of each matrix, of shape (..., 1, 1), in ``dtype``."""
     inner: PyTree
     """The inner transform's state."""
 
@@ -52,20 +52,22 @@ def scale_by_namo(
     dtype: WideStateDtype = "auto",
     view: MatrixView = MatrixView(),
 ):
-    r"""Average gradients, apply a transform, and scale each matrix by the average's norm over the gradients' norm.
+    r"""Average gradients, apply a transform to the average, and scale each matrix down if its gradients are noisy.
 
-    $M_t = \beta_1 M_{t-1} + (1 - \beta_1) G_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \|G_t\|_F^2$, and the update is
-    $\alpha_t D(M_t)$ with $\alpha_t = \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{\|M_t\|_F}{\sqrt{v_t} +
-    \epsilon}$ for the inner transform $D$: near 1 if gradients agree, small if they are noise.
+    With $M_t = \beta_1 M_{t-1} + (1 - \beta_1) G_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \|G_t\|_F^2$, the update
+    is $\alpha_t D(M_t)$ with $\alpha_t = \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{\|M_t\|_F}{\sqrt{v_t} +
+    \epsilon}$ for the inner transform $D$. The factor $\alpha_t$ is near 1 if gradients agree, and small if they are
+    noise.
 
     Args:
-        inner: `orthogonalize`; if `add_decayed_weights` follows it, $\alpha_t$ scales the decay too, as in the paper.
-        b1: decay of the average, in [0, 1).
-        b2: decay of the squared norm, in [0, 1).
-        eps: added to the root, not negative.
-        dtype: pinned dtype of both states; "auto" is float32, but float64 for a float64 parameter; None is the dtype of
-            each parameter.
-        view: which matrices a leaf consists of; the same as for the inner transform.
+        inner: the transform $D$, usually `orthogonalize`. If it is a chain with `add_decayed_weights`, $\alpha_t$
+            scales the decay too, as in the paper.
+        b1: decay rate of the average, in [0, 1).
+        b2: decay rate of the squared norm, in [0, 1).
+        eps: added to the root in the divisor, not negative.
+        dtype: storage dtype of both averages. "auto" is float32, or float64 for float64 parameters; None is the dtype
+            of each parameter.
+        view: which matrices a leaf consists of; give the same view as to the inner transform.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
@@ -129,7 +131,7 @@ def scale_by_namo(
 def _size(
     gradient: Tensor, average: Tensor, moment: Tensor, b2: float | Tensor, eps: float | Tensor, correction: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the new second moment of a matrix and the factor of its update."""
+    """Return the new average of a matrix's squared gradient norm, and the factor of its update."""
     wide = ew.wide_dtype(gradient.dtype, moment.dtype)
     old, square = moment.to(wide), norm(gradient).to(wide).square()
     new = old + (1.0 - b2) * (square.clamp(max=torch.finfo(moment.dtype).max) - old)

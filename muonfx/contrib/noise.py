@@ -24,21 +24,21 @@ class AddNoiseState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     keys: PyTree
-    """For each parameter, the key of its noise: 0-d int64, a hash of the seed and the parameter's name."""
+    """For each parameter, the seed of its noise: 0-d int64, a hash of ``seed`` and the parameter's name."""
 
 
 # LEAF although elements are independent: the noise of an element depends on its index in the whole leaf.
 @transform(locality=Locality.LEAF, reads_params=False)
 def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, seed: int = 0):
-    r"""Add Gaussian noise with a decreasing variance: $\eta / t^\gamma$ at the t-th update.
+    r"""Add Gaussian noise to the updates, with the decreasing variance $\eta / t^\gamma$ at the t-th update.
 
     The noise is a pure function of the seed, the step, the name of the parameter and the index of the element. It does
-    not depend on random generators, and is the same under every layout, compiled and eager. Under ``torch.func.vmap``,
-    all members of a batch get the same noise, unless their states have different ``keys``.
+    not depend on random generators, and is the same compiled, eager and under every sharding. Under
+    ``torch.func.vmap``, all members of a batch get the same noise, unless their states have different ``keys``.
 
     Args:
         eta: the variance at the first update, not negative.
-        gamma: the exponent of its decay, not negative.
+        gamma: the exponent with which the variance decreases, not negative.
         seed: the seed of the noise; use a different seed for each `add_noise` in a chain.
 
     Raises:

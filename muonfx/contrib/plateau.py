@@ -1,4 +1,4 @@
-"""Smaller steps when the loss stops falling."""
+"""Scaling of updates that is reduced when the loss stops falling."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ReduceOnPlateauState(NamedTuple):
     """State of `reduce_on_plateau`."""
 
     scale: Tensor
-    """The factor of the updates, 0-d."""
+    """The current factor of the updates, 0-d."""
     best_value: Tensor
-    """The least loss so far, 0-d."""
+    """The lowest loss so far, 0-d."""
     plateau_count: Tensor
-    """Losses since the last improvement, int64."""
+    """The number of losses since the last improvement or reduction, int64."""
     cooldown_count: Tensor
-    """Number of further losses that do not count as lack of improvement, int64."""
+    """The number of remaining losses in the cooldown, int64."""
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
@@ -55,17 +55,16 @@ def reduce_on_plateau(
 ):
     """Scale updates down when the loss has not improved for some time.
 
-    The loss is the named extra ``value``: ``update(updates, state, params, value=loss)`` or
-    ``optimizer.step(value=loss)``; a number or a 0-d tensor, the same on all ranks. Nothing is read back from the
-    device.
+    Give the loss at every step: ``update(updates, state, params, value=loss)`` or ``optimizer.step(value=loss)``. It is
+    a number or a 0-d tensor, the same on all ranks, and is not read on the host.
 
     Args:
         factor: the factor by which the scale is multiplied at each reduction, in (0, 1).
         patience: the number of losses without improvement after which the scale is reduced, 1 or more.
-        rtol: the fraction of the best loss by which a loss must be lower to be an improvement, in [0, 1].
-        atol: the absolute amount by which a loss must be lower, 0 or more; ``rtol`` or ``atol`` must be positive.
-        cooldown: the number of losses after a reduction that do not count as lack of improvement, 0 or more.
-        min_scale: the minimal scale.
+        rtol: a loss is an improvement if it is below ``(1 - rtol) * best - atol``; in [0, 1].
+        atol: the absolute part of this threshold, 0 or more. ``rtol`` or ``atol`` must be positive.
+        cooldown: the number of losses after a reduction that are not counted towards ``patience``, 0 or more.
+        min_scale: the lower bound of the scale, 0 or more.
 
     Raises:
         TypeError: ``patience`` or ``cooldown`` is not an int; at `update`, ``value`` is missing or not a real number.

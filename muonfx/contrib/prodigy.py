@@ -1,4 +1,4 @@
-"""Prodigy: Adam's steps with an estimated learning rate."""
+"""Prodigy: Adam with a learning rate that is estimated during training."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class ProdigyState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     estim_lr: Tensor
-    """The estimate of the learning rate, 0-d: it never falls."""
+    """The estimate of the learning rate, 0-d. It never decreases."""
     numerator: Tensor
     """The numerator of the estimate, 0-d."""
     mu: PyTree
-    """First moments, like the parameters, in the pinned dtype."""
+    """First moments, like the parameters, in ``dtype``."""
     nu: PyTree
-    """Second moments, likewise."""
+    """Second moments, like the parameters, in ``dtype``."""
     grad_sum: PyTree
-    """Weighted sums of the gradients, likewise."""
+    """Weighted sums of the gradients, like the parameters, in ``dtype``."""
     start: PyTree
     """The initial parameters, in their own dtypes."""
 
@@ -58,24 +58,25 @@ def scale_by_prodigy(
     safeguard_warmup: bool = False,
     dtype: WideStateDtype = "auto",
 ):
-    r"""Scale gradients as Adam does, times a learning rate that is estimated from the distance to the start.
+    r"""Scale gradients as Adam does, and multiply them by an estimate of the learning rate.
 
-    The estimate $d$ grows to the largest of $\langle g_t, p_0 - p_t \rangle$, averaged with weights, over the sum of
-    magnitudes of the gradients, averaged with the same weights. Both are sums over all leaves, on all ranks.
+    The estimate is the largest ratio so far of two sums over all leaves on all ranks. The numerator is a weighted
+    average of $\langle g_t, p_0 - p_t \rangle$, where $p_0$ are the initial parameters; the denominator is the sum of
+    magnitudes of a weighted average of the gradients.
 
     Args:
         learning_rate: a factor of the estimated rate, usually 1 or a schedule that falls from 1 to 0. It affects the
-            estimate, so it is applied here. The sign of the updates is not changed.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1); its root is the decay of the averages in the estimate.
-        eps: added outside the root, times the estimate; not negative.
-        estim_lr0: the estimate at the start, positive and small.
+            estimate, so it is applied here. The updates still point uphill: put ``scale(-1.0)`` after this transform.
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1); its root is the decay rate of the averages in the estimate.
+        eps: multiplied by the estimate and added outside the root, not negative.
+        estim_lr0: the initial estimate, positive and small.
         estim_lr_coef: a factor of new estimates, positive.
-        weight_decay: decoupled weight decay: the parameters times this factor are added to Adam's step, before it is
-            multiplied by the rate.
+        weight_decay: decoupled: the parameters times this factor are added to Adam's step, before the sum is multiplied
+            by the rate.
         safeguard_warmup: leave the learning rate out of the denominator of the estimate; use it with a warmup.
-        dtype: pinned dtype of the moments and sums; "auto" is float32, but float64 for a float64 parameter; None is
-            each parameter's own.
+        dtype: storage dtype of the moments and sums. "auto" is float32, or float64 for float64 parameters; None is the
+            dtype of each parameter.
 
     Raises:
         ValueError: an argument is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
