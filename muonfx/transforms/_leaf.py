@@ -1,4 +1,4 @@
-"""A leaf that records the operations on it, each a function of the lists of all leaves; and the plan made of them."""
+"""A placeholder leaf that records the operations on it, and the plan that runs them on the lists of all leaves."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def _refuse(*_: object) -> NoReturn:
 
 
 class Leaf:
-    """One leaf in the arithmetic of a `leafwise` step, in the dtype to compute in.
+    """A placeholder for any leaf of a tree, which `leafwise` passes to its step function.
 
-    Operators and the functions and methods of torch work on it as on a tensor, and return a new value: ``x *= 2``
-    rebinds ``x``. Comparisons give masks. A leaf has no values yet: nothing may be decided on them, and its shape and
-    dtype cannot be read, since it represents every leaf of a tree.
+    Operators and torch functions work on it as on a tensor. They are recorded, later run on every leaf in the compute
+    dtype, and return a new placeholder: ``x *= 2`` rebinds ``x``. It has no values, shape or dtype to read, so ``if``
+    on a comparison raises an error; use ``torch.where`` with the comparison as the mask.
 
     >>> import muonfx as mfx
     >>> @mfx.leafwise

@@ -28,7 +28,7 @@ class AccumulateState(NamedTuple):
     """For each leaf, the micro-batches since the last update in which it had a gradient, int64, in CPU memory. Leaves
     are sorted by path in any container."""
     sums: PyTree
-    """The sums of gradients, like the parameters, in the pinned dtype."""
+    """The sums of gradients, like the parameters, in ``dtype``."""
     inner: PyTree
     """The inner transform's state."""
 
@@ -61,7 +61,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         inner: the transform to run on the accumulated gradient.
         every: the number of micro-batches of one update.
         mean: divide the sum by the number of micro-batches.
-        dtype: pinned dtype of the sums, as for `MatrixSlot`.
+        dtype: storage dtype of the sums, as for `MatrixSlot`.
 
     Raises:
         TypeError: at `update`, ``boundary`` is neither a bool nor None nor a bool tensor of one element.

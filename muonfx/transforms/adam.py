@@ -21,9 +21,9 @@ class AdamState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     mu: PyTree
-    """First moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """Averages of the gradient, like the parameters, in ``mu_dtype``; a `QuantizedState` if it is quantized."""
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
 
 
 @leafwise(
@@ -47,15 +47,15 @@ def scale_by_adam(
     $\hat v_t = v_t / (1 - \beta_2^t)$.
 
     Args:
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
         eps: added outside the root, not negative.
         eps_root: added inside the root, not negative; give a small one to differentiate through updates whose gradients
             can be exactly zero, where the root has no derivative.
-        nesterov: look one step ahead, as NAdam does:
+        nesterov: use Nesterov momentum, as NAdam does:
             $\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)$.
-        mu_dtype: pinned dtype of the first moment, as for `Slot`.
-        nu_dtype: pinned dtype of the second moment, likewise.
+        mu_dtype: storage dtype of the first moment, as for `Slot`.
+        nu_dtype: storage dtype of the second moment, as for `Slot`.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".

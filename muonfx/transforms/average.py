@@ -21,7 +21,7 @@ class EmaParamsState(NamedTuple):
     """State of `ema_params`."""
 
     average: PyTree
-    """The averaged parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """The averaged parameters, in ``dtype``; a `QuantizedState` if it is quantized."""
 
 
 @leafwise(reads_params="updated", position="last_observer")
@@ -32,7 +32,7 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
 
     Args:
         decay: weight of the old average, in [0, 1).
-        dtype: pinned dtype of the average, as for `Slot`.
+        dtype: storage dtype of the average, as for `Slot`.
 
     Raises:
         ValueError: ``decay`` is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
@@ -57,7 +57,7 @@ class MasterParamsState(NamedTuple):
     """State of `master_params`."""
 
     master: PyTree
-    """The parameters in the master dtype: the truth, of which the model holds a rounding."""
+    """The exact parameters, in the master dtype; the model's parameters are these, rounded."""
     inner: PyTree
     """The inner transform's state, over the master."""
 
@@ -82,7 +82,7 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     the master. Load first, or `init` again.
 
     Returns:
-        A transform of the inner one's locality whose updates have the master's dtype, not the gradients'.
+        A transform whose updates have the dtype of the master copy, not of the gradients.
 
     Raises:
         ValueError: ``dtype`` is a string other than "auto"; at `update`, ``params`` is missing.

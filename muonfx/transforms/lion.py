@@ -17,7 +17,7 @@ class LionState(NamedTuple):
     """State of `scale_by_lion`."""
 
     mu: PyTree
-    """The average gradient, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """The average gradient, like the parameters, in ``mu_dtype``; a `QuantizedState` if it is quantized."""
 
 
 @leafwise(
@@ -25,12 +25,14 @@ class LionState(NamedTuple):
     position="sets_size",
 )
 def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"):
-    r"""Take the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, then average with $\beta_2$.
+    r"""Replace updates by the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$.
+
+    The average is $m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t$.
 
     Args:
         b1: weight of the average in the update, in [0, 1).
-        b2: decay of the average, in [0, 1).
-        mu_dtype: pinned dtype of the average, as for `Slot`.
+        b2: decay rate of the average, in [0, 1).
+        mu_dtype: storage dtype of the average, as for `Slot`.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".

@@ -20,7 +20,7 @@ class MomentumState(NamedTuple):
     """State of `momentum`."""
 
     trace: PyTree
-    """The average, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """The average, like the parameters, in ``dtype``; a `QuantizedState` if it is quantized."""
 
 
 class DebiasedMomentumState(NamedTuple):
@@ -29,7 +29,7 @@ class DebiasedMomentumState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     trace: PyTree
-    """The average, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """The average, like the parameters, in ``dtype``; a `QuantizedState` if it is quantized."""
 
 
 @leafwise(short_names={"momentum": "decay"})
@@ -41,24 +41,23 @@ def momentum(
     heavy_ball: bool = False,
     dtype: StateDtype = "auto",
 ):
-    r"""Average gradients over time.
+    r"""Replace gradients by their running average.
 
-    $m_t = \beta m_{t-1} + (1 - \beta) g_t$ and the update is $\beta m_t + (1 - \beta) g_t$ with Nesterov's look-ahead,
-    else $m_t$. With ``heavy_ball`` the average is a sum, $m_t = \beta m_{t-1} + g_t$, and the look-ahead $g_t + \beta
-    m_t$.
+    The average is $m_t = \beta m_{t-1} + (1 - \beta) g_t$ and the update is $\beta m_t + (1 - \beta) g_t$ with
+    Nesterov's look-ahead, else $m_t$. With ``heavy_ball`` the average is a sum, $m_t = \beta m_{t-1} + g_t$, and the
+    look-ahead $g_t + \beta m_t$.
 
     Args:
         decay: $\beta$, in [0, 1).
-        nesterov: look one step ahead.
+        nesterov: use Nesterov's look-ahead.
         debias: divide by the total weight of the average, as Adam does; with Nesterov both terms, as NAdam does:
             $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$. All parameters share the count t.
         heavy_ball: sum instead of averaging; it has no bias to correct.
-        dtype: pinned dtype of the state, as for `Slot`. The arithmetic is done in the wider of gradient and state, and
-            in at least fp32.
+        dtype: storage dtype of the average, as for `Slot`. The arithmetic is done in the wider of gradient and state,
+            and in at least fp32.
 
     Returns:
-        A transform with a `MomentumState`, or a `DebiasedMomentumState`; of locality ELEMENT, or LEAF with a quantized
-        dtype.
+        A transform with a `MomentumState`, or with a `DebiasedMomentumState` if ``debias``.
 
     Raises:
         ValueError: ``decay`` is out of range, ``debias`` is combined with ``heavy_ball``, or ``dtype`` is a string

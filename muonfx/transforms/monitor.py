@@ -146,10 +146,10 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
 
 
 def metrics(state: PyTree) -> dict[str, Tensor]:
-    """Collect the values of all monitors in a state, by name.
+    """Return the values that all monitors in a state measured: a dict from "name/metric" to a 0-d tensor.
 
     Raises:
-        ValueError: two monitors have one name, so that one's values would hide the other's.
+        ValueError: two monitors have the same name.
 
     >>> import muonfx as mfx
     >>> list(metrics(mfx.chain(mfx.monitor("grad")).init({"w": torch.zeros(2)})))

@@ -23,7 +23,7 @@ class NeuronsState(NamedTuple):
     """State of `normalize_neurons`."""
 
     nu: PyTree
-    """Second moment of each row, (..., rows, 1), or column, (..., 1, columns): a `MatrixSlot` in the pinned dtype."""
+    """Second moment of each row, (..., rows, 1), or column, (..., 1, columns), in ``dtype``."""
 
 
 @matrixwise(position=lambda *_, keep_norm, **__: None if keep_norm else "sets_size")
@@ -49,8 +49,8 @@ def normalize_neurons(
         keep_norm: give each matrix the norm that it had before.
         axis: "rows" as in the paper and Dion's "neuron", or "longer" for the columns of a matrix (or block) with more
             columns than rows, and the rows of any other, as in modded-nanogpt, Emerging-Optimizers and Dion's
-            "short_axis". In an orthogonal matrix only these lines differ in length.
-        dtype: pinned dtype of the second moment, as for `MatrixSlot`.
+            "short_axis". In an orthogonalized matrix the lines along the other axis all have norm 1.
+        dtype: storage dtype of the second moment, as for `MatrixSlot`.
         view: which matrices a leaf consists of, as for `orthogonalize`. Each block keeps its own norm.
 
     Raises:

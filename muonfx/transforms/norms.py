@@ -23,7 +23,7 @@ __all__ = ["centralize", "normalize_by_update_norm", "scale_by_trust_ratio"]
 def scale_by_trust_ratio(
     min_norm: ScalarOrSchedule = 0.0, trust_coefficient: ScalarOrSchedule = 1.0, eps: ScalarOrSchedule = 0.0
 ):
-    r"""Give each leaf of the updates the norm of its parameter, times a coefficient.
+    r"""Rescale each leaf of the updates to the norm of its parameter, times a coefficient.
 
     The update is $u \, \eta \|p\| / (\|u\| + \epsilon)$, or $u$ if either norm is zero. After `scale_by_adam` and
     `add_decayed_weights` it makes LAMB; before a heavy-ball `momentum` it makes LARS.
@@ -101,7 +101,7 @@ def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOr
 
 @transform(locality=Locality.LEAF, reads_params=False)
 def centralize():
-    """Subtract from each row of a leaf its mean: over all dims but the first, the inputs of an output feature.
+    """Subtract from each output feature (index of the first dim) of a leaf its mean over all other dims.
 
     Leaves of fewer than two dims pass unchanged.
 

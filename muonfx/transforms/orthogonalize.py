@@ -54,13 +54,13 @@ def orthogonalize(
         steps: how many steps; None takes the set's own number.
         method: "standard" or "gram"; "auto" takes the cheaper one by shape (`muonfx.polar.explain` prints the choice
             and the reason).
-        dtype: what to compute in; "auto" decides by the device, and is at least fp32 if derivatives are taken
+        dtype: the compute dtype; "auto" decides by the device, and is at least fp32 if derivatives are taken
             through the transform. Updates are returned in their own dtype.
         products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
         view: which matrices a leaf consists of: ``MatrixView(blocks={"*.qkv.weight": 3})`` for a fused QKV.
 
     Returns:
-        A stateless transform. Its locality is MATRIX if the dims of the view are the last two, else LEAF.
+        A stateless transform. It reads one matrix at a time if the view's matrices are the last two dims, else a leaf.
 
     Raises:
         ValueError: a setting is malformed; at `update`, a leaf is not a matrix or does not fit the view.

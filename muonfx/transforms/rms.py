@@ -22,7 +22,7 @@ class RmsState(NamedTuple):
     """State of `scale_by_rms`."""
 
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
 
 
 class DebiasedRmsState(NamedTuple):
@@ -31,7 +31,7 @@ class DebiasedRmsState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype; a `QuantizedState` if that dtype is quantized."""
+    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
 
 
 @leafwise(short_names={"alpha": "decay", "eps": "eps"}, position="sets_size")
@@ -43,7 +43,7 @@ def scale_by_rms(
     debias: bool = False,
     nu_dtype: StateDtype = "auto",
 ):
-    r"""Divide by the root of the averaged squared gradient.
+    r"""Divide updates by the root of their averaged square.
 
     $v_t = \beta v_{t-1} + (1 - \beta) g_t^2$, and the update is $g_t / \sqrt{v_t + \epsilon}$, or
     $g_t / (\sqrt{v_t} + \epsilon)$ with ``eps_in_sqrt=False``.
@@ -53,11 +53,11 @@ def scale_by_rms(
         eps: $\epsilon$, not negative.
         eps_in_sqrt: add $\epsilon$ inside the root.
         debias: divide the average by the weight that it has gathered, $1 - \beta^t$, as Adam does; with
-            ``eps_in_sqrt=False`` the result is `scale_by_adam` with b1 of 0. The count t is one for all parameters.
-        nu_dtype: pinned dtype of the average, as for `Slot`.
+            ``eps_in_sqrt=False`` the result is `scale_by_adam` with b1 of 0. All parameters share the count t.
+        nu_dtype: storage dtype of the average, as for `Slot`.
 
     Returns:
-        A transform with an `RmsState`, or a `DebiasedRmsState`; of locality ELEMENT, or LEAF with a quantized dtype.
+        A transform with an `RmsState`, or with a `DebiasedRmsState` if ``debias``.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".

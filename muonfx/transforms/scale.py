@@ -137,7 +137,7 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
 
 @transform(locality=Locality.ELEMENT)
 def scale_each(factors: Mapping[str, float]):
-    """Multiply each leaf by its own number: `scale_by_shape` for known shapes."""
+    """Multiply each leaf by a fixed factor, given by name; `scale_by_shape` becomes this once shapes are known."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)

@@ -23,7 +23,7 @@ class WeightNormsState(NamedTuple):
     """State of `keep_weight_norms`."""
 
     radius: PyTree
-    """The norm that each matrix keeps, a `MatrixSlot` of shape (..., 1, 1) in the pinned dtype."""
+    """The Frobenius norm that each matrix keeps, of shape (..., 1, 1), in ``dtype``."""
 
 
 @matrixwise(reads_params=True, position="sets_size")
@@ -70,7 +70,7 @@ def keep_weight_norms(
     `scale_by_learning_rate`. A matrix that was zero at `init` is not constrained.
 
     Args:
-        dtype: pinned dtype of the norms, as for `MatrixSlot`.
+        dtype: storage dtype of the norms, as for `MatrixSlot`.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
