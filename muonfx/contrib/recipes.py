@@ -48,15 +48,15 @@ def scion(
     orthogonalize: Transform = orthogonalize(),
     labels: Any = default_labels,
 ) -> Transform:
-    """Scion: for each parameter the steepest direction in the norm of its role, times a radius.
+    """Scion: step in the direction of steepest descent in a norm that is chosen for each kind of parameter.
 
     Args:
         learning_rate: a number or a schedule.
-        norms: for each label a norm and a radius; None: ``{"muon": ("spectral", 50.0), "adamw": ("sign", 3000.0)}``,
-            the authors' for a GPT with shared embeddings. The norms are "spectral" for hidden matrices, "sign" for
-            heads, "rows" (the authors' RowNorm), "columns" (their ColNorm, for matrices that see the input) and
-            "embedding" (their ColNorm of a transposed matrix, for embeddings stored as tokens by features). Vectors and
-            scalars of every label get the root mean square 1.
+        norms: for each label a norm and a radius (the factor of the direction). None is ``{"muon": ("spectral", 50.0),
+            "adamw": ("sign", 3000.0)}``, the authors' values for a GPT with shared embeddings. The norms are "spectral"
+            for hidden matrices, "sign" for heads, "rows" (the authors' RowNorm), "columns" (their ColNorm, for matrices
+            that see the input) and "embedding" (their ColNorm of a transposed matrix, for embeddings stored as tokens
+            by features). Vectors and scalars of every label get the root mean square 1.
         decay: decay of the momentum; 1 minus the authors' ``momentum``.
         constrained: decay the parameters by the learning rate, so that they stay within the radius (Frank-Wolfe). If
             False, there is no decay.
@@ -116,16 +116,16 @@ def adamuon(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """AdaMuon, for parameters that are all matrices: Muon with a second moment of each element of the update.
+    """AdaMuon, for parameters that are all matrices: Muon with updates divided by their running root mean square.
 
     Args:
-        learning_rate: a number or a schedule, of AdamW's size.
+        learning_rate: a number or a schedule; AdamW's values are suitable.
         decay: decay of the momentum.
-        second_decay: decay of the second moment.
+        second_decay: decay rate of the running mean square of each element.
         eps: added to the root.
         nesterov: whether to use Nesterov momentum.
         weight_decay: decoupled, as in `muon`.
-        orthogonalize: as in `muon`; each matrix of its view is brought to the size 0.2.
+        orthogonalize: as in `muon`. Each matrix of its view is then rescaled to a root mean square of 0.2.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows the authors' code of AdaMuon (arXiv 2507.11005). The paper's later version orthogonalizes the signs of the
@@ -155,7 +155,7 @@ def polargrad(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """PolarGrad, for parameters that are all matrices: Muon times the momentum's nuclear norm.
+    """PolarGrad, for parameters that are all matrices: Muon times the nuclear norm of the momentum.
 
     Args:
         learning_rate: a number or a schedule.
@@ -189,7 +189,7 @@ def namo(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """NAMO, for parameters that are all matrices: Muon scaled by the momentum's norm over the gradients' norm.
+    """NAMO, for parameters that are all matrices: Muon with updates scaled down when gradients are noisy.
 
     Args:
         learning_rate: a number or a schedule.
@@ -253,16 +253,16 @@ def muon_hyperball(
     nesterov: bool = True,
     orthogonalize: Transform = orthogonalize(),
 ) -> Transform:
-    """Muon on a sphere, for parameters that are all matrices: each weight keeps its norm, and there is no decay.
+    """Hyperball with Muon, for parameters that are all matrices: each matrix keeps its initial Frobenius norm.
 
     Args:
-        learning_rate: a number or a schedule: the size of a step relative to the weight.
+        learning_rate: the norm of a step relative to the norm of its weight, a number or a schedule.
         decay: decay of the momentum.
         nesterov: whether to use Nesterov momentum.
-        orthogonalize: as in `muon`; each matrix of its view has its own sphere.
+        orthogonalize: as in `muon`. Each matrix of its view keeps its own norm.
 
     Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025). A matrix that
-    starts at zero is on no sphere, and takes steps of Muon times the learning rate.
+    starts at zero is not constrained, and takes steps of Muon times the learning rate.
 
     >>> list(muon_hyperball(0.02).init({"w": torch.ones(4, 4)}))[2:]
     ['match_weight_norms', 'scale_by_learning_rate', 'keep_weight_norms']
@@ -292,7 +292,7 @@ def dion(
     Args:
         learning_rate: a number or a schedule.
         rank: the maximal rank of the update.
-        decay: decay of the part of the sum of gradients that the update approximates.
+        decay: the fraction of the applied update that stays in the sum of gradients.
         weight_decay: decoupled, as in `muon`.
         view: which matrices a leaf consists of, without blocks.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -325,7 +325,7 @@ def dion2(
     Args:
         learning_rate: a number or a schedule.
         one_in: one of this many rows or columns, whichever are fewer, is selected in each step.
-        decay: decay of the selected rows or columns of the sum of gradients.
+        decay: the factor of the selected rows or columns in the sum of gradients, after each step.
         weight_decay: decoupled, as in `muon`.
         orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -362,7 +362,7 @@ def prodigy(
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the root.
-        estim_lr0: the estimate at the start.
+        estim_lr0: the initial estimate.
         weight_decay: decoupled, as in `muon`.
 
     Follows Mishchenko and Defazio (arXiv 2306.06101). `scale_by_prodigy` has more options.

@@ -72,7 +72,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
 def sam_gradient(
     gradient: Callable[[PyTree], Any], params: PyTree, perturbation: Transform | None = None, *, has_aux: bool = False
 ) -> Any:
-    """Compute the gradient for sharpness-aware minimization, at the point of highest loss nearby.
+    """Compute the gradient for sharpness-aware minimization: the gradient after an ascent step from the parameters.
 
     Args:
         gradient: a function of parameters that returns gradients like them, such as ``torch.func.grad(loss)``; it is

@@ -1,4 +1,4 @@
-"""Transforms of singular values: clipping, and scaling by their sum."""
+"""Clipping of the singular values of updates, and scaling of updates by the dual norm of the gradient."""
 
 from __future__ import annotations
 
