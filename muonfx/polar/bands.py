@@ -1,4 +1,4 @@
-"""The range of singular values that a set of coefficients produces."""
+"""The interval into which a set of coefficients maps the singular values of a matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from muonfx.polar.coefficients import CoefficientsLike, coefficients, schedule
 
 
 class Band(NamedTuple):
-    """Where singular values land: in `[minimum, maximum]` from `[lower, 1]`, at or below `peak` from `[0, 1]`."""
+    """Bounds of the singular values after the iteration, as `band` returns them.
+
+    Inputs in `[lower, 1]` are mapped into `[minimum, maximum]`. Inputs in `[0, 1]` are mapped to at most `peak`.
+    """
 
     minimum: float
     maximum: float
@@ -18,10 +21,10 @@ class Band(NamedTuple):
 
 
 def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | None = None) -> torch.Tensor:
-    """The composed polynomial at `s`, any shape, in `s`'s own dtype.
+    """Return the value to which the iteration maps each singular value in `s`, elementwise and in the dtype of `s`.
 
-    `s` is a singular value of the input over its Frobenius norm; the set's `norm_safety` is applied here. For a set
-    with row scaling, `s` is a singular value after that scaling.
+    `s` holds singular values of a matrix that was divided by its Frobenius norm; the division by `norm_safety` is done
+    here. For a set with row scaling, `s` holds the singular values after the rows were scaled.
 
     >>> scalar_polynomial([(1.5, -0.5)], torch.tensor([0.0, 1.0]))
     tensor([0., 1.])
@@ -36,13 +39,18 @@ def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | Non
 
 
 def band(value: CoefficientsLike, lower: float = 0.01, *, steps: int | None = None, points: int = 200_001) -> Band:
-    """The band that singular values land in, from the scalar polynomial on a fine float64 grid (so to about 1e-7).
+    """Return the smallest and largest singular values that the iteration produces.
+
+    The composed polynomial is evaluated on a float64 grid, so the bounds are accurate to about 1e-7.
 
     Args:
         value: a name, a `Coefficients` or a sequence of `(a, b[, c])`.
-        lower: the smallest normalised singular value that the band covers, in (0, 1].
+        lower: the smallest singular value of the normalized input to consider, in (0, 1].
         steps: as in `orthogonalize`.
-        points: grid points; half as many again are added near zero, where the composition oscillates fastest.
+        points: the number of grid points in `[lower, 1]`; `points // 2` more are placed between 0 and `lower`.
+
+    Returns:
+        The minimum and the maximum for inputs in `[lower, 1]`, and the maximum for inputs in `[0, 1]`.
 
     Raises:
         ValueError: `lower` outside (0, 1].

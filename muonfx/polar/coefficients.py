@@ -1,7 +1,7 @@
 """Polynomial coefficients of the Newton-Schulz iteration, as data.
 
-Step `i` maps each singular value `s`, scaled into [0, 1] first, to `a_i s + b_i s^3 + c_i s^5`. A set is a frozen
-value with its source and the normalization that it was fitted for; `muonfx.polar.bands` computes its effect on `s`.
+The matrix is first normalized to singular values in [0, 1]. Step `i` then maps each singular value `s` to
+`a_i s + b_i s^3 + c_i s^5`. A `Coefficients` is immutable; `muonfx.polar.bands` computes its effect on `s`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Step = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Coefficients:
-    """A schedule of odd polynomials `a s + b s^3 + c s^5`, applied in order.
+    """The polynomials `a s + b s^3 + c s^5` of a Newton-Schulz iteration, one for each step.
 
     Args:
-        name: what the set is called, in errors and in `PRESETS`.
-        steps: one `(a, b, c)` a step; `(a, b)` is accepted and means `c = 0`, which saves one matrix product a step.
+        name: the name of the set, used in errors and in `PRESETS`.
+        steps: `(a, b, c)` for each step; `(a, b)` means `c = 0`, which saves one matrix product per step.
         source: the paper or project that published the numbers.
         norm_safety: the input is divided by `norm_safety` times its Frobenius norm.
-        row_scaling: first scale each row by the inverse square root of its row sum of `|X X^T|` (almost-orthogonal
-            layers, arXiv 2208.03160). The spectral norm is then at most 1, so `norm_safety` plays no part.
-        restarts: the numbers of steps after which the Gram form of the iteration returns to the whole matrix; None for
-            2, 3, 5, 6, ... (see `muonfx.polar.stages`). With more steps they continue at their last distance. Where
-            rounding requires it, there are more of them: in bf16 nearly every step.
+        row_scaling: True to first scale each row by the inverse square root of its row sum of `|X X^T|`
+            (almost-orthogonal layers, arXiv 2208.03160). The spectral norm is then at most 1; `norm_safety` is ignored.
+        restarts: the step numbers after which the Gram form of the iteration recomputes its Gram matrix from the whole
+            matrix; None for 2, 3, 5, 6, ... (see `muonfx.polar.stages`). Beyond the last number, the last distance is
+            repeated. If rounding requires more restarts, they are added: in bf16, after nearly every step.
 
     Raises:
-        ValueError: no steps, a step that is not 2 or 3 finite numbers, a `norm_safety` outside [0.001, 1000],
-            `restarts` that do not ascend from 1 on.
-        TypeError: a coefficient that is not a number.
+        ValueError: there are no steps, a step is not 2 or 3 finite numbers, `norm_safety` is outside [0.001, 1000], or
+            `restarts` are not ascending positive ints.
+        TypeError: a coefficient is not a number.
 
     >>> Coefficients("halley-like", ((1.5, -0.5),)).steps
     ((1.5, -0.5, 0.0),)
@@ -79,7 +79,7 @@ CoefficientSet = Literal[
 """The names of `PRESETS`."""
 
 CoefficientsLike = CoefficientSet | Coefficients | Sequence[Sequence[float]]
-"""What `coefficients` resolves: a name of `PRESETS`, a set, or its `(a, b[, c])` alone."""
+"""Accepted forms of coefficients: a name in `PRESETS`, a `Coefficients`, or a sequence with `(a, b[, c])` per step."""
 
 
 def _checked_steps(steps: Sequence[Sequence[float]], name: str) -> tuple[Step, ...]:
@@ -106,11 +106,11 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
 
 
 def coefficients(value: CoefficientsLike) -> Coefficients:
-    """Resolve a name, a `Coefficients` or a sequence of `(a, b[, c])` to a `Coefficients`.
+    """Return the `Coefficients` for a name in `PRESETS`, a sequence of `(a, b[, c])`, or a `Coefficients`.
 
     Raises:
-        ValueError: an unknown name (the error lists the known ones) or malformed numbers.
-        TypeError: anything else.
+        ValueError: the name is unknown (the message lists all names), or the numbers are malformed.
+        TypeError: `value` has another type.
 
     >>> len(coefficients("keller").steps)
     5
@@ -134,10 +134,10 @@ def coefficients(value: CoefficientsLike) -> Coefficients:
 
 
 def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
-    """The set that first divides by `safety` on every step but the last: `(a/s, b/s^3, c/s^5)`.
+    """Return a set whose polynomials, except the last, divide their input by `safety`: `(a/s, b/s^3, c/s^5)`.
 
-    A low-precision product can push a singular value above the interval that the next polynomial was fitted for, where
-    it grows fast; this keeps a margin (arXiv 2505.16932, section on finite precision).
+    Rounding in low precision can push a singular value above the interval for which the next polynomial was fitted,
+    where the polynomial grows fast. The division keeps a margin (arXiv 2505.16932, section on finite precision).
 
     Raises:
         ValueError: `safety` is not finite and positive.
@@ -153,12 +153,12 @@ def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
 
 
 def schedule(value: Coefficients, steps: int | None = None) -> tuple[Step, ...]:
-    """Return the first `steps` polynomials of a set, its last one repeated; None means the set's length."""
+    """Return the first `steps` polynomials of a set, or all if None; if the set has fewer, its last one is repeated."""
     return tuple(value.steps[i] for i in step_indices(len(value.steps), steps))
 
 
 def step_indices(length: int, steps: int | None) -> list[int]:
-    """Return the index of the polynomial of each step: the last of `length` repeats."""
+    """Return, for each step, the index of its polynomial among `length`; further steps repeat the last polynomial."""
     if steps is None:
         return list(range(length))
     if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -184,7 +184,7 @@ POLAR_EXPRESS_RAW = Coefficients(
     ),
     "Polar Express, arXiv 2505.16932, lower bound 1e-3, before any safety factor",
 )
-"""The published Polar Express table without its safety factor: exact arithmetic only."""
+"""The published Polar Express table without its safety factor, for exact arithmetic only."""
 
 CANS_RAW = Coefficients(
     "cans_raw",
@@ -197,7 +197,7 @@ CANS_RAW = Coefficients(
     ),
     "CANS: Newton-Schulz accelerated by Chebyshev-type polynomials, arXiv 2506.10935",
 )
-"""The published CANS table, for exact arithmetic only: it sends 1.0005, which is 1 with a rounding error, to 1e14."""
+"""The published CANS table, for exact arithmetic only: it maps 1.0005, which is 1 with a rounding error, to 1e14."""
 
 PRESETS: Mapping[str, Coefficients] = MappingProxyType(
     {
@@ -268,4 +268,4 @@ PRESETS: Mapping[str, Coefficients] = MappingProxyType(
         )
     }
 )
-"""Every named set, by its name."""
+"""The built-in sets of coefficients, by name."""

@@ -1,7 +1,7 @@
 """The cost of orthogonalizing a matrix, from its shape and the settings alone.
 
-It never depends on the machine: not on its clock, its CPU, or the installed packages. Ranks can therefore choose who
-computes which matrix without communication.
+It does not depend on the machine, so every rank computes the same cost. Ranks can therefore agree on the rank that
+computes each matrix without communication.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TILE = 128
 
 
 class Cost(NamedTuple):
-    """The cost of one matrix; a multiply-add counts as two operations."""
+    """The cost of orthogonalizing one matrix; a multiply-add counts as two operations."""
 
     flops: float
-    """Floating-point operations; half of a symmetric product if its other half is skipped."""
+    """Floating-point operations; a symmetric product counts half if only half of it is computed."""
     load: float
-    """Operations of full products that take the same time; owners are balanced by this number."""
+    """The time, as a number of operations of full products; matrices are assigned to ranks by this number."""
     scratch_bytes: int
     """The bytes of one matrix's intermediates."""
 

@@ -1,4 +1,4 @@
-"""The polar factor by SVD: slow, and the reference for the iteration."""
+"""The exact polar factor by SVD, which is slow and serves as the reference for the Newton-Schulz iteration."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from muonfx.polar.checks import check_matrix
 
 
 def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:
-    """The orthogonal polar factor `U_r V_r^T` of `x = U S V^T`, over its nonzero singular values.
+    """Return the orthogonal polar factor `U_r V_r^T` of `x = U S V^T`, where `r` counts the nonzero singular values.
 
-    Computed in float64. Derivatives of any order, in both modes, exist wherever the rank is full, for equal singular
-    values too: they divide by sums of singular values, never by differences. Elsewhere the first derivative is that
-    among matrices of the same rank: the factor jumps where a rank changes.
+    The factor is computed in float64. At matrices of full rank it has derivatives of any order, forward and reverse,
+    even if singular values are equal. At other matrices, the first derivative assumes that the rank does not change.
 
-    A matrix with NaN or infinity gives all NaN and leaves the rest of its batch alone.
+    A matrix that contains NaN or infinity gives a factor of NaN. Other matrices of the batch are not affected.
 
     Args:
-        x: `(..., m, n)`, any of them zero, fp64, fp32, bf16 or fp16.
-        rtol: a singular value counts as zero at or below `rtol` times the largest; None means `max(m, n)` float64
-            epsilons, which takes every entry as exact: give a larger one where `x` is a rounded matrix of low rank.
+        x: a tensor `(..., m, n)` in fp64, fp32, bf16 or fp16; any dim may be zero.
+        rtol: singular values of at most `rtol` times the largest are treated as zero. None: `max(m, n)` times the
+            epsilon of float64. Give a larger value if `x` is a low-rank matrix that was rounded to its dtype.
 
     Returns:
         A new tensor of `x`'s shape and dtype.
 
     Raises:
-        TypeError, ValueError: as `orthogonalize`; ValueError for `rtol` outside [0, 1).
+        TypeError, ValueError: as in `orthogonalize`; also ValueError if `rtol` is outside [0, 1).
 
     >>> polar_factor(torch.tensor([[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]))
     tensor([[0., 1., 0.],

@@ -1,4 +1,4 @@
-"""Fit coefficients to an interval: the best composition of odd quintics, computed one step at a time."""
+"""Fit coefficients to an interval of singular values, one odd quintic polynomial after another."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ _TAYLOR: Step = (1.875, -1.25, 0.375)  # the limit of the best quintic as its in
 def fit_coefficients(
     steps: int, lower: float = 1e-3, *, cushion: float = 0.02407327424182761, safety: float = 1.0
 ) -> Coefficients:
-    """The composition of `steps` odd quintics that is nearest to 1 on `[lower, 1]`.
+    """Fit `steps` odd quintic polynomials whose composition maps `[lower, 1]` as close to 1 as possible.
 
-    Each polynomial is the best uniform approximation of 1 on the interval where the ones before it left the singular
-    values; with `cushion=0` that greedy choice is the best composition of all (arXiv 2505.16932, theorem 3.1).
+    Each polynomial is the best uniform approximation of 1 on the interval into which the previous polynomials map the
+    singular values. With `cushion=0` this greedy choice gives the best composition (arXiv 2505.16932, theorem 3.1).
 
     Args:
-        steps: how many polynomials, at least 1.
-        lower: the smallest singular value, over the Frobenius norm, to bring near 1; in (0, 1).
-        cushion: fit on no wider an interval than `[cushion u, u]`, then centre on the true one. It gives up a little of
-            the convergence from `lower` for polynomials that stay away from zero inside the interval. 0 turns it off.
-        safety: as in `with_safety`, and accounted for in the fit of the steps that follow. 1 is best in exact
-            arithmetic alone: the polynomials then use their intervals to the very ends, beyond which they grow fast, so
-            that bf16 and fp16 diverge, and `orthogonalize` computes in fp32. 1.01 is enough for bf16.
+        steps: the number of polynomials, at least 1.
+        lower: the smallest singular value of the normalized input to map close to 1, in (0, 1).
+        cushion: if a polynomial's interval is wider than `[cushion * u, u]`, fit on this part and rescale for the whole
+            interval. Small singular values converge slightly slower, but no polynomial comes close to zero. 0: off.
+        safety: as in `with_safety`; the fit of later steps accounts for it. With 1, the best value in exact arithmetic,
+            rounding in bf16 or fp16 makes the iteration diverge, so `orthogonalize` uses fp32. 1.01 suffices for bf16.
+
+    Returns:
+        A `Coefficients` named "fitted".
 
     Raises:
-        ValueError: an argument outside its range.
+        ValueError: an argument is outside its range.
         TypeError: `steps` is not an int.
 
     >>> round(fit_coefficients(2, 0.1, cushion=0).steps[0][0], 4)

@@ -1,4 +1,4 @@
-"""Scale a batch of matrices of any magnitude, and run the Newton-Schulz iteration on it, as a function or in place.
+"""Normalize a batch of matrices and run the Newton-Schulz iteration, functionally or in place.
 
 The iteration requires singular values of at most about 1. Scaling has three steps, in this order. *Round once* to the
 compute dtype, so a matrix that already arrives in that dtype gives the same result as a wider one. *Scale by a power of
@@ -51,7 +51,11 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
 
 
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
-    """True if rounding from `held` to `compute` keeps every magnitude that a normal number of `held` can have.
+    """Return True if `compute` has at least the exponent range of `held`, so that rounding never under- or overflows.
+
+    Args:
+        held: the dtype of the input.
+        compute: the dtype of the matrix products.
 
     >>> same_range(torch.float32, torch.bfloat16), same_range(torch.float32, torch.float16)
     (True, False)

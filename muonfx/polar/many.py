@@ -37,11 +37,11 @@ def orthogonalize_many(
     out: Sequence[torch.Tensor] | None = None,
     workspace: Workspace | None = None,
 ) -> list[torch.Tensor]:
-    """Orthogonalize many matrices; matrices of one shape, or of its transpose, are batched together.
+    """Orthogonalize a list of matrices, in one batch for each shape; a shape and its transpose share a batch.
 
-    Equal to `[orthogonalize(x, ...) for x in xs]` within the rounding of another summation order: elementwise 1e-12 in
-    fp64, 2e-5 in fp32 and 0.2 in bf16 on Gaussian matrices with sides 8 to 128. Bitwise equal wherever the batched
-    product sums as the single one does.
+    The results equal `[orthogonalize(x, ...) for x in xs]` up to rounding, because a batched product may sum in another
+    order. Differences of elements are at most 1e-12 in fp64, 2e-5 in fp32 and 0.2 in bf16 for Gaussian matrices with
+    sides of 8 to 128.
 
     Args:
         xs: tensors `(..., m, n)` as in `orthogonalize`, of any mix of shapes, dtypes and devices.
@@ -49,25 +49,24 @@ def orthogonalize_many(
         steps: as in `orthogonalize`.
         method: as in `orthogonalize`.
         dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device. Derivatives of one input
-            make it at least fp32 for all.
+            make the dtype at least fp32 for all inputs.
         products: as in `orthogonalize`.
-        max_scratch_bytes: about how many bytes of intermediates one batch may take, but at least one matrix. None:
+        max_scratch_bytes: the approximate memory for intermediates of one batch, which has at least one matrix. None:
             32 MiB on a CPU, to stay in its cache, and 256 MiB elsewhere.
-        donate: the caller's promise not to use `xs` again. Each input that is contiguous, and shares no memory with
-            another, is then overwritten by its result and returned, which saves the memory of the results and, if
-            dtypes agree, a copy. Same values.
-        out: tensors for the results, one for each of `xs`, of its shape, dtype and device; contiguous ones need no
-            temporary. A tensor may be its own input, and must not share memory with another.
-        workspace: memory for intermediates of large matrices, reused by the next call; None: new memory.
+        donate: True if the caller does not use `xs` again. Each contiguous input that shares no memory with another
+            input is then overwritten by its result, which saves memory. The values of the results are the same.
+        out: tensors for the results, with the shape, dtype and device of each input. An output may be its own input,
+            but must not share memory with any other tensor. Contiguous outputs need no temporary copy.
+        workspace: memory for intermediates of large matrices, which the next call can reuse; None: new memory.
 
     Returns:
-        One tensor for each of `xs`, in order, with its shape, dtype and device: the tensors of `out`; with `donate`,
-        the tensors of `xs`; else new contiguous tensors. New results of one batch may be views of one buffer; they do
-        not overlap, but autograd treats a change in place of one as a change of all.
+        One tensor for each input, in order, with its shape, dtype and device. These are the tensors of `out`, inputs
+        that `donate` allowed to overwrite, or new contiguous tensors. New tensors of one batch may be disjoint views of
+        one buffer, so autograd treats an in-place change of one as a change of all.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `orthogonalize`, naming the position in `xs`.
-        ValueError: `max_scratch_bytes` is below 1; `out` together with `donate`.
+        TypeError, ValueError, RuntimeError: as in `orthogonalize`; the message has the position in `xs`.
+        ValueError: `max_scratch_bytes` is below 1, or both `out` and `donate` are given.
 
     >>> a, b = orthogonalize_many([torch.eye(2, 3), torch.eye(3, 2)])
     >>> a.shape, b.shape, torch.equal(a, b.mT)

@@ -22,26 +22,27 @@ def orthogonalize(
     max_scratch_bytes: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Send every singular value of `x` near 1 and keep its singular vectors, by Newton-Schulz.
+    """Orthogonalize a matrix by Newton-Schulz: map its singular values close to 1 and keep its singular vectors.
 
-    `band(coefficients)` gives the interval of the results. The result is bitwise the same for `2^k x`, as long as its
-    entries are normal numbers, and is zero for zero. NaN or infinity in one matrix of a batch stays in that matrix.
-    Works under `torch.func` transforms and `torch.compile(fullgraph=True)`; an autocast region does not change it.
+    `band(coefficients)` returns the interval of the resulting singular values. Scaling `x` by a power of two does not
+    change a bit of the result if all entries are normal numbers. Zero gives zero. NaN or infinity in one matrix does
+    not affect others of the batch. `torch.func` and `torch.compile(fullgraph=True)` work; autocast has no effect.
 
     Args:
-        x: `(..., m, n)`, any batch dims, any of them zero, fp64, fp32, bf16 or fp16. Never modified.
-        coefficients: a name of `PRESETS`, a `Coefficients`, a sequence of `(a, b[, c])`, or a floating tensor `(k, 3)`
-            or `(k, 2)` on `x`'s device, which may be differentiated or mapped over and whose values are not checked.
-        steps: the number of polynomials: the first ones, the last repeated beyond the set's length; None means that
-            length.
-        method: "standard" multiplies the whole matrix at every step; "gram" takes several steps on its Gram matrix,
-            which is cheaper the longer the matrix is; "auto" for the choice that `explain` shows.
-        dtype: the dtype of the matrix products, or "auto" for `compute_dtype`'s choice. If derivatives are taken
-            (autograd records, or in `torch.func.grad`, `vjp`, `jvp`), "auto" is at least fp32: in bf16 they are noise.
-        products: "batched", "blocks" or "triton": how symmetric products are computed; "auto" for the choice that
+        x: a tensor `(..., m, n)` in fp64, fp32, bf16 or fp16; any dim may be zero. It is not modified unless it is
+            also `out`.
+        coefficients: a name in `PRESETS`, a `Coefficients`, a sequence of `(a, b[, c])`, or a floating tensor `(k, 3)`
+            or `(k, 2)` on the device of `x`. A tensor may be differentiated or mapped over; its values are not checked.
+        steps: the number of steps; None for one step per polynomial. If there are more steps than polynomials, the last
+            polynomial is repeated.
+        method: "standard" multiplies by the whole matrix in every step. "gram" takes several steps on the small Gram
+            matrix, which saves the more the longer the matrix is. "auto": the choice that `explain` shows.
+        dtype: the dtype of the matrix products; "auto" for the choice of `compute_dtype`, and at least fp32 if
+            derivatives are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), which bf16 makes useless.
+        products: how symmetric products are computed, "batched", "blocks" or "triton"; "auto" for the choice that
             `explain` shows. Under autograd, `torch.func` and the compiler, and for small matrices, they are always
             batched.
-        max_scratch_bytes: about how many bytes of intermediates may be taken at a time; see `orthogonalize_many`.
+        max_scratch_bytes: the approximate limit of memory for intermediates; see `orthogonalize_many`.
         out: the tensor for the result, of `x`'s shape, dtype and device, possibly `x` itself.
 
     Returns:
@@ -50,8 +51,8 @@ def orthogonalize(
     Raises:
         TypeError: `x` or `out` is not a floating tensor of a supported dtype, or an argument has the wrong type.
         ValueError: `x` has fewer than two dims, or another argument is malformed.
-        RuntimeError: `products="triton"` where the kernels do not run; `out` under autograd, `torch.func` or the
-            compiler.
+        RuntimeError: `products="triton"` on a device that cannot run the kernels; or `out` under autograd,
+            `torch.func` or the compiler.
 
     Follows Keller Jordan's Muon, with the scaling of this package (see `muonfx.polar.iteration`), and Gram
     Newton-Schulz of Dao-AILab with changes (see `muonfx.polar.stages`).

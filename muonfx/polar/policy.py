@@ -46,7 +46,7 @@ DTypeLike = torch.dtype | Literal["auto"]
 """The dtype of matrix products; "auto" for the choice of `compute_dtype`."""
 
 MethodLike = Literal["auto", "standard", "gram"]
-"""The form of the iteration."""
+"""The form of the iteration; "auto" for the choice that `explain` shows."""
 
 # The rounding errors of the Gram form fall with the side. From 256 on they were measured at no more than 1.5 times the
 # errors of the standard iteration.
@@ -59,7 +59,7 @@ _BLOCKS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """How matrices of one shape are orthogonalized; prints as a table of the choices and their reasons.
+    """The dtype, method and products chosen to orthogonalize matrices of one shape; prints as a table with reasons.
 
     >>> import muonfx as mfx
     >>> mfx.polar.explain((512, 2048), dtype=torch.float32).method
@@ -111,12 +111,12 @@ def explain(
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
 ) -> Plan:
-    """Explain how `orthogonalize` computes a matrix of this shape; print the result to read it.
+    """Return the dtype, method and products that `orthogonalize` uses for a shape; print the result to see why.
 
     Args:
-        shape: (rows, columns), either side the longer one.
-        device: where the matrix is.
-        held: the matrix's own dtype.
+        shape: the numbers of rows and columns.
+        device: the device of the matrix.
+        held: the dtype of the matrix.
         coefficients: as in `orthogonalize`.
         steps: as in `orthogonalize`.
         method: as in `orthogonalize`.
@@ -125,7 +125,7 @@ def explain(
 
     Raises:
         TypeError: ``shape`` is not a pair of ints.
-        ValueError, TypeError, RuntimeError: as `orthogonalize`.
+        ValueError, TypeError, RuntimeError: as in `orthogonalize`.
 
     >>> print(explain((768, 3072), dtype=torch.float32))
     768 x 3072
@@ -154,7 +154,7 @@ def plan(
     portable: bool = False,
     differentiated: bool = False,
 ) -> Plan:
-    """Make the plan of `explain` from resolved settings; `portable` with a dtype is the same on all machines."""
+    """Return the plan of `explain` for resolved settings; with `portable` and a dtype it is equal on all machines."""
     fastest = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
         fastest = wide_dtype(fastest)
@@ -176,18 +176,18 @@ def compute_dtype(
     coefficients: CoefficientsLike | torch.Tensor | None = None,
     steps: int | None = None,
 ) -> torch.dtype:
-    """The dtype for matrix products on inputs of `dtype` on `device`.
+    """Return the dtype in which `orthogonalize` computes matrix products for inputs of `dtype` on `device`.
 
-    `"auto"` keeps float64. Otherwise it is bf16 on CUDA from compute capability 8.0 on, bf16 on a CPU that has AMX or
-    AVX512-BF16 if torch was built with oneDNN, and fp32 everywhere else. With `coefficients` that would diverge by
-    rounding there, it is a wider dtype. It is at least fp32 where `orthogonalize` is differentiated.
+    A `requested` dtype is returned as it is. "auto" keeps float64. For other inputs it is bf16 on CUDA from compute
+    capability 8.0 on, bf16 on a CPU with AMX or AVX512-BF16 if torch was built with oneDNN, and fp32 otherwise. If
+    rounding in this dtype would make the given `coefficients` diverge, it is wider. `orthogonalize` also uses at least
+    fp32 when it is differentiated.
 
-    The answer depends on the machine and on the build of torch only, so it is always the same on one machine. Two
-    machines may differ: choose a dtype for runs that must agree bit for bit.
+    "auto" may differ between machines and builds of torch. Request a dtype for runs that must agree bit for bit.
 
     Raises:
-        ValueError: a string other than "auto".
-        TypeError: a dtype that is not one of `SUPPORTED`.
+        ValueError: `requested` is a string other than "auto".
+        TypeError: `requested` is a dtype that is not in `SUPPORTED`.
 
     >>> compute_dtype(torch.float64, torch.device("cpu"))
     torch.float64

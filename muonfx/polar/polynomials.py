@@ -18,11 +18,11 @@ class Polynomials(NamedTuple):
     steps: tuple[Step, ...]
     """One `(a, b, c)` for each step; empty if the coefficients are a tensor."""
     restarts: tuple[int, ...]
-    """Minimal restarts of the Gram form, as numbers of steps after which a new Gram matrix is computed."""
+    """The step numbers after which the Gram form computes a new Gram matrix; rounding may require more."""
     safety: float = 1.0
     """The input is divided by this factor times its Frobenius norm."""
     row_scaling: bool = False
-    """True if rows are scaled after that."""
+    """True if rows are scaled after the division by the norm."""
     table: torch.Tensor | None = None
     """Coefficients as a tensor `(k, 2 or 3)`."""
     indices: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class Polynomials(NamedTuple):
 
 
 def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None) -> Polynomials:
-    """Resolve the settings of `orthogonalize`."""
+    """Resolve and check the arguments `coefficients` and `steps` of `orthogonalize`."""
     if isinstance(value, torch.Tensor):
         _check_table(value)
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))

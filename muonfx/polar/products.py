@@ -18,7 +18,7 @@ from muonfx.polar import kernels
 from muonfx.polar.workspace import Workspace
 
 ProductsLike = Literal["auto", "batched", "blocks", "triton"]
-"""How products are done: in batches by the BLAS, symmetric ones by blocks, or by Triton kernels."""
+"""How symmetric products are computed: in full by the BLAS, half of them by blocks, or half by Triton kernels."""
 
 
 class Shifted(NamedTuple):

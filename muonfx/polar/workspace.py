@@ -1,4 +1,4 @@
-"""Memory for intermediates that is kept between calls."""
+"""Memory for intermediate results that is reused between calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ _ALIGNMENT = 64
 
 
 class Workspace:
-    """Memory on the CPU for the intermediates of batches of matrices, reused by one batch after another.
+    """CPU memory for the intermediates of `orthogonalize_many`, reused from batch to batch.
 
-    On other devices the allocator of torch keeps memory by itself, and new tensors come from there.
+    On other devices it allocates new tensors, because torch's allocator already reuses memory there.
 
-    It is as large as the largest batch so far needed: `orthogonalize_many` bounds a batch by its
-    ``max_scratch_bytes``, or by one matrix if that is more. It contains no result. A workspace serves one call at a
-    time; a copy is empty.
+    The memory grows to the need of the largest batch, which ``max_scratch_bytes`` limits unless one matrix needs more.
+    It never contains results. Use a workspace in one call at a time. A copy of a workspace is empty.
 
     >>> workspace = Workspace()
     >>> for _ in range(2):
@@ -38,18 +37,18 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are kept."""
+        """The size of the memory in bytes."""
         return 0 if self._memory is None else len(self._memory)
 
     def clear(self) -> None:
-        """Take back all that was given out; where it was more than there is, make as much room before the next."""
+        """Make all memory available again; first enlarge it if more was requested since the last call."""
         if self._used > self.nbytes:
             self._memory = None  # freed first, so that old and new memory are never allocated together
             self._memory = torch.empty(self._used, dtype=torch.uint8)
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give out a tensor with any values, good until `clear`."""
+        """Return an uninitialized tensor that is valid until `clear`."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         start, size = self._used, math.prod(shape) * dtype.itemsize
