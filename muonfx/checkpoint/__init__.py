@@ -2,7 +2,7 @@
 
 `save` writes a tree of tensors atomically. `load` reads it into the structure, dtypes and devices of another tree, or
 raises one error that lists every mismatch. A checkpoint is a folder with a JSON index and safetensors files. It stores
-logical tensors, so any number of processes can load it, and nothing is unpickled.
+whole tensors, not shards, so any number of processes can load it. Nothing is unpickled.
 """
 
 from muonfx.checkpoint import convert

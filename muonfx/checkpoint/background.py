@@ -20,7 +20,7 @@ __all__ = ["Saving", "start", "wait_for_saves", "warn_of_failed_saves"]
 
 
 class Saving:
-    """A save in the background, as `save_async` returns it.
+    """A save that runs in the background; returned by `save_async`.
 
     >>> import tempfile
     >>> saving = mfx.checkpoint.save_async(tempfile.mkdtemp(), {"w": torch.ones(2)})

@@ -34,7 +34,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def step_path(folder: str | os.PathLike[str], step: int) -> Path:
-    """Name the checkpoint of a step in a folder of checkpoints.
+    """Return the path ``folder/step-<step>`` for the checkpoint of a step.
 
     Raises:
         ValueError: ``step`` is not an int of 0 or more.
@@ -47,7 +47,7 @@ def step_path(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 def check_step(step: object) -> None:
-    """Require a number of steps that an index can hold."""
+    """Raise unless ``step`` is an int from 0 to 2**63 - 1."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
         raise ValueError(f"step must be an int of 0 or more, found {step!r}")
 
@@ -72,7 +72,7 @@ def step_of(path: Path) -> int | None:
 
 
 def inspect(path: str | os.PathLike[str]) -> Index:
-    """Read the index of a checkpoint: step, extra, chain, versions, and the shapes and dtypes of the leaves.
+    """Read the index of a checkpoint: step, extra values, transform, versions, and the shapes and dtypes of the leaves.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
@@ -106,7 +106,7 @@ Result = TypeVar("Result")
 
 
 def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
-    """Call ``work`` with the index and a reader of one checkpoint, again if the checkpoint was replaced meanwhile."""
+    """Return ``work(index, reader)`` for a checkpoint; start again if the checkpoint was replaced meanwhile."""
     for _ in range(TRIES):
         index = inspect(path)
         with suppress(ReplacedError), reading(path, index), Reader(path, index) as reader:
@@ -142,9 +142,9 @@ def _why_not(path: Path) -> str:
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """List the finished checkpoints in a folder that `step_path` named, by ascending step, without checking them.
+    """List the complete checkpoints of a folder, by ascending step, without checking their contents.
 
-    A checkpoint whose writer was stopped has no index and is not listed.
+    Their names must be as `step_path` returns them. An interrupted save has no index and is not listed.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -182,20 +182,20 @@ def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
 
 
 def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
-    """Find the newest good checkpoint in a folder.
+    """Return the undamaged checkpoint of the highest step in a folder.
 
     Args:
-        folder: the folder with the checkpoints that `step_path` named.
+        folder: the folder with the checkpoints, named by `step_path`.
         verify: True to check every byte; False to check the index, and the size and header of each file.
 
     Returns:
-        The path of the checkpoint; None if there is no good one.
+        The path of the checkpoint; None if the folder has no undamaged checkpoint.
 
     Raises:
-        FormatError: the newest was written by a newer version of muonfx.
+        FormatError: the newest checkpoint was written by a newer version of muonfx.
 
     Warns:
-        UserWarning: a newer one is damaged; the message names the damage.
+        UserWarning: a checkpoint of a higher step is damaged; the message describes the damage.
 
     >>> latest("no/such/folder") is None
     True
@@ -213,23 +213,23 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = None) -> list[Path]:
-    """Remove all checkpoints in a folder except the good ones of the highest steps.
+    """Remove old checkpoints from a folder, and keep the ``keep`` undamaged ones of the highest steps.
 
-    For each checkpoint, the index and the files that it names are removed, and then the folder if it is empty. `clean`
-    removes the files of stopped writers. Symbolic links are ignored.
+    A damaged checkpoint is removed if it is older than all kept ones. Of each removed checkpoint, the index and the
+    files that it names are deleted, and its folder if it is then empty. Symbolic links are ignored.
 
     Args:
-        folder: the folder with the checkpoints that `step_path` named.
-        keep: the number of good checkpoints to keep, at least 1.
-        written: a checkpoint that is always kept. `save` passes the one that it wrote, because a run that went back to
-            an earlier step has checkpoints of higher steps.
+        folder: the folder with the checkpoints, named by `step_path`.
+        keep: the number of undamaged checkpoints to keep, at least 1.
+        written: a checkpoint to keep whatever its step. `save` passes the checkpoint that it has just written, because
+            a run that was restarted from an earlier step may have left checkpoints of higher steps.
 
     Returns:
         The checkpoints that were removed.
 
     Raises:
         ValueError: ``keep`` is not an int of 1 or more.
-        CheckpointError: a checkpoint cannot be removed; all others have been removed.
+        CheckpointError: a checkpoint cannot be removed. The other checkpoints to remove have been removed.
 
     >>> prune("no/such/folder", keep=3)
     []
@@ -273,18 +273,17 @@ def remove_files(path: Path, files: Iterable[DataFile]) -> None:
 
 
 def clean(path: str | os.PathLike[str]) -> list[Path]:
-    """Remove the files of saves that were stopped before they were done.
+    """Remove files that interrupted saves have left.
 
-    A writer that is killed leaves its files, and so may several writers that save to one path at the same time. Only
-    this function removes them. Do not call it while a save to the path is in progress, because files of that save look
-    the same: the save would fail or, if it is committed at that moment, its checkpoint would lose its data.
+    A killed writer leaves its files behind, and so may several writers that save to one path at the same time. Do not
+    call this function during a save to the path: it cannot distinguish the files of that save, and would remove them.
 
     Args:
-        path: a checkpoint, or a folder with checkpoints that `step_path` named. A checkpoint whose folder or index
-            cannot be read is skipped, because its index may name any of the files.
+        path: a checkpoint, or a folder of checkpoints, named by `step_path`. A checkpoint whose folder or index cannot
+            be read is skipped, because any of its files may be in use.
 
     Returns:
-        The files that were removed. Folders that are empty afterwards are removed, too.
+        The removed files. Folders that become empty are removed, too.
 
     Raises:
         CheckpointError: a file cannot be removed.

@@ -35,11 +35,11 @@ from muonfx.tree.dtypes import SAFETENSORS_NAMES
 __all__ = ["Part", "Progress", "Reader", "bytes_of", "write_data"]
 
 Progress = Callable[[int, int], object]
-"""Called with the number of bytes written and the total number of bytes."""
+"""A function that is called with the number of bytes written so far and the total number of bytes."""
 
 
 class Part(NamedTuple):
-    """A box of a leaf to be written; ``tensor`` is called late, so that only one tensor is in memory at a time."""
+    """A box of a leaf to write; ``tensor()`` returns its values, and is called just before they are written."""
 
     key: str
     """The name in the data file, unique there."""

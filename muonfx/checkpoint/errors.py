@@ -16,7 +16,7 @@ __all__ = [
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, read or used; the base of all errors of this kind."""
+    """A checkpoint could not be written, read or used; the base class of all checkpoint errors."""
 
 
 class NotFoundError(CheckpointError):
@@ -28,7 +28,7 @@ class FormatError(CheckpointError):
 
 
 class WriteError(CheckpointError):
-    """A checkpoint could not be written, because the disk is full, for example.
+    """A checkpoint could not be written, for example because the disk is full.
 
     Either the previous checkpoint is unchanged, or the new one is complete and a later operation has failed.
     """
@@ -48,11 +48,11 @@ class CorruptError(CheckpointError):
 
 
 class ReplacedError(CheckpointError):
-    """A checkpoint was replaced while it was read; the reader starts again."""
+    """A checkpoint was replaced while it was read; loading retries, and raises this error after 100 attempts."""
 
 
 class MismatchError(CheckpointError, ValueError):
-    """A checkpoint or a state differs from what was requested; the message has the first differences of each kind."""
+    """A checkpoint does not fit the requested state; the message lists the first differences of each kind."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class MismatchError(CheckpointError, ValueError):
 
 
 def first_ones(problems: Iterable[str], most: int = 10) -> list[str]:
-    """Return the first lines of each kind, the text before the first colon, and the number of lines left out."""
+    """Return at most `most` lines of each kind, then a line that counts the rest; the kind is the text before ":"."""
     kinds: dict[str, list[str]] = {}
     for problem in problems:
         kind, colon, _ = problem.partition(":")

@@ -92,7 +92,7 @@ class Chunk(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A leaf: its global shape and dtype, and chunks that hold every element exactly once."""
+    """A leaf: its global shape and dtype, and the chunks that together hold each element exactly once."""
 
     spec: Spec
     chunks: tuple[Chunk, ...]
@@ -100,7 +100,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Index(Shown):
-    """The index of a checkpoint, as `inspect` returns it.
+    """The contents of a checkpoint without the values of tensors; returned by `inspect`.
 
     Attributes:
         save_id: the random id of the save.
@@ -108,10 +108,10 @@ class Index(Shown):
         extra: the JSON values that were passed to `save`.
         fingerprint: the fingerprint of the transform; None if no transform was given.
         chain: the transform as code; None if no transform was given.
-        products: the dtypes of matrix products that the transform used, by the name of its part.
+        products: the dtypes of the transform's matrix products, by the name of the inner transform.
         versions: the versions of muonfx and torch.
         files: the data files.
-        leaves: name to `Leaf`, with a ``spec`` (shape and dtype) and the chunks that hold it.
+        leaves: a dict from name to `Leaf`, which has a ``spec`` (shape and dtype) and the location of its bytes.
 
     >>> import tempfile
     >>> import muonfx as mfx
@@ -215,7 +215,7 @@ def read_files(path: Path) -> tuple[DataFile, ...]:
 
 @contextmanager
 def _verified(path: Path) -> Generator[bytes]:
-    """Give the text of an index whose checksum is right; raise an error in what is made of it as `CorruptError`."""
+    """Yield the text of an index after verifying its checksum; errors in the `with` block become `CorruptError`."""
     data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):
         raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")

@@ -42,38 +42,38 @@ def load(
 ) -> PyTree:
     """Read a state from a checkpoint that was written under any layout.
 
-    Nothing is unpickled, and every byte that is used is checked. The state has the structure, dtypes, strides and
-    devices of ``like``, and shares storage with nothing. Values are restored bit for bit; a leaf may have a wider dtype
-    than in the file, which is exact.
+    Nothing is unpickled, and the checksum of every byte that is read is verified. The result has the structure, dtypes,
+    strides and devices of ``like``, in new memory. Values are restored bit for bit, also into a wider dtype.
 
-    A pattern is the name of a leaf, the first levels of names ("momentum/trace"), or a glob. A pattern that matches no
-    leaf is an error. Prefixes that wrappers such as ``torch.compile`` add to parameter names are dropped, in the
-    checkpoint and in ``like``, so a state moves between wrapped and unwrapped models.
+    Leaves have names such as "momentum/trace/fc.weight". ``allow_missing``, ``allow_extra``, ``cast`` and ``rename``
+    accept patterns: a name, the first levels of names ("momentum/trace"), or a glob. A pattern that matches no leaf is
+    an error. Prefixes that wrappers such as ``torch.compile`` add to parameter names are ignored, so a state of a
+    wrapped model can be loaded for the unwrapped model and vice versa.
 
     Args:
-        path: the checkpoint.
-        like: a state, which is not modified, or a `StateSpec` from `muonfx.spec` for a state in host memory. If leaves
-            are `DTensor` or `FlatPiece`, each rank reads its part, and ``group`` is required.
-        tx: the transform of the state; its fingerprint is compared. A `StateSpec` has a transform already. If
-            `muonfx.sharding.sharded` made the transform, ``like`` and the result are the state of this rank, as
-            ``tx.init`` makes it.
+        path: the folder of the checkpoint.
+        like: a state, which is not modified, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
+            are `DTensor` or `FlatPiece`, each rank reads its shards, and ``group`` is required.
+        tx: the transform of the state. Its fingerprint, a hash of its structure, is compared with the checkpoint's. A
+            `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded` made ``tx``,
+            ``like`` and the result are this rank's local state, as ``tx.init`` returns it.
         allow_missing: patterns of leaves that may be missing in the checkpoint, or True for all leaves; the missing
             leaves are copied from ``like``.
         allow_extra: patterns of leaves of the checkpoint that may be missing in ``like``, or True for all leaves.
         allow_other_chain: True to skip the comparison of fingerprints.
-        cast: a dict from patterns to dtypes, for leaves that may be rounded. The dtype must be the dtype in ``like``.
+        cast: a dict from patterns of leaves that may be rounded to their dtype in ``like``.
         rename: a function or a dict from names in the checkpoint to names in ``like``. A key is a name, the first
             levels of names, or a pattern. Each ``*`` in a pattern matches any text, which replaces the ``*`` at the
             same place in the value: ``{"*/encoder.*": "*/model.encoder.*"}``. If several entries match a name, the
-            most exact one applies. An entry that matches no leaf is an error, and so are two leaves with one new name.
+            most specific one applies. It is an error if an entry matches no leaf, or if two leaves get the same name.
         device: the device of all leaves; None for the devices of the leaves of ``like``.
-        group: a process group, all of whose ranks call this together; if one of them fails, all do. None: this process
-            reads alone, or, if ``tx`` is sharded and ``like`` is not a `StateSpec`, the ranks of its layout do.
+        group: a process group, whose ranks must all call this function; if one rank fails, all raise. None: this
+            process reads alone, or, if ``tx`` is sharded and ``like`` is not a `StateSpec`, the group of its layout.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
-        MismatchError: leaves are missing, unexpected, have another shape, or would be rounded to a narrower dtype, or
-            another chain made the checkpoint. The message lists every mismatch and what to do.
+        MismatchError: leaves are missing or unexpected, have another shape, or would be rounded to a narrower dtype; or
+            the checkpoint is of another transform. The message lists every mismatch and how to allow it.
         CorruptError: the checkpoint is damaged; the message names the file and the leaf.
         FormatError: it was written by a newer version of muonfx.
 
@@ -116,19 +116,19 @@ def load_params(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Read the parameters from a checkpoint; `load` explains the arguments.
+    """Read the parameters from a checkpoint into the structure of ``like``.
 
     Args:
         path: the checkpoint.
-        like: a tree of tensors, which is not modified; meta tensors for parameters in host memory.
+        like: a tree of tensors, which is not modified; use meta tensors to load into host memory.
         tx: the transform of the parameters. If `muonfx.sharding.sharded` made it, ``like`` holds this rank's shards.
         allow_missing: parameters that may be missing in the checkpoint.
         allow_extra: parameters in the checkpoint that may be missing in ``like``.
-        cast: pattern to dtype, for parameters that may be rounded.
+        cast: a dict from patterns of parameters that may be rounded to their dtype in ``like``.
         rename: from names in the checkpoint to names in ``like``, as in `load`; both begin with "params/".
-        device: the device of all parameters.
-        group: a process group, all of whose ranks call this together; None with a sharded ``tx``: the group of its
-            layout.
+        device: the device of all parameters; None for the devices in ``like``.
+        group: a process group, whose ranks must all call this function. None: this process reads alone, or, if ``tx``
+            is sharded, the group of its layout.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
@@ -179,7 +179,7 @@ def _load(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read all leaves of a checkpoint by name into host memory, and check every byte.
+    """Read a checkpoint into a dict from leaf name to tensor in host memory, and verify all checksums.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.

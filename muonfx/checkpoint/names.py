@@ -64,7 +64,7 @@ def _escaped(entry: object) -> str:
 
 
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """List the leaves of a tree, None included, with their names without wrappers, below ``section`` if given."""
+    """Return (name, leaf) pairs, None leaves included; names have no wrapper prefixes and begin with ``section``."""
     if section:
         found = [section + "".join(f"/{_escaped(entry)}" for entry in path) for path in tree.paths(values)]
     else:
@@ -93,7 +93,7 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Map each leaf name to the name without wrappers (`muonfx.tree.wrappers`) in its parameter name."""
+    """Map each leaf name to the same name without the components that wrappers add to parameter names."""
     found = {name: name for name in names}
     if not any(map(MAY_BE_WRAPPED.search, found)):
         return found
@@ -113,6 +113,6 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def in_section(name: str, section: str) -> bool:
-    """True if a name is in a section; "" is the state, that is, everything except the parameters."""
+    """Return True if a leaf name is in a section: "params" for parameters, or "" for the state, all other names."""
     of_params = name == PARAMS or name.startswith(PARAMS + "/")
     return of_params == (section == PARAMS)

@@ -35,44 +35,42 @@ def save(
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Path:
-    """Write a checkpoint with a state and, optionally, parameters; it is written completely or not at all.
+    """Write a state and, optionally, parameters to a checkpoint atomically.
 
-    The path becomes a folder with ``index.json`` and safetensors files. Everything is flushed to the disk before the
-    index is renamed into place: a writer that is stopped at any point leaves the previous checkpoint in place. If
-    several writers save to one path, the last one to finish decides. The files of the replaced checkpoint are removed
-    afterwards, and no others; `clean` removes the files of writers that were stopped.
+    The checkpoint is a folder with ``index.json`` and safetensors files. The index is renamed into place after all data
+    was flushed to the disk, so a save that is interrupted leaves the previous checkpoint intact. If several writers
+    save to one path, the save that finishes last remains. The files of the replaced checkpoint are then removed. The
+    files of interrupted saves are not; `clean` removes them.
 
     Args:
         path: the folder of the checkpoint; `step_path` names one for each step. An existing checkpoint is replaced.
-        state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for no
-            state. Leaves that share storage are written one by one. At most one leaf is copied at a time.
-        tx: the transform. Its fingerprint, its code and the dtypes of its matrix products are recorded; `load`
-            compares the fingerprint, and warns of other dtypes. If `muonfx.sharding.sharded` made the transform,
-            ``state`` and ``params`` are this rank's shards, and all ranks call this together; the whole tensors are
-            stored, as one process would store them.
+        state: a tree of tensors of any dtype and device, such as the state of ``tx``; None for no state. Leaves that
+            share storage are written separately. At most one leaf at a time is copied to host memory.
+        tx: the transform of the state. Its fingerprint (a hash of its structure), its code, and the dtypes of its
+            matrix products are recorded, so that `load` can compare them. If `muonfx.sharding.sharded` made ``tx``,
+            pass this rank's shards as ``state`` and ``params``, on all ranks; the whole tensors are stored.
         params: parameters to store in the same checkpoint.
         step: the number of steps taken.
-        extra: JSON values, such as a seed, the position in the data, or losses. With a group, equal on all ranks.
-        keep: the number of checkpoints to keep in the folder afterwards, by highest step (see `prune`); the
-            path must be one that `step_path` names.
-        progress: called about every 4 MiB with the bytes written so far and the bytes in total.
-        group: a process group, all of whose ranks call this together; each writes its part. Leaves may then be
-            `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be equal on all ranks. The ranks
-            must see one file system. None: this process writes alone, or, if ``tx`` is sharded, the ranks of its
-            layout write together.
+        extra: JSON values, such as a seed, the position in the data, or losses; with a group, equal on all ranks.
+        keep: the number of checkpoints, of the highest steps, to keep in the parent folder (see `prune`). The path must
+            then be named by `step_path`. None: remove none.
+        progress: a function of the bytes written so far and the total bytes, called about every 4 MiB.
+        group: a process group, whose ranks must all call this function; each rank writes its shards. Leaves may be
+            `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be equal on all ranks. The ranks must
+            share a file system. None: this process writes alone, or, if ``tx`` is sharded, the group of its layout.
 
     Returns:
-        The path.
+        The absolute path of the checkpoint.
 
     Raises:
         TypeError: a leaf is not a dense tensor, or ``extra`` is not JSON. Nothing was written.
-        WriteError: the disk is full, for example. The previous checkpoint is still there, or, if ``written`` is True,
-            the new one is.
+        WriteError: writing failed, for example because the disk is full. The previous checkpoint is unchanged, unless
+            the attribute ``written`` of the error is True: then the new checkpoint is complete.
 
     Warns:
         UserWarning: the checkpoint was written, but another process saved to the path at the same time, obsolete files
-            cannot be removed, or there are checkpoints of later steps, which `latest` returns. Or an earlier save in
-            the background failed and `Saving.wait` was not called on it.
+            cannot be removed, or `latest` will return a checkpoint of a later step. Or an earlier save in the
+            background failed and `Saving.wait` was not called on it.
 
     Example:
         >>> import tempfile
@@ -104,12 +102,11 @@ def save_async(
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Saving:
-    """Copy state and parameters into host memory, and write the copy in the background.
+    """Copy the state and the parameters to host memory, and write the copy in a background thread.
 
-    When this returns, the state may be changed or donated. The copy takes as much host memory as the leaves. The saves
-    of a process are written one after another, in the order of the calls. A process that ends waits for its saves. If a
-    save fails and `Saving.wait` is not called on it, the next save warns, or the error is printed to stderr when the
-    process ends.
+    After this function returns, the state may be modified or donated. The copy needs as much host memory as the leaves.
+    The saves of a process run one after another, in the order of the calls, and the process waits for them before it
+    exits. If a save fails and `Saving.wait` is not called on it, the next save warns, or the error is printed at exit.
 
     Args:
         path: as in `save`.

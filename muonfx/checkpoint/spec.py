@@ -28,12 +28,12 @@ def described(spec: Spec) -> str:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The leaves of a state: their names, global shapes and dtypes, and the transform that they belong to.
+    """The names, global shapes and dtypes of a state's leaves, without their values.
 
-    `muonfx.spec` makes it, and `muonfx.checkpoint.load` accepts it in place of a state. It iterates over the names.
+    `muonfx.spec` returns it, and `muonfx.checkpoint.load` accepts it in place of a state. Iteration gives the names.
 
     Attributes:
-        leaves: name to `muonfx.tree.Spec`, in the order of the state's leaves, without leaves that are None.
+        leaves: a dict from name to `muonfx.tree.Spec`, in the order of the state's leaves; None leaves are left out.
         fingerprint: the fingerprint of the transform; None if it is not known.
         chain: the transform as code; None if it is not known.
 
@@ -99,7 +99,7 @@ class StateSpec:
         return {} if self._tx is None else product_dtypes(strip_transparent(self._tx), [dtype], device)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
-        """Put leaves, by name, into the structure of the state; what is not given is None."""
+        """Return a tree with the structure of the state from leaves by name; missing leaves are None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
 
 
@@ -111,7 +111,7 @@ def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | 
 
 
 def spec(tx: Transform, params: PyTree) -> StateSpec:
-    """Describe the leaves of a transform's state without allocating it: `init` runs on meta tensors.
+    """Return the names, shapes and dtypes of a transform's state without allocating it, by `init` on meta tensors.
 
     Args:
         tx: the transform.

@@ -23,7 +23,7 @@ from muonfx.tree.renaming import Rename, found_renaming, new_names
 __all__ = ["Allow", "Rules", "Target", "matches", "patterns_of"]
 
 Allow = bool | str | Collection[str]
-"""True, False, or patterns of names."""
+"""True for all leaves, False for none, or one or more patterns of leaf names."""
 
 
 def matches(pattern: str, name: str) -> bool:
