@@ -1,12 +1,12 @@
-"""Select which transform each parameter gets, by shape, name and module type, and report why.
+"""Choose a transform for each parameter by shape, name and module type, and report the reasons.
 
-- A `Predicate` is a condition on one parameter, as a value: ``ndim(2) & ~path("*head*")``.
-- `labels` applies your own ordered rules. `default_labels` applies the customary rules after yours. Both return
-  `Labels`, a frozen mapping from parameter name to label with the rule that matched, for ``partition``.
-- `MatrixView` describes which matrices a parameter holds. Labels have one for stacks, fused weights and transposed
-  weights.
-- `describe` returns the result as a table.
-- `muonfx.partition` applies a transform to each group of parameters, `muonfx.masked` one transform to some of them.
+- A `Predicate` is a condition on one parameter, such as ``ndim(2) & ~path("*head*")``.
+- `labels` applies your own rules in order. `default_labels` applies your rules, then the rules of Muon. Both return
+  `Labels`, an immutable mapping from parameter name to label, which also records the rule that matched.
+- `MatrixView` describes which matrices a parameter holds. `Labels` include a view for each stacked, fused or transposed
+  weight.
+- `describe` returns the labels and their reasons as a table.
+- `muonfx.partition` applies a transform to each label's parameters; `muonfx.masked` applies one to a subset.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))

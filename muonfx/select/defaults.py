@@ -4,7 +4,7 @@ Module types decide first, if a model is given: an embedding is recognized under
 ambiguous, since a hidden layer, an output head and a router are all ``nn.Linear``. Shapes decide the rest. A name is
 split into components and their words, and never matched by substrings: ``gate`` is a router and ``gate_proj`` is not,
 ``embed_tokens`` is an embedding and ``embedder_proj`` is not. Ambiguous parameters get AdamW, which is never wrong, but
-sometimes slower.
+may train slower.
 """
 
 from __future__ import annotations
@@ -77,38 +77,41 @@ _MANY = 32  # ratio of the long side to the short side
 def default_labels(
     model_or_params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
 ) -> Labels:
-    """Label hidden matrices ``muon``, everything else ``other``, and frozen or absent parameters None.
+    """Label hidden matrices ``muon``, all other parameters ``other``, and frozen or absent parameters None.
 
-    The first of these that fits a parameter decides:
+    The first rule that matches a parameter decides:
 
     1. your own rules, in their order;
-    2. frozen (``requires_grad=False``): left out;
-    3. a module that owns it, under any of its names, is an embedding: ``other``, and so is a head that is tied to one;
-    4. such a module is a norm: ``other``;
+    2. frozen (``requires_grad=False``): None, so no transform updates it;
+    3. owned by an embedding module, also through a tied weight such as an output head's: ``other``;
+    4. owned by a norm module: ``other``;
     5. a factor of an adapter by name (``lora_A``, ``hada_w1_a``, ...) or a part of a parametrization (weight norm):
        ``other``, because the weight is the product of its factors;
     6. fewer than two dimensions, or a bias by name: ``other``;
     7. by name an embedding, token or position table, an output head, a MoE router, a gain, a state-space layer's rates
        and the maps to them (``x_proj``, ``dt_proj``), the convolution that sees raw input, or a norm: ``other``;
-    8. a shape without a matrix to orthogonalize: a side of 1 once flattened to (first dim, rest), a depthwise
-       convolution (one vector a channel), a convolution from or to an image's (at most 3) channels, a matrix from or to
-       at most 4 features and 32 times as many: ``other``;
+    8. a shape without a matrix to orthogonalize: flattened to (first dim, rest), a side is 1; a depthwise convolution;
+       a convolution with at most 3 input or output channels (an image's); a matrix whose short side is at most 4 and
+       whose long side is at least 32 times as long: ``other``;
     9. every other parameter is a hidden matrix, a stack of matrices, a fused matrix, or a convolution: ``muon``.
 
-    The labels have a view of each parameter that is not simply one matrix stored (out, in): stacks of experts,
-    transposed and fused matrices. ``Muon`` and ``muon_with_adamw`` apply these views by default. For other chains, pass
-    ``view=labels.view()`` to the transforms.
+    The result also has a `MatrixView` for each parameter that is not a single matrix stored as (out, in): stacks of
+    experts, transposed and fused matrices. ``Muon`` and ``muon_with_adamw`` apply these views by default. For other
+    chains, pass ``view=labels.view()`` to the transforms.
 
-    With a model, types and names decide. With named tensors, as when ``partition`` calls this function, names and
-    shapes decide, and a warning lists the parameters that were labelled as hidden matrices; `default_labels_by_name`
-    does not warn. A component ``gate`` is a router, unless it is inside an expert or next to an ``up`` or ``down``
-    matrix with as many dims: then it is the gate of a gated MLP.
+    Module types are known if a model is given. For named tensors, as when ``partition`` calls this function, names and
+    shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn. The name
+    component ``gate`` is a router, unless it is inside an expert or next to an ``up`` or ``down`` matrix with as many
+    dims, as in a gated MLP.
 
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
         rules: your own (predicate, label) pairs; they take precedence over the default rules.
         muon: the label of hidden matrices.
-        other: the label of the rest.
+        other: the label of all other trained parameters.
+
+    Returns:
+        `Labels`, in the order of the parameters.
 
     Raises:
         TypeError: a rule is not a (Predicate, label) pair, or a parameter is not a tensor.

@@ -1,4 +1,4 @@
-"""The matrices in a parameter: which dims are rows and columns, and which blocks are separate matrices."""
+"""Views of parameters as matrices: the dims of rows and columns, and blocks that are separate matrices."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MatrixView:
-    """The matrices that a leaf consists of, for the transforms that work on matrices.
+    """How to divide a parameter into matrices, for transforms such as `muonfx.orthogonalize` (argument ``view=``).
 
-    Transforms take it as ``view=``. Each setting is one value for all leaves, or a mapping from globs over dotted names
-    to values. The first glob that matches the name of a leaf applies; without a match, the value is None.
+    Each setting is one value for all parameters, or a mapping from globs over dotted names to values. The first glob
+    that matches a parameter's name applies; without a match, the value is None.
 
     Args:
-        dims: the row dims and the column dims of a leaf; all other dims are batch dims. ``((-2,), (-1,))`` treats each
-            matrix of a stack of experts separately. None: the first dim is the rows, and all other dims are flattened
-            into columns, as for a convolution.
-        blocks: split each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
-            treat each block separately: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for updates by
-            head.
+        dims: the dims that form the rows, and the dims that form the columns; all other dims are batch dims.
+            ``((-2,), (-1,))`` treats each matrix of a stack of experts separately. None: the first dim forms the rows,
+            and all other dims are flattened into columns, as for a convolution.
+        blocks: a number of equal blocks, or the sizes of blocks, into which each matrix is split along ``block_axis``.
+            Each block is treated as a matrix: ``{"*.qkv.weight": 3}`` for a fused QKV, or the number of heads to treat
+            each head separately.
         block_axis: the axis along which ``blocks`` splits: -2, the default, for rows (output features), or -1 for
             columns (input features).
 
@@ -122,7 +122,7 @@ class MatrixView:
         return [views[settings] for settings in found]
 
     def extended(self, dims: Mapping[str, Dims], blocks: Mapping[str, Blocks]) -> MatrixView:
-        """Return a view with further settings by glob, for leaves that this view does not set. Blocks split rows."""
+        """Return this view with more settings by glob, for leaves that it does not set; the blocks split rows."""
         axis = self.block_axis
         if blocks and axis != -2:
             axis = dict.fromkeys(blocks, -2) | (dict(axis) if isinstance(axis, Mapping) else {"*": axis})
@@ -168,7 +168,7 @@ class MatrixView:
         return list(matrix.split(list(self.blocks), dim=self.axis))
 
     def join(self, matrices: list[Tensor], leaf: Tensor) -> Tensor:
-        """Undo `split`, for a leaf of the given shape."""
+        """Return the inverse of `split`: a tensor with the shape of ``leaf``, from its matrices."""
         if self.blocks is None:
             matrix = matrices[0]
         elif isinstance(self.blocks, int):
@@ -226,7 +226,7 @@ class MatrixView:
 
 
 class Matrices:
-    """The leaves of a tree of updates, each split into the matrices of its view.
+    """The leaves of an update, each split into matrices by its `MatrixView`.
 
     Without ``names``, leaves are named only if the view depends on names.
     """

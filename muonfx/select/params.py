@@ -23,9 +23,9 @@ Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str,
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """The properties of one parameter that a rule may use.
+    """The name, shape, dtype and module types of one parameter, for use in rules.
 
-    It holds no tensor and no module, so it can be kept, compared and pickled, and a rule cannot depend on values.
+    It refers to no tensor or module, so it can be stored, compared and pickled, and rules cannot depend on values.
 
     Attributes:
         name: the dotted name, as the model or the caller gives it.
@@ -82,7 +82,7 @@ def plain_name(name: str) -> str:
 
 
 def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
-    """Return one `ParamInfo` per parameter in order, and the names whose value is None.
+    """Return a `ParamInfo` for each parameter, in order, and the names of parameters that are None.
 
     Tied tensors of a model are listed once.
     """

@@ -1,8 +1,8 @@
 """Different transforms for different parameters: `partition` and `masked`.
 
-For any structure of the tree, an inner transform receives a flat dict of its own leaves, with dotted names as keys. So
-its state contains these leaves only, as in ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``, and no
-placeholders for other leaves, which ``torch.func.vmap`` would not accept.
+Each inner transform receives its own leaves as a flat dict with dotted names as keys, whatever the structure of the
+tree. Its state, such as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``, contains no placeholders for
+other leaves, because ``torch.func.vmap`` would not accept them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _part(chosen: Mapping[str, Any], value: object, leaves: list[Any]) -> dict[s
 
 
 def _why(routes: Mapping[str, Route]) -> str:
-    """Return the end of a warning: the labels that exist, with some of their reasons if known."""
+    """Return the end of a warning: how many parameters have each label, and some of the reasons."""
     if not routes:
         return ": there are no parameters"
     chosen = [route.label for route in routes.values()]
@@ -154,7 +154,7 @@ def _view_of(tx: Transform) -> MatrixView | None:
 
 
 def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
-    """Warn if transforms treat parameters as one matrix that by their labels or names hold several."""
+    """Warn of parameters with several matrices, by label or name, that their transforms treat as one matrix."""
     views = {label: [view for view in map(_view_of, within(tx)) if view] for label, tx in transforms.items()}
     pairs = [(name, route, view) for name, route in routes.items() if route.label for view in views[route.label]]
     found = {
@@ -188,7 +188,7 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
 
 
 def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route], params: PyTree) -> None:
-    """Raise if a tensor would be flattened and has more dims than the parameter that its label was chosen for."""
+    """Raise if a tensor that would be flattened has more dims than its parameter had when the label was chosen."""
     # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
     for (name, route), leaf in zip(routes.items(), tree.leaves(params), strict=True):
         own = transforms.get(route.label or "")
@@ -239,21 +239,21 @@ def partition(
     transforms: dict[str, Transform],
     labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree],
 ):
-    """Apply to each parameter the transform that its label names.
+    """Apply a different transform to each group of parameters; labels assign the parameters to groups.
 
-    The state is a dict from label to the state of that label's transform, which holds only its own leaves. Follows
-    Optax's ``partition``.
+    The state is a dict from label to the state of the label's transform for its parameters. Follows Optax's
+    ``partition``.
 
     Args:
-        transforms: one transform for each label.
-        labels: a tree of strings like the parameters, a mapping from dotted name to label, as `default_labels` returns,
-            or a function of the parameters that returns either and depends on names, shapes and dtypes only. A
-            parameter with the label None has no state, and its update is None.
+        transforms: a dict from label to transform.
+        labels: a tree of labels with the structure of the parameters; a mapping from dotted name to label, as
+            `default_labels` returns; or a function of the parameters that returns either. The function must depend on
+            names, shapes and dtypes only. A parameter with the label None has no state, and its update is None.
 
     Raises:
-        TypeError: a label is neither a string nor None; an entry is not a transform.
-        ValueError: a parameter has no label, or there is no transform for its label; or a tensor has more dims than the
-            parameter for which `Labels` were chosen, and would be flattened. The message names the parameter.
+        TypeError: a label is neither a string nor None, or a value of ``transforms`` is not a transform.
+        ValueError: a parameter has no label, or its label has no transform; or a tensor has more dims than the
+            parameter for which `Labels` were made, and would be flattened. The message names the parameter.
 
     Warns:
         UserWarning: at `init`, in these cases. No parameter has the label of a transform: the message lists the labels
@@ -330,14 +330,15 @@ def masked(
     inner: Transform,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree],
 ):
-    """Apply a transform to some parameters, and return the updates of all others unchanged.
+    """Apply a transform to the parameters that a mask selects; other updates are returned unchanged.
 
-    The state is the inner transform's state for a flat dict of these parameters. Follows Optax's ``masked``.
+    The state is the inner transform's state for a flat dict of the selected parameters. Follows Optax's ``masked``.
 
     Args:
-        inner: the transform for the parameters whose mask is true.
-        mask: a tree of bools like the parameters, a mapping from dotted name to bool, a predicate of `muonfx.select`,
-            or a function of the parameters that returns a tree or mapping and depends on names, shapes and dtypes only.
+        inner: the transform for the selected parameters.
+        mask: a tree of bools with the structure of the parameters; a mapping from dotted name to bool; a predicate of
+            `muonfx.select`; or a function of the parameters that returns a tree or mapping and depends on names, shapes
+            and dtypes only.
 
     Raises:
         TypeError: a value of the mask is not a bool.
@@ -370,7 +371,7 @@ def masked(
 
 
 def resolve_mask(what: str, mask: object, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
-    """Return a function from parameters to one bool for each leaf, given a mask of `masked`; None is True for all."""
+    """Return a function from parameters to a list with a bool for each leaf; the mask None selects all leaves."""
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
     assign = _Assignment(what, mask, (bool,), memory)

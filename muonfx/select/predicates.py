@@ -18,7 +18,7 @@ __all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path
 
 @dataclass(frozen=True, repr=False)
 class Predicate:
-    """A condition on one parameter, as a value.
+    """A condition on one parameter, for the rules of `labels`; call it on a `ParamInfo`.
 
     Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``. They
     compare by their arguments, can be hashed and pickled, and print as the code that builds them.
@@ -126,10 +126,10 @@ def path(*patterns: str) -> Predicate:
 
 
 def module_type(*types: type | str) -> Predicate:
-    """Match parameters that are owned by a module of one of the types, or of a subclass.
+    """Match parameters of modules that are instances of the given types, subclasses included.
 
-    A string is a glob over class names, for classes that are not imported. A tied tensor matches if any of its owners
-    does. Without a model no owner is known, and nothing matches.
+    A type may be given as a string, a glob over class names, so that it need not be imported. A tied tensor matches if
+    any module that contains it matches. Named tensors without a model never match, as their modules are unknown.
 
     Raises:
         ValueError: no type is given.
@@ -148,10 +148,10 @@ def module_type(*types: type | str) -> Predicate:
 
 @plain_arguments
 def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate:
-    """Match parameters for which a function returns True.
+    """Match parameters for which ``fn(info)`` returns True; ``info`` is the `ParamInfo`.
 
-    The predicate prints as ``where(fn, name)``, and compares by function and name. It can be pickled if the function
-    can: a function of a module can, a lambda cannot.
+    The predicate prints as ``where(fn, name)``, and is compared by function and name. It can be pickled if ``fn`` is
+    defined in a module; a lambda cannot.
 
     Raises:
         TypeError: ``fn`` is not callable.

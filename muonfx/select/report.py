@@ -1,4 +1,4 @@
-"""The report of a routing: a table of parameters, shapes, labels and the rules that decided."""
+"""Tables of parameters with their shapes, labels, and the rules that chose the labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Routing", "describe"]
 
 @dataclass(frozen=True, repr=False)
 class Routing(Shown):
-    """The label of every parameter and its reason; returned by `describe`, printed as tables."""
+    """The labels of all parameters with their reasons, as `describe` returns them; prints as tables."""
 
     params: tuple[ParamInfo, ...]
     labels: Labels
@@ -76,14 +76,14 @@ class Routing(Shown):
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
-    """Tabulate the label of every parameter and its reason, with totals for each label.
+    """Return a table of every parameter's label and the reason for it, with totals for each label.
 
     If a parameter holds several matrices, or a transposed matrix, two more columns show the number and sides of the
     matrices, and the order in which they are stored. Names are never shortened, so that rules can be written from them.
     The label None is shown as ``-``.
 
     Args:
-        what: labels, for the parameters in ``params``; a model or named tensors, which ``default_labels`` labels; or a
+        what: labels, together with ``params``; a model or named tensors, to which `default_labels` is applied; or a
             `TransformOptimizer`, for which two more tables show the groups and their hyperparameters.
         params: the parameters of the labels: a model, named tensors, or any pytree of tensors.
 
@@ -91,7 +91,7 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         A value that prints as the table in a terminal, and is shown as HTML in a notebook.
 
     Raises:
-        TypeError: labels without parameters, or an optimizer whose groups have no names.
+        TypeError: labels are given without ``params``, or the groups of an optimizer have no names.
         ValueError: a parameter has no label, or a label has no parameter.
 
     >>> import torch

@@ -22,7 +22,7 @@ Rule: TypeAlias = tuple[Predicate, Label]
 
 
 class Route(NamedTuple):
-    """The label of one parameter, with its reason and the matrices that were found in the parameter.
+    """The label of one parameter, the reason for it, and the parameter's view as matrices.
 
     >>> Route("muon", "rule 1", MatrixView(blocks=3)).view
     MatrixView(blocks=3)
@@ -41,7 +41,7 @@ class Route(NamedTuple):
 
 
 class Labels(Mapping[str, Label]):
-    """A frozen mapping from parameter name to label, which remembers each parameter's `Route`.
+    """An immutable mapping from parameter name to label, with a `Route` (label, reason, view) for each parameter.
 
     A parameter with the label None is in no group. Equality, hash and repr depend on the labels only, and not on their
     order, reasons and views.
@@ -128,7 +128,7 @@ class Labels(Mapping[str, Label]):
 
 
 def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | EllipsisType = ...) -> Labels:
-    """Label every parameter by the first rule whose predicate it satisfies.
+    """Label every parameter by the first rule whose predicate matches it.
 
     A leaf that is None instead of a tensor gets the label None.
 

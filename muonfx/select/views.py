@@ -1,8 +1,8 @@
-"""The matrices in a parameter that is not simply one matrix stored (out, in).
+"""Views of parameters that are not a single matrix stored as (out, in).
 
 A parameter may hold several matrices, such as a stack of experts, or query, key and value concatenated. It may also be
-stored transposed. Types and sizes of modules decide for layers whose code is known; for other layers a suspicious name
-is reported and nothing is split.
+stored transposed. For known layers, the type and the attributes of the module determine the view. Other layers are not
+split; if their name suggests several matrices, it is reported.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ _STORED = (
 
 
 def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, Found]:
-    """Find the parameters of a model, or among named tensors, that are not simply one matrix stored (out, in).
+    """Return the parameters that are not a single matrix stored as (out, in), with their views.
 
     Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
     in x kernel) and is listed only if it is transposed or has groups.
