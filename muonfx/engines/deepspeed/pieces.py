@@ -73,7 +73,7 @@ class Pieces(NamedTuple):
 
 
 def locate(flat: Tensor, params: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Pieces:
-    """Locate the shards of some parameters in a flat tensor at stage 1, 2 or 3; `like` holds all parameters."""
+    """Return the shards of `params` in a flat tensor of ZeRO stage 1, 2 or 3; `like` has all parameters by name."""
     engine = stage_3_of(params.values())
     cut = _cut_buffer(flat, params) if engine is None else _cut_parameters(flat, params, engine)
     # The layout has all other parameters as replicated ones; this flat tensor holds no data of theirs.
