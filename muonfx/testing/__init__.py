@@ -1,7 +1,8 @@
-"""Property tests for transforms, muonfx's own and yours: laws, and hypothesis strategies that generate their inputs.
+"""Property tests for your transforms and muonfx's: laws, and hypothesis strategies that generate examples.
 
 `check_transform` checks every law that applies to a transform on generated parameters and gradients, and reports the
-smallest counterexample. Each law can also be called alone, and the strategies can be used in other tests.
+smallest counterexample. A law is a property that every transform must have, such as not modifying its inputs. Laws
+and strategies can also be used in other tests.
 Needs hypothesis: ``pip install 'muonfx[testing]'``.
 """
 

@@ -55,7 +55,7 @@ class Report:
 
 
 def laws_for(tx: Transform) -> dict[str, str | None]:
-    """Return, for each law, None if it applies to a transform, and otherwise the reason why it does not.
+    """Return a dict from the name of each law to None, or to the reason why it does not apply to the transform.
 
     >>> import muonfx as mfx
     >>> found = laws_for(mfx.clip_by_global_norm(1.0))
@@ -86,7 +86,7 @@ def _strategy(ranks: tuple[int, int]) -> st.SearchStrategy[Example]:
 
 
 def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
-    """Return a strategy of examples that a transform accepts.
+    """Return a hypothesis strategy that draws examples the transform accepts.
 
     The transform is run on a tree with leaves of any number of dims, and if it raises an error, on a tree with leaves
     of two and more dims.

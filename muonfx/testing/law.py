@@ -33,7 +33,7 @@ class Law:
 
     Attributes:
         name: a sentence with underscores.
-        check: the function ``(tx, params, steps, **options)``.
+        check: the function ``(tx, params, steps, **options)``, which raises if the law does not hold.
         family: the name of the module that contains it.
         why_not: returns why the law does not apply to a transform, or None if it applies.
         share: the share of the examples that it is checked on; small for slow laws.

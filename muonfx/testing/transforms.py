@@ -256,7 +256,7 @@ MATRIX_ONLY = frozenset(name for name, factory in _FACTORIES.items() if _takes_m
 
 
 def arguments() -> dict[str, Strategy]:
-    """Return, for the name of every public factory and recipe, a strategy of the transforms that it makes.
+    """Return a dict from the name of each public factory or recipe to a strategy that draws its transforms.
 
     >>> from hypothesis import find
     >>> find(arguments()["clip_by_value"], lambda tx: True)
