@@ -66,10 +66,10 @@ def _derived(find: Callable[[Any], V]) -> V:
 
     @functools.wraps(find)
     def get(self: Transform) -> V:
-        derived = self.structure.derived
-        if name not in derived:
-            derived[name] = find(self)
-        return derived[name]
+        found = self.structure.attributes
+        if name not in found:
+            found[name] = find(self)
+        return cast("V", found[name])
 
     return cast("V", Lazy(get))
 

@@ -110,6 +110,9 @@ class Structure:
     skeleton: dict[str, object]
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """Results that follow from the structure, computed once and shared by all values of this structure."""
+    attributes: dict[str, object] = field(default_factory=dict, repr=False)
+    """Attributes that follow from the structure alone, by name: each new value of the structure has them from the
+    start. A compiled graph would otherwise be compiled again when eager code reads one of them for the first time."""
     memory: Memory = field(default_factory=dict, repr=False)
     """Results that a constructor caches for as long as the structure exists."""
 
@@ -171,6 +174,8 @@ class Recorded:
         value = cast("Self", object.__new__(context.kind))
         object.__setattr__(value, "structure", context)
         object.__setattr__(value, "parts", tuple(parts))
+        if not torch.compiler.is_compiling():
+            value.__dict__.update(context.attributes)
         return value
 
     def __init_subclass__(cls, **kwargs: object) -> None:
