@@ -1,7 +1,7 @@
-"""Run a chain over sharded parameters and get the same update under every layout.
+"""Run a transform on sharded parameters, with the same update under every layout.
 
-A layout records which shard of each parameter each rank holds. `sharded` turns any transform into a transform over
-these shards. See the page "Sharding" of the documentation.
+A `Layout` records which shard of each parameter each rank holds. `sharded` turns any transform into a transform that
+runs on these shards. See the page "Sharding" of the documentation.
 """
 
 from muonfx.program.offload.transform import offload

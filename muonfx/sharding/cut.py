@@ -1,8 +1,8 @@
-"""Cuts: the partition of one tensor over all ranks, without a list of all shards.
+"""Partitions: a `Cut` describes how one tensor is partitioned over all ranks.
 
-A rank needs its own shard of every parameter, and all ranks' shards only of the few matrices that it owns. A cut
-therefore computes each shard on request, from coordinates on a mesh or from offsets in a buffer. Parameters of one
-shape with one partition share one cut and everything derived from it.
+A rank needs its own shard of every parameter. It needs the shards of other ranks for the few matrices that it computes.
+A cut therefore computes a shard on request, from coordinates on a mesh or from offsets in a buffer, and stores no list
+of all shards. Parameters with the same shape and partition share one cut and its cached values.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ __all__ = ["Buffer", "Cut", "Intervals", "OnMesh", "Places", "Whole"]
 
 
 class Buffer(NamedTuple):
-    """The positions of parameters in the flat buffers of an engine, in elements."""
+    """The positions of parameters in the flat buffers of a training engine, such as DeepSpeed, in elements."""
 
     starts: dict[str, int]
-    """The start of each parameter, in the one buffer that is partitioned or in the buffer of the rank that holds it."""
+    """The start of each parameter, by name: in the buffer that is split among the ranks, or, if each rank has a buffer
+    of its own, in the rank's buffer."""
     lengths: tuple[int, ...]
-    """The length of each rank's part, with its padding."""
+    """The length of the buffer that each rank holds, padding included."""
 
 
 class Cut:
-    """The shards of one tensor, by rank."""
+    """The partition of one tensor over all ranks: ``cut[rank]`` is the `Piece` (shard) that a rank holds."""
 
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
         self.size = size
         self.derived: dict[object, Any] = {}
-        """Values that follow from the cut, computed once."""
+        """A cache of values that depend on the cut alone."""
         self._asked: dict[int, Piece] = {}
-        """The shards requested so far, such as a rank's own shard at every step."""
+        """A cache of the shards requested so far, by rank."""
 
     def _at(self, rank: int) -> Piece:
-        """Return the shard of an existing rank."""
+        """Compute the shard of a rank; subclasses implement this."""
         raise NotImplementedError
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A complete description of the cut, the same on all ranks; equal keys mean equal cuts."""
+        """A hashable description of the whole partition, identical on all ranks. Cuts with equal keys are equal."""
         raise NotImplementedError
 
     @cached_property
@@ -65,7 +66,7 @@ class Cut:
 
     @cached_property
     def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """The distinct nonempty shards, ordered by their first ranks, and the ranks that hold each."""
+        """A dict from each distinct nonempty shard to the ranks that hold it, ordered by the first of these ranks."""
         found: dict[Piece, list[int]] = {}
         for rank in self._ranks():
             piece = self._at(rank)
@@ -75,23 +76,23 @@ class Cut:
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each shard that several ranks hold."""
+        """For each shard that several ranks hold, the ranks that hold it, ascending."""
         return tuple(ranks for ranks in self.holders.values() if len(ranks) > 1)
 
     @cached_property
     def firsts(self) -> frozenset[int]:
-        """The first rank of each shard, which counts the shard in sums over all ranks."""
+        """The lowest holder of each distinct shard. Only this rank counts the shard in sums over all ranks."""
         return frozenset(ranks[0] for ranks in self.holders.values())
 
     @cached_property
     def complete(self) -> tuple[int, ...]:
-        """The ranks that hold every element of a nonempty tensor, ascending."""
+        """The ranks that hold the whole tensor, ascending; empty for a tensor without elements."""
         numel = prod(self.shape)
         return tuple(sorted(rank for piece, ranks in self.holders.items() if piece.numel == numel for rank in ranks))
 
     @cached_property
     def taking_part(self) -> tuple[int, ...]:
-        """The ranks that hold any element, ascending."""
+        """The ranks that hold at least one element, ascending."""
         return tuple(sorted(rank for ranks in self.holders.values() for rank in ranks))
 
     def __getitem__(self, rank: int) -> Piece:
@@ -110,7 +111,7 @@ class Cut:
 
 
 class Whole(Cut):
-    """Some ranks hold the whole tensor, by default all; the other ranks hold nothing."""
+    """A tensor that is not split: every rank holds all of it or, with `owner`, one rank does and the rest nothing."""
 
     def __init__(self, shape: Sequence[int], size: int, owner: int | None = None) -> None:
         super().__init__(shape, size)
@@ -122,17 +123,20 @@ class Whole(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, the number of ranks, and the owners."""
+        """The shape, the number of ranks, and the ranks that hold the tensor."""
         return "whole", self.shape, self.size, self._owners
 
     @cached_property
     def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """The whole tensor, on its owners."""
+        """The whole tensor as a single shard, with the ranks that hold it."""
         return {self._whole: tuple(self._owners)} if self._whole.numel else {}
 
 
 class Intervals(Cut):
-    """Each rank holds an interval of the flattened tensor, which begins at `start` in a partitioned flat buffer."""
+    """A tensor in a flat buffer, of which each rank holds an interval.
+
+    The flattened tensor begins at `start` in the buffer; rank r holds the elements ``cuts[r]:cuts[r + 1]`` of it.
+    """
 
     def __init__(self, shape: Sequence[int], start: int, cuts: Sequence[int]) -> None:
         super().__init__(shape, len(cuts) - 1)
@@ -146,14 +150,14 @@ class Intervals(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, and the boundaries within the tensor."""
+        """The shape, the number of ranks, the ranks that hold elements, and the boundaries between their intervals."""
         first, last = self._between
         inner = tuple(self.cuts[first + 1 : last])
         return "intervals", self.shape, self.size, first, last, tuple(place - self.start for place in inner)
 
     @cached_property
     def _between(self) -> tuple[int, int]:
-        """The first rank that may hold elements, and the exclusive end of such ranks."""
+        """The range (first, end) of ranks that may hold elements of the tensor; `end` is exclusive."""
         end = self.start + prod(self.shape)
         return max(bisect_right(self.cuts, self.start) - 1, 0), min(bisect_left(self.cuts, end), self.size)
 
@@ -162,7 +166,7 @@ class Intervals(Cut):
 
 
 class Places:
-    """The coordinates of a group's ranks on a mesh, None for a rank outside it; shared by parameters."""
+    """The coordinates on a device mesh of each rank of a process group; None for a rank that is not on the mesh."""
 
     def __init__(self, shape: Sequence[int], coordinates: Sequence[tuple[int, ...] | None]) -> None:
         self.shape = tuple(shape)
@@ -170,7 +174,7 @@ class Places:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, and a digest of the coordinates."""
+        """The mesh's shape, and a digest of the coordinates."""
         return self.shape, digest(self.coordinates)
 
     @cached_property
@@ -180,7 +184,7 @@ class Places:
 
 
 class OnMesh(Cut):
-    """Each rank holds the DTensor shard at its coordinates on a mesh."""
+    """A tensor partitioned as a DTensor: each rank holds the shard at its coordinates on a device mesh."""
 
     def __init__(self, shape: Sequence[int], places: Places, placements: Sequence[Any]) -> None:
         super().__init__(shape, len(places.coordinates))
@@ -209,7 +213,7 @@ class OnMesh(Cut):
         return iter(self.places.ranks)
 
     def _along(self, dim: int, at: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the indices along a dim at the coordinates of the mesh dims that split it."""
+        """Return the index spans along `dim` at the coordinates `at`, which are on the mesh dims that split `dim`."""
         if not at:
             return ((0, self.shape[dim]),)
         before = (dim, *at[:-1])
@@ -231,7 +235,7 @@ class OnMesh(Cut):
 
 
 def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Split the indices of a dim as the placement splits the first dim of a tensor."""
+    """Split the indices of one dim into `parts` tensors, in the way that the DTensor placement splits a dim."""
     kind: Any = type(placement)
     factor = getattr(placement, "split_factor", None)
     first = kind(0) if factor is None else kind(0, split_factor=factor)
@@ -239,7 +243,7 @@ def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torc
 
 
 def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
-    """Return the runs of consecutive indices."""
+    """Convert ascending indices to spans (start, end) of consecutive indices."""
     if not len(indices):
         return ()
     first, last = int(indices[0]), int(indices[-1])
@@ -251,7 +255,10 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
 
 
 def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
-    """Place parameters in one buffer per dtype, because engines cast dtypes separately, and split each equally."""
+    """Concatenate the parameters of each dtype in a flat buffer, and split each buffer equally over the ranks.
+
+    Returns the cut of each parameter, and the positions in the buffers.
+    """
     pieces: dict[str, Cut] = {}
     starts: dict[str, int] = {}
     lengths = [0] * size
@@ -268,7 +275,10 @@ def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) ->
 
 
 def equal_parts(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
-    """Split each parameter into equal parts, the last one padded; the parts of a rank are contiguous."""
+    """Split each flattened parameter into equal parts, one for each rank; the last part is padded.
+
+    Returns the cut of each parameter, and the positions in each rank's buffer, where its parts are contiguous.
+    """
     of_shape: dict[tuple[int, ...], Cut] = {}
     starts: dict[str, int] = {}
     length = 0
@@ -287,7 +297,7 @@ def padded(length: int, alignment: int) -> int:
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
-    """Return the start of each parameter in a buffer without gaps."""
+    """Return the start of each parameter, by name, in a buffer that holds them in the given order without gaps."""
     starts: dict[str, int] = {}
     end = 0
     for name in order:

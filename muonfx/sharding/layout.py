@@ -1,8 +1,8 @@
-"""A layout: the shard of every parameter on every rank, and the tree operations that follow from it.
+"""`Layout`: which shard of every parameter each rank holds, with methods that shard and gather trees.
 
-A *whole tree* has the parameters as one process would hold them; a *local tree* has a rank's local tensors in their
-place. Leaves are identified by their dotted names, so a tree may have any structure, and gradients, updates and copies
-of the parameters, in any dtype, are sharded like the parameters. None stays None.
+A *whole tree* contains the parameters as a single process would hold them. A *local tree* contains a rank's shards in
+their place. Leaves are identified by their dotted names, so a tree may have any structure. Gradients, updates and
+copies of the parameters, in any dtype, are sharded like the parameters. None stays None.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout(ShardTable):
-    """The shard of each parameter that each rank holds. The functions of `muonfx.sharding` build layouts.
+    """A table of the shard of each parameter that each rank holds, with methods that shard and gather trees.
 
-    Each element is in the shard of one rank, or in equal shards of several ranks.
+    Layouts are built by `replicated`, `zero`, `flat` and `from_dtensors`. Two shards are either disjoint or equal, so
+    several ranks may hold replicas of one shard.
 
     Attributes:
-        kind: "replicated", "from_dtensors", "zero" or "flat", the function that built the layout.
-        specs: global shape and dtype of each parameter by name.
+        kind: the name of the function that built the layout.
+        specs: the global shape and dtype of each parameter, by name.
+        pieces: the partition of each parameter, by name; `piece` returns single shards.
         size: the number of ranks.
         rank: this process's rank in the group; 0 without a group.
-        group: the process group; None for a layout without processes.
-        stage: the ZeRO stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too; None if not ZeRO.
-        buffer: for `zero` and `flat`, the positions of the shards in flat buffers.
+        group: the process group; None for a layout built for a number of ranks, without processes.
+        stage: the ZeRO stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters; None if not ZeRO.
+        buffer: for `zero` and `flat`, the positions of the parameters in flat buffers; else None.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.arange(6.0).reshape(2, 3)}
@@ -54,14 +56,14 @@ class Layout(ShardTable):
     # ---------------------------------------------------------------------------------------- trees, in one process
 
     def shard(self, whole: T, rank: int | None = None) -> T:
-        """Copy a rank's shards out of whole tensors.
+        """Copy a rank's shards out of whole tensors, without communication.
 
         Args:
-            whole: a tree whose leaves have the names and global shapes of the parameters, in any dtype; None is kept.
-            rank: the rank, by default this one.
+            whole: a tree of whole tensors, with the names and global shapes of the parameters, in any dtype.
+            rank: the rank whose shards are returned. None: this process's rank.
 
         Returns:
-            A tree of local tensors.
+            A tree with the structure of ``whole``, of the rank's shards. None stays None.
 
         Raises:
             ShardingError: a leaf is not a parameter, or has another shape than the parameter.
@@ -79,10 +81,12 @@ class Layout(ShardTable):
             return map_named(at, whole)
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
-        """Build the whole tree from the local trees of all ranks: the inverse of `shard`, in one process.
+        """Build the tree of whole tensors from the local trees of all ranks: the inverse of `shard`.
+
+        Runs in one process, for tests and inspection; `gather` does the same over a process group.
 
         Args:
-            locals_: the local tree of each rank, in order.
+            locals_: the local tree of each rank, in the order of the ranks.
 
         Raises:
             ValueError: the number of trees is not the number of ranks.
@@ -103,47 +107,47 @@ class Layout(ShardTable):
     # ------------------------------------------------------------------------------------------- trees, on all ranks
 
     def gather(self, local: T) -> T:
-        """Gather a local tree to the whole tree on every rank; all ranks must call it together.
+        """Gather a tree of local shards to a tree of whole tensors on every rank. All ranks must call it together.
 
         Raises:
-            ShardingError: a leaf is not a parameter or has another shape than the rank's shard; a rank has ended.
+            ShardingError: a leaf is not a parameter or has another shape than the rank's shard, or a rank has ended.
         """
         return gathered(self, local)
 
     def all_gather(self, local: T, names: Sequence[str] | None = None, *, op: ReduceOp = "mean") -> T:
-        """Gather like `gather`, differentiably: gradients are reduced over the ranks as by `reduce_scatter`.
+        """Gather a tree of local shards to whole tensors, differentiably: the backward pass is a reduce-scatter.
 
-        ``grad(lambda local: loss(layout.all_gather(local)))`` gives a ZeRO-3 loop its sharded gradients. It can be
-        differentiated again, and called under ``vjp``, ``jvp`` and ``vmap``, all ranks with the same transforms.
+        ``grad(lambda local: loss(layout.all_gather(local)))`` returns the sharded gradients of a ZeRO-3 loop. Higher
+        derivatives, ``vjp``, ``jvp`` and ``vmap`` work too, if all ranks use the same ``torch.func`` transforms.
 
         Args:
             local: a tree of local tensors.
-            names: the names of the leaves to gather; the other leaves are unchanged. None: all.
-            op: the reduction of gradients over the ranks, "mean" or "sum".
+            names: the names of the leaves to gather; other leaves are returned unchanged. None: all leaves.
+            op: how the backward pass reduces gradients over the ranks, "mean" or "sum".
 
         Raises:
-            ShardingError: as `gather`.
+            ShardingError: as in `gather`.
             ValueError: an unknown ``op``.
         """
         return gathered(self, local, names=names, op=op, differentiable=True)
 
     def reduce_scatter(self, grads: T, op: ReduceOp = "mean") -> T:
-        """Reduce every rank's own whole gradients over all ranks, and return this rank's shards.
+        """Average or sum the whole gradients of all ranks, and return this rank's shards of the result.
 
-        Values are added in the order of the ranks, in fp32 at least, and rounded once, so the sum does not depend on
-        the number of ranks that hold a shard. Each rank sends S(P-1)/P bytes for S bytes of gradients, or twice as many
-        if every rank holds all of them.
+        Values are added in rank order in fp32 or higher precision and rounded once, so replicas of a shard are equal.
+        For S bytes of gradients on P ranks, each rank sends S(P-1)/P bytes, or twice as many if all parameters are
+        replicated.
 
         Args:
-            grads: whole gradients, different on every rank. A leaf that is None on some ranks counts as zero there; a
+            grads: this rank's gradients, as whole tensors. A leaf that is None on some ranks counts as zero there; a
                 leaf that is None on all ranks stays None.
-            op: "mean" divides by the number of ranks; "sum" does not.
+            op: "mean" divides the sum by the number of ranks; "sum" does not.
 
         Returns:
             A tree of local tensors, in the gradients' dtypes.
 
         Raises:
-            ShardingError: a leaf is not a parameter or has another shape; a rank has ended.
+            ShardingError: a leaf is not a parameter or has another shape than the parameter, or a rank has ended.
             ValueError: an unknown ``op``.
         """
         return reduce_scattered(self, grads, op)
@@ -151,13 +155,13 @@ class Layout(ShardTable):
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def to_global(self, local: PyTree) -> PyTree:
-        """Convert a local tree to one whose leaves record their position in the whole tensors.
+        """Convert local shards to leaves that record their position in the whole tensors, without communication.
 
-        The leaves are `DTensor`, `muonfx.checkpoint.FlatPiece`, or whole tensors. `muonfx.checkpoint.save` calls this
-        if it is given a sharded chain. Leaves that are global already, or whole as under ZeRO-1, are unchanged.
+        The leaves returned are `DTensor`, `muonfx.checkpoint.FlatPiece`, or whole tensors. Leaves that have one of
+        these forms already are returned unchanged. `muonfx.checkpoint.save` calls this for a sharded transform.
 
         Raises:
-            ShardingError: a leaf is neither this rank's shard nor the whole; the message names it.
+            ShardingError: a leaf is neither this rank's shard nor the whole tensor; the message names the leaf.
         """
 
         def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
@@ -176,7 +180,7 @@ class Layout(ShardTable):
         return map_named(at, local)
 
     def from_global(self, values: PyTree) -> PyTree:
-        """Return the local tree that a tree of `to_global` describes; DTensors are returned unchanged."""
+        """Convert the leaves that `to_global` returned to local tensors; DTensors and whole tensors stay unchanged."""
 
         def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
             return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf

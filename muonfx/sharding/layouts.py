@@ -1,4 +1,4 @@
-"""The available layouts: replicated, by DTensor placements, ZeRO partitions, and any flat buffer."""
+"""Functions that build layouts: replicated parameters, DTensors, ZeRO partitions, and flat buffers."""
 
 from __future__ import annotations
 
@@ -41,21 +41,23 @@ if TYPE_CHECKING:
 __all__ = ["flat", "from_dtensors", "replicated", "zero"]
 
 Group = dist.ProcessGroup | int | None
-"""A process group, None for the default group, or a number of ranks for a layout without processes."""
+"""A process group; None for the default group; or a number of ranks, for a layout without processes."""
 
 
 def replicated(params: PyTree = None, group: Group = None) -> Layout:
-    """Build the layout of `DistributedDataParallel`: every rank holds all of every parameter.
+    """Build the layout of `DistributedDataParallel`: every rank holds every parameter.
 
-    Gradients must be reduced already. The matrices are divided among the ranks for computation.
+    The gradients passed to a transform must already be averaged over the ranks. By default the ranks divide the
+    matrices among themselves for computation; see ``replicas`` of `sharded`.
 
     Args:
-        params: the parameters, on any device; only names, shapes and dtypes count.
-        group: the process group. None: the default group. An int: that many ranks, without processes.
+        params: the parameters, on any device; only their names, shapes and dtypes are read.
+        group: the process group. None: the default group. An int: a number of ranks, to inspect a layout without
+            processes.
 
     Raises:
-        TypeError: ``params`` is missing, or a group is in its place.
-        ShardingError: no group is given, and torch.distributed is not initialized.
+        TypeError: ``params`` is missing, or a group was passed in its place.
+        ShardingError: ``group`` is None, and torch.distributed is not initialized.
 
     >>> replicated({"w": torch.zeros(2)}, 4)
     <replicated of 1 parameters over 4 ranks>
@@ -73,7 +75,7 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
 
 
 Partition = Literal["whole", "flat", "each"]
-"""The partitions of `zero`."""
+"""How `zero` partitions parameters."""
 
 
 @plain_arguments
@@ -86,22 +88,22 @@ def zero(
     alignment: int = 1,
     tx: Transform | None = None,
 ) -> Layout:
-    """Build a layout of ZeRO.
+    """Build a layout of ZeRO, which partitions the parameters over the ranks in one of three ways.
 
-    "whole" gives each rank complete parameters, so the update needs no communication. "flat" concatenates the
-    parameters of each dtype and splits the buffer equally, across matrices and rows, like FSDP1 and DeepSpeed's stages
-    1 and 2. "each" splits each parameter equally and pads the last part, like DeepSpeed's stage 3.
+    "whole" assigns each parameter to one rank, so an update needs no exchange of matrices. "flat" concatenates the
+    parameters of each dtype and splits the buffer equally, even within a matrix or a row, like FSDP1 and DeepSpeed's
+    stages 1 and 2. "each" splits every flattened parameter equally and pads the last part, like DeepSpeed's stage 3.
 
     Args:
-        params: the whole parameters, on any device; only names, shapes and dtypes count.
+        params: the whole parameters, on any device; only their names, shapes and dtypes are read.
         group: as in `replicated`.
-        stage: what the training loop shards: 1 the optimizer's state, 2 gradients too, 3 parameters too. The shards
-            are the same.
+        stage: what the training loop shards: 1 the optimizer's state, 2 also gradients, 3 also parameters. It does
+            not change the partition.
         partition: "whole", "flat" or "each".
-        alignment: in elements. For "whole" the start of each parameter and the length of each rank's buffer are
-            multiples of it, for "flat" the length of a rank's part, for "each" the length of its part of a parameter.
-        tx: the transform. "whole" then balances the cost of its matrices, and the bytes of the other parameters. None:
-            every leaf of two dims and more counts as a matrix.
+        alignment: a number of elements. Lengths are padded to a multiple of it: of every parameter for "whole", of
+            each rank's part of a buffer for "flat", and of each rank's part of a parameter for "each".
+        tx: for "whole", the transform whose cost is balanced: matrices by their operations, other parameters by
+            bytes. None: every parameter of two or more dims counts as a matrix.
 
     Raises:
         ValueError: an unknown setting.
@@ -136,15 +138,16 @@ def flat(
     starts: Mapping[str, int] | None = None,
     stage: int = 1,
 ) -> Layout:
-    """Build the layout of any flat buffer with any boundaries, such as an engine's own partition.
+    """Build the layout of a flat buffer that is split at given positions, such as a training engine's own partition.
 
     Args:
-        params: the whole parameters; only names, shapes and dtypes count.
+        params: the whole parameters; only their names, shapes and dtypes are read.
         group: as in `replicated`.
-        cuts: P + 1 ascending positions in the buffer, in elements, from 0: rank r holds ``cuts[r]:cuts[r + 1]``.
-        order: the parameters' names in the order of the buffer. None: the order of ``starts`` if it is given; else
+        cuts: for P ranks, P + 1 ascending positions in the buffer, in elements, from 0. Rank r holds
+            ``cuts[r]:cuts[r + 1]``.
+        order: the names of the parameters in the order of the buffer. None: by ``starts``; without ``starts``,
             ``params`` must be a flat dict with sorted names, so that the order is unambiguous.
-        starts: the start of each parameter, with room for padding. None: one after another.
+        starts: the position of each parameter's first element in the buffer; gaps are padding. None: no gaps.
         stage: as in `zero`.
 
     Raises:
@@ -173,19 +176,21 @@ def flat(
 
 
 def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Layout:
-    """Build the layout of DTensor parameters: FSDP2, HSDP, tensor and expert parallelism, on any mesh.
+    """Build the layout of DTensor parameters, as under FSDP2, HSDP, tensor parallelism or expert parallelism.
 
-    Parameters may have different meshes. One parameter may have different meshes on different ranks: under FSDP2 with
-    tensor parallelism, a parameter that is not tensor-parallel is on each rank's own mesh of the data-parallel dim. All
-    ranks must then call this together. Pieces on several meshes are assumed to be replicas; `sharded` verifies that.
+    Parameters may have different meshes. A single parameter may also have different meshes on different ranks: under
+    FSDP2 with tensor parallelism, a parameter that is not tensor-parallel has one data-parallel mesh for each
+    tensor-parallel rank. All ranks must then call this together. The copies on these meshes are assumed to be replicas;
+    `sharded` verifies this.
 
     Args:
-        params: a tree of DTensors; a plain tensor among them is held by every rank.
-        group: a process group of all ranks of the meshes. None: the group of the mesh, or the default group.
+        params: a tree of DTensors. A plain tensor in the tree counts as replicated on all ranks.
+        group: a process group that contains all ranks of the meshes. None: the default group if it has exactly these
+            ranks, else a mesh's group or a new group.
 
     Raises:
         TypeError: no leaf is a DTensor, or a placement is neither Shard nor Replicate.
-        ShardingError: no group covers the meshes.
+        ShardingError: this process is not in the group, or a local tensor does not fit its placements.
 
     >>> from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -231,9 +236,10 @@ def _each_by_its_own(
     places: Mapping[DeviceMesh, Places],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, Cut], tuple[str, ...]] | None:
-    """Build cuts of the coordinates that each rank reports, and list the parameters whose meshes differ between ranks.
+    """Build each parameter's cut if its mesh differs between ranks; all ranks exchange their own coordinates.
 
-    Return None if ranks differ in more than the ranks of their meshes, which is an error when they bind the layout.
+    Returns the cuts and the names of the parameters whose meshes differ, or None if the ranks differ in anything else:
+    `sharded` reports this difference later.
     """
     number = {mesh: place for place, mesh in enumerate(meshes)}
     ways = [(n, spec, (number[d.mesh], d.placements) if (d := dtensors.get(n)) else None) for n, spec in specs.items()]
@@ -252,7 +258,7 @@ def _each_by_its_own(
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Return the size of a group, this process's rank, and the group itself."""
+    """Return the number of ranks of a group, this process's rank, and the process group (None for an int)."""
     if isinstance(group, int):
         if isinstance(group, bool) or group < 1:
             raise ValueError(f"group: found {group!r}, expected a process group or a number of ranks, 1 or more")
@@ -286,7 +292,7 @@ def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform |
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
-    """Return the default order of a buffer: by `starts`, else the sorted order if the caller's order equals it."""
+    """Return the names in the default order of a buffer: by `starts`, or sorted if the dict `params` is sorted."""
     if starts is not None:
         # Of two parameters with the same start, the empty parameter is first.
         return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
@@ -346,14 +352,14 @@ def _cuts(
 
 
 def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> Places:
-    """Return the coordinates of a group's ranks on a mesh."""
+    """Return the coordinates on a mesh of the given global ranks, in their order."""
     shape = tuple(mesh.shape)
     at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
     return Places(shape, [at.get(rank) for rank in ranks])
 
 
 def _group_of(meshes: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
-    """Return a group of all ranks of some meshes, given with the ranks of each mesh."""
+    """Return a process group of all ranks of some meshes; `meshes` maps each mesh to its ranks."""
     ranks = sorted(set().union(*meshes.values()))
     if ranks == list(range(dist.get_world_size())):
         world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""The exchange between ranks, an all-to-all with an exact number of elements for each pair, and its errors."""
+"""Messages between ranks: an asynchronous all-to-all of tensors (`Exchange`), its buffers, and `ShardingError`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ __all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "dige
 
 
 class ShardingError(RuntimeError):
-    """Ranks disagree, or one of them is gone; raised on all that are left, with what each has found.
+    """The ranks of a layout disagree, a rank has ended, or a tree does not fit the layout.
+
+    A disagreement is raised on all ranks, with a message that names the difference and the ranks.
 
     >>> raise ShardingError("rank 2 has another tree")
     Traceback (most recent call last):
@@ -24,18 +26,18 @@ class ShardingError(RuntimeError):
 
 
 class Buffers:
-    """Reusable host memory for messages, because new pages cost as much time as the transfer."""
+    """A pool of reusable CPU buffers for messages; allocating new memory would take as long as the transfer."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are kept and not in use."""
+        """The bytes of the buffers that are currently free."""
         return sum(map(len, self._free))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized 1-d tensor, for the caller's use until `give_back`."""
+        """Return an uninitialized 1-d tensor, from the pool if it is on the CPU; return it with `give_back`."""
         # Other devices have torch's caching allocator.
         if device.type != "cpu" or not numel:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -50,7 +52,7 @@ class Buffers:
         return memory[:nbytes].view(dtype)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Return a tensor of `take` for reuse; a tensor that is never returned is freed."""
+        """Put the memory of a tensor from `take` back into the pool."""
         if tensor.device.type == "cpu" and tensor.numel():
             whole = tensor.untyped_storage()
             self._free.append(torch.empty(0, dtype=torch.uint8).set_(whole))
@@ -58,7 +60,10 @@ class Buffers:
 
 
 class Exchange:
-    """An asynchronous all-to-all of exact sizes, started on construction and finished by `wait`."""
+    """An asynchronous all-to-all of lists of tensors: the constructor starts it, `wait` completes it.
+
+    ``outgoing[r]`` lists the tensors to send to rank r, and ``expected[r]`` counts the elements received from rank r.
+    """
 
     def __init__(
         self,
@@ -90,14 +95,17 @@ class Exchange:
             )
 
     def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
-        """Wait, and copy the tensors from each rank into `incoming`, in the order of their sender."""
+        """Wait, and copy the tensors received from rank r into the tensors ``incoming[r]``, in the order of sending."""
         sizes = [[tensor.shape for tensor in tensors] for tensors in incoming]
         for theirs, tensors in zip(self.arrived(sizes), incoming, strict=True):
             copied(theirs, tensors)
         self.end()
 
     def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
-        """Wait, and return the tensors from each rank: views of the receive buffer that are valid until `end`."""
+        """Wait, and return a list of the received tensors for each rank, in the given shapes.
+
+        The tensors are views of the receive buffer and valid until `end` is called.
+        """
         with collective(self.what):
             self._work.wait()
         self._buffers.give_back(self._sent)
@@ -116,19 +124,19 @@ class Exchange:
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy tensors to targets in few calls; a tensor that is its own target is skipped."""
+    """Copy each source to the target at the same index, in one fused call."""
     pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
     if pairs:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
 
 
 def digest(value: object) -> str:
-    """Return a short text that is equal on two ranks if the representations of their values are."""
+    """Return a hash of a value's ``repr``, as 32 hex digits, to compare values between ranks."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
 def octets(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor's elements in order, as a view if its memory allows."""
+    """Return the bytes of a tensor's elements as a 1-d uint8 tensor, a view if the tensor is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     # `is_contiguous` ignores the stride of a single element; a view of another dtype requires it to be 1.
     if flat.stride() != (1,):
@@ -143,7 +151,7 @@ def _places(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 class collective:
-    """A context that turns a failure of torch.distributed into a `ShardingError` with the operation's name."""
+    """A context manager that turns an error of torch.distributed into a `ShardingError` that names the operation."""
 
     def __init__(self, what: str) -> None:
         self.what = what

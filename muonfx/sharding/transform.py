@@ -1,4 +1,4 @@
-"""`sharded`: a transform over local tensors that gives the same update as the transform over whole tensors."""
+"""`sharded`: run a transform on this rank's shards, with the same update as on whole tensors."""
 
 from __future__ import annotations
 
@@ -32,30 +32,36 @@ __all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", 
 P = ParamSpec("P")
 
 Replicas = Literal["auto", "split", "everyone"]
-"""The handling of matrices that several ranks hold whole."""
+"""Which ranks compute a matrix that all ranks hold."""
 
 
 class Sharded(Transform):
-    """The transforms that `sharded` builds: errors are raised on all ranks, before anything is changed."""
+    """The class of the transforms that `sharded` returns. Errors are raised on all ranks, before any tensor changes."""
 
     @property
     def layout(self) -> Layout:
-        """The layout that the transform runs under."""
+        """The layout of the parameters."""
         return self.arguments["layout"]
 
     @property
     def stays_outermost(self) -> bool:
-        """True: wrappers are placed inside, because ranks agree on a whole step before any of it runs."""
+        """Always True: wrappers such as `offload` are applied to the inner transform, inside `sharded`.
+
+        The ranks agree on a step before any of it runs, so a sharded transform must be the outermost transform.
+        """
         return True
 
     def init(self, params: PyTree) -> PyTree:
-        """Build the state of this rank's shards; all ranks must call it together, except with meta tensors."""
+        """Return this rank's state for its shards of the parameters.
+
+        All ranks must call this together, unless ``params`` are meta tensors.
+        """
         return self.functions.init(params)
 
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
     ) -> tuple[PyTree, PyTree]:
-        """Return the new local updates and the next state; all ranks must call it together."""
+        """Return this rank's shards of the new updates, and its next state. All ranks must call this together."""
         problem: TypeError | None = None
         given = NOTHING
         try:
@@ -66,7 +72,7 @@ class Sharded(Transform):
 
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
-    """Build a factory of `Sharded`, whose values are transparent: they stand for the transform that they shard."""
+    """Decorate the constructor of `sharded`; its transforms have the hyperparameters and state of their inner one."""
     return make_factory(Sharded, constructor, Declaration(), transparent=True)
 
 
@@ -80,33 +86,33 @@ def sharded(
     exchange_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
 ):
-    """Build a transform over local tensors that gives the same update as ``tx`` over whole tensors, under any layout.
+    """Build a transform that runs ``tx`` on this rank's shards, with the same update as ``tx`` on whole tensors.
 
-    ``layout.gather(sharded(tx, layout).update(layout.shard(grads), ...))`` equals ``tx.update(grads, ...)``: bitwise
-    if the same kernels run on the same matrices, else within rounding. Elementwise transforms run on the local shards.
-    Each matrix is gathered on one rank, computed there once, and scattered back. Sums over the tree run over all ranks.
+    The gathered updates equal the updates of ``tx`` in one process, bitwise if the same kernels run on the same
+    matrices, else within rounding. Elementwise transforms run on the local shards. Each matrix is gathered on one rank,
+    computed there once, and scattered back. Sums over the tree, such as a global norm, run over all ranks.
 
     Args:
-        tx: any transform. The result has its hyperparameters, its state's structure and its fingerprint.
+        tx: any transform. The result keeps its hyperparameters, its state's structure and its fingerprint.
         layout: the layout of the parameters.
-        replicas: for matrices that several ranks hold whole. "split": one rank computes and sends the result;
-            "everyone": all ranks compute; "auto": the faster way.
-        bucket_bytes: the approximate bytes of an exchange, matrices and messages together; a larger matrix is sent
-            alone.
-        exchange_dtype: the dtype in which matrices are sent. None: the dtype to which their transform rounds them
-            first, so that no value changes.
-        machine: operations and bytes per second, for "auto". None: an estimate for the kind of device.
+        replicas: which ranks compute a matrix that all ranks hold. "split": one rank, which sends the result to the
+            others; "everyone": every rank, without communication; "auto": the faster of the two.
+        bucket_bytes: the approximate memory for one exchange of matrices, message buffers included. A matrix that
+            needs more is sent alone.
+        exchange_dtype: the dtype in which matrices are sent. None: the dtype to which the transform rounds them
+            anyway, so that sending changes no value.
+        machine: the speed of compute and communication, used by "auto". None: an estimate for the type of device.
 
     Returns:
-        A transform over trees of local tensors, or of DTensors. For DTensors its updates, and the leaves of its state
-        that are like parameters, are DTensors too.
+        A transform on trees of local tensors or of DTensors. For DTensor parameters, the updates and the state of
+        these parameters are DTensors too, if their placement can be expressed.
 
     Raises:
         TypeError: ``tx`` is not a transform or ``layout`` is not a layout.
         ValueError: an unknown setting.
 
-    The exchange is the one of Dion (arXiv 2504.05295) and distributed Muon (arXiv 2502.16982), without their padding
-    and for every layout.
+    The communication follows Dion (arXiv 2504.05295) and distributed Muon (arXiv 2502.16982), but needs no padding and
+    supports every layout.
 
     Example:
         >>> import muonfx as mfx
@@ -172,7 +178,7 @@ def sharded(
 
 
 def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
-    """Verify that the ranks agree, and build the state of local tensors, on all ranks or on none."""
+    """Verify that the ranks agree, and return this rank's state. An error on one rank is raised on all ranks."""
     try:
         warn_of_unmatched(tx.name_patterns, params)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
@@ -198,7 +204,7 @@ def step_sharded(
     problem: Exception | None = None,
     serial: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Run one step on local tensors; an error on one rank is raised on all."""
+    """Run one step on local tensors; return the updates and the next state. An error on one rank is raised on all."""
     # `tx` has the current hyperparameters; `serial` numbers an optimizer, because several may share a binding.
     local = agreed_call(binding, tx, call, check=check, problem=problem, serial=serial)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
@@ -206,12 +212,12 @@ def step_sharded(
 
 
 def settings_of(tx: Sharded) -> Settings:
-    """Return the settings given to `sharded`."""
+    """Return the settings with which `sharded` built a transform."""
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
 def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
-    """Return the one binding of a layout with some settings and a store."""
+    """Return the `Binding` of a layout with some settings and a store, created once and cached in the layout."""
     key = ("binding", settings, store)
     if key not in layout.derived:
         layout.derived[key] = Binding(layout, settings, store)

@@ -1,4 +1,7 @@
-"""Conversion between the local state of a sharded transform and its global state for checkpoints."""
+"""Convert the state of a sharded transform between its local form, for updates, and its global form, for checkpoints.
+
+A leaf of the global form records its position in the whole tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,19 @@ __all__ = ["binding_of", "check_local", "is_global", "from_global", "to_global"]
 
 
 def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
-    """Convert this rank's state to one whose leaves record their position in the whole tensors.
+    """Convert this rank's state to leaves that record their position in the whole tensors, without communication.
 
-    `muonfx.checkpoint.save` calls this if it is given ``tx``, and stores whole tensors under the names of one process;
-    they load under any layout, on any number of ranks. A state that is global already is returned unchanged.
+    `muonfx.checkpoint.save` calls this if it is given ``tx``. The checkpoint then has the names and whole tensors of a
+    single process, and loads under any layout and number of ranks.
 
     Args:
         tx: a transform that `sharded` built.
-        state: this rank's state.
-        params: the local parameters; required if ``tx`` has not been used yet.
+        state: this rank's state. A state that was converted already is returned unchanged.
+        params: this rank's parameters; needed if ``tx`` has not been used yet.
 
     Returns:
-        A tree like the state, of `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatPiece`, and tensors that
-        are the same on all ranks.
+        A tree like the state. Its leaves are `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatPiece`, or
+        tensors that are equal on all ranks.
 
     Raises:
         TypeError: ``tx`` is not sharded.
@@ -56,15 +59,15 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
-    """Convert a global state to this rank's state: the inverse of `to_global`.
+    """Convert a state from `to_global` to this rank's local state, which ``tx.update`` accepts.
 
-    `muonfx.checkpoint.load` calls this if it is given ``tx``. A local state is returned unchanged. All ranks must load,
-    or none: the next update compares replicas of the state.
+    `muonfx.checkpoint.load` calls this if it is given ``tx``. If one rank calls it, all ranks must, because the next
+    update then compares the replicas of the state between ranks.
 
     Args:
         tx: a transform that `sharded` built.
-        state: a result of `to_global`, or a state that was loaded like one.
-        params: the local parameters; required if ``tx`` has not been used yet.
+        state: a result of `to_global`, or a loaded state of this form. A local state is returned unchanged.
+        params: as in `to_global`.
 
     Raises:
         TypeError: ``tx`` is not sharded.
@@ -82,13 +85,13 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def is_global(values: PyTree) -> bool:
-    """True if any leaf of a tree records its position in the whole, as the leaves of `to_global` do."""
+    """Return True if any leaf of a tree is a `FlatPiece`, as in the results of `to_global`."""
     # A global tree without a FlatPiece has DTensors and whole tensors only, which `to_global` leaves unchanged.
     return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
 
 
 def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
-    """Require the number and the shapes of leaves that a state has under a layout."""
+    """Raise unless a local state has the described number of leaves, with this rank's shapes."""
     advice = "was it made by this chain, under this layout?"
     leaves = tree.leaves(state)
     if len(leaves) != len(described):
@@ -103,7 +106,7 @@ def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state
 
 
 def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
-    """Return the binding of a sharded transform, its inner transform, and meta tensors of the local parameters."""
+    """Return the `Binding` of a sharded transform, its inner transform, and `params` or, if None, meta tensors."""
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
     layout = tx.layout
