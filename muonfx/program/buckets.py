@@ -56,7 +56,7 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
 
 
 def named_leaves(values: PyTree) -> dict[str, Any]:
-    """Return the present leaves of a tree by name."""
+    """Return a dict from name to leaf, without the leaves that are None."""
     return {name: x for name, x in zip(tree.names(values), tree.leaves(values), strict=True) if x is not None}
 
 
@@ -74,7 +74,7 @@ def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]
 
 
 def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
-    """Return the bytes of moving state for each of some parameters."""
+    """Return the bytes of offloadable state of each of the named parameters."""
     sizes = dict.fromkeys(names, 0)
     for leaf, name in zip(tree.leaves(state), parameters, strict=True):
         if name in sizes and moves(leaf, name):
@@ -168,12 +168,15 @@ def init_in_buckets(
 
 
 def _real(one: object, other: object) -> object:
-    """Merge two buckets' results for one leaf: only one of them has values."""
+    """Return whichever of two values of a leaf, from different buckets, is neither None nor a meta tensor."""
     return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
 
 
 class BucketedState:
-    """A state during one step over buckets; an OSError for lack of room is raised before anything is changed."""
+    """The state during a step that runs bucket by bucket: loads, updates and writes back the state of each bucket.
+
+    If the store has too little space, the constructor raises OSError before anything is changed.
+    """
 
     def __init__(
         self,

@@ -28,11 +28,14 @@ __all__ = ["OwnState", "lower", "lower_node", "named_chain", "resolve_within", "
 
 
 def lower(tx: Transform, params: PyTree) -> Program:
-    """Lower a transform for the leaves of a tree: once, from structure, names, shapes and dtypes, never from values.
+    """Build the program that executes a transform, from the names, shapes and dtypes of the leaves.
 
     Args:
         tx: the transform.
-        params: a tree of tensors; meta tensors of global shapes will do.
+        params: a tree of tensors with global shapes; their values are not read, so meta tensors suffice.
+
+    Returns:
+        A `Program`. Locality is how much of the tree an update reads: ELEMENT, MATRIX, LEAF or TREE.
 
     >>> import muonfx as mfx
     >>> tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
@@ -218,7 +221,10 @@ def _recorder(tx: Transform, place: int, record: Callable[[tuple[int, PyTree]], 
 
 
 def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple[PyTree, list[tuple[int, PyTree]]]:
-    """Return a transform's state, by default with placeholders for its children's, and the children's `init` calls."""
+    """Return a wrapper's state and a list of (index of child, argument) for the `init` calls of its children.
+
+    By default the state contains a `Placeholder` in the position of each child's state.
+    """
     noted: list[tuple[int, PyTree]] = []
     numbered = iter(range(len(tx.children)))
     recording = tx.with_children(lambda child: _recorder(child, next(numbered), noted.append, replaced))

@@ -1,8 +1,7 @@
-"""The nodes of a program.
+"""The nodes of a program, the form in which a transform is executed.
 
 A program is a tree of nodes, built from a transform and the names, shapes and dtypes of the leaves alone. Each node
-stores a transform, its leaves, and the paths of its state and its numbers. An executor runs the program under any
-layout and with any store.
+stores a transform, the leaves that it updates, and the paths of its state and its hyperparameters ("numbers").
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Node:
 
 
 class WholeTree(Node):
-    """A transform about which nothing is known: it receives the whole tree."""
+    """A transform that requires all leaves as whole tensors, because it declares nothing narrower."""
 
 
 class Member(NamedTuple):
@@ -85,26 +84,26 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage(Node):
-    """Neighbouring transforms that require whole matrices, or leaves, on one rank."""
+    """A matrix stage: neighbouring transforms of a chain that require whole matrices or leaves, run on one rank."""
 
     members: tuple[Member, ...] = ()
 
 
 class Around(Node):
-    """A transform whose own work is elementwise or a sum over leaves, and whose children the executor runs."""
+    """A wrapper of other transforms, which the executor runs. The wrapper itself is elementwise or sums over leaves."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChainNode(Node):
-    """Transforms that run one after another."""
+    """A chain: transforms that run one after another."""
 
     entries: tuple[tuple[tuple[str, ...], Node], ...] = ()
-    """Each node with the names of the chain's transforms that it executes: several for a matrix stage."""
+    """Pairs of a node and the names of the transforms that it executes; a matrix stage may have several names."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Shown):
-    """The nodes that a transform becomes for the leaves of a tree; made by `lower`, printed for a reader.
+    """The execution plan of a transform for the leaves of a tree, built by `lower`. It prints as a table.
 
     Attributes:
         root: the node of the whole transform.
@@ -119,11 +118,13 @@ class Program(Shown):
     root: Node
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, each before those within it."""
+        """Yield all nodes that are executed, each before its children."""
         yield from _within(self.root)
 
     def transforms(self) -> Iterator[Node]:
-        """One node for each transform, each before those that it calls: also where several run as one.
+        """Yield one node for each transform, each before the transforms that it calls.
+
+        A matrix stage yields one node for each of its transforms.
 
         >>> import torch
         >>> import muonfx as mfx
@@ -148,7 +149,7 @@ class Program(Shown):
                 check(node.tx, extras)
 
     def report(self) -> Report:
-        """The program as a table: a row for each node, with those within it under it."""
+        """Return the program as a table with a row for each node; the rows of its children are nested below it."""
         titles = ("node", "locality", "leaves", "state", "numbers")
         return Report((Table(tuple(map(Column, titles)), (_row(self.root),)),))
 

@@ -1,4 +1,4 @@
-"""The arguments of an update, and the placement of leaves on ranks."""
+"""The arguments of an update, and the interface through which an executor uses the ranks (`Placement`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def device_of(*values: PyTree) -> torch.device:
 
 
 class Placement:
-    """The leaves that this process holds: all of them here, and shards in `muonfx.sharding.binding.Binding`."""
+    """Which part of each leaf this process holds, with the reductions and gathers over ranks.
+
+    This class is for a single process that holds everything. `muonfx.sharding.binding.Binding` holds shards.
+    """
 
     holds_all: bool = True
     """True if this rank holds every leaf whole, in its own shape, and no other rank holds any."""

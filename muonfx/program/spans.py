@@ -1,4 +1,4 @@
-"""Neighbouring members of a chain that run together."""
+"""Groups of neighbouring transforms of a chain that run as one node, so that each bucket is loaded only once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Span(NamedTuple):
 
 
 def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
-    """Return the nodes of a chain with neighbouring units joined: a bucket passes through a span at once."""
+    """Join neighbouring units of a chain to spans, and return all spans in order.
+
+    A unit is a node that can run on any subset of the leaves, for which `is_unit` returns True.
+    """
     spans: list[Span] = []
     first = 0
     for names, child in _entries(node, is_unit):

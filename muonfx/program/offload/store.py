@@ -18,14 +18,14 @@ CPU = torch.device("cpu")
 
 
 class Store(NamedTuple):
-    """The place of a state between steps, and how it is loaded; by default it stays with the parameters."""
+    """Where a state is kept between steps, and how much of it is loaded at a time. Default: with the parameters."""
 
     to: str | None = None
     """ "cpu" for host memory, or the folder on whose disk the state is; None: the parameters' device."""
     bucket_bytes: int = 0
     """About how many bytes of state are loaded at a time; a larger leaf is a bucket of its own."""
     on_host: bool = False
-    """True if the transform computes on the CPU, on whatever device the gradients are."""
+    """True if the transform computes on the CPU even if the gradients are on another device."""
 
     @property
     def is_resident(self) -> bool:

@@ -35,7 +35,7 @@ def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
 
 
 class BucketTransfer:
-    """Transfers the buckets of one transform in one step."""
+    """Loads and writes back the state of one transform during one step, bucket by bucket, in a worker thread."""
 
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, filed: bool) -> None:
         self._buckets = buckets

@@ -72,11 +72,11 @@ def offload(
 ):
     """Keep a transform's state in host memory or on disk, and load it bucket by bucket during a step.
 
-    While one bucket is computed, the next bucket's state is loaded and the previous bucket's state is written back. So
-    the device holds the state of at most two buckets. Updates and states are equal to the results of ``tx`` on the same
-    device, bit for bit unless a bucket ends between matrices of one shape, which ``tx`` would multiply in one batch.
-    State leaves that belong to a parameter are offloaded; counters and other single values stay on the device. The own
-    state of a wrapper, such as the sums of `accumulate` around `clip_by_global_norm`, is loaded at once.
+    While one bucket is computed, the next bucket's state is loaded and the previous bucket's state is written back, so
+    the device holds the state of at most two buckets. Updates and states equal the results of ``tx`` on the same device
+    bit for bit, unless a bucket boundary splits a batch of equal-shaped matrices. Counters and other single values stay
+    on the device. A wrapper's own state, such as the sums of `accumulate` around `clip_by_global_norm`, is not split
+    into buckets.
 
     With ``donate=True``, which `TransformOptimizer` passes, the state is overwritten in place. Otherwise the next state
     is a second copy in host memory or in a new file, and the old copy is freed with its last tensor.
@@ -84,9 +84,9 @@ def offload(
     Args:
         tx: any transform, also a sharded one: ``offload(sharded(tx, layout))`` is ``sharded(offload(tx), layout)``.
         to: "cpu" for host memory, which is pinned if parameters are on a CUDA device; or a folder on a disk, which is
-            created if necessary. Its files have no names, several ranks and runs can use one folder, and the disk space
+            created if necessary. The files are unnamed, so several ranks and runs can share a folder. Their disk space
             is freed when the state is deleted or the process ends.
-        bucket_bytes: about how many bytes of state are loaded at a time; a larger leaf is a bucket of its own. The
+        bucket_bytes: the approximate bytes of state that are loaded at a time; a larger leaf is loaded alone. The
             matrices of a sharded transform are loaded in the buckets of their exchange instead.
         compute: "auto" and "device" compute on the gradients' device. "cpu" copies the gradients to the CPU, and no
             state to the device; matrices are then orthogonalized in the best dtype of that CPU, which is fp32 unless
@@ -97,9 +97,9 @@ def offload(
 
     Raises:
         TypeError: ``tx`` is not a transform, or ``to`` is not a path.
-        ValueError: a setting has another value than the values above.
-        OSError: at `init`, or at an `update` that makes a second copy: the folder cannot be created or written to, or
-            its disk has no room. Nothing has been changed then.
+        ValueError: an invalid ``to``, ``bucket_bytes`` or ``compute``.
+        OSError: the folder cannot be created or written to, or its disk is full. `init`, and an `update` that makes a
+            second copy, raise it before anything is changed.
 
     The division of work follows ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857).
 
@@ -128,7 +128,7 @@ def offload(
 
 
 def store_of(tx: Transform) -> Store:
-    """Return the store of a transform's state."""
+    """Return the `Store` of an offloaded transform; for any other transform, `IN_MEMORY`."""
     if not isinstance(tx, Offloaded):
         return IN_MEMORY
     return _store(**{name: value for name, value in tx.arguments.items() if name != "tx"})
