@@ -174,7 +174,10 @@ def agree_on_leaves(
     same: object = "",
     explain: Callable[[], Facts] = dict,
 ) -> tuple[list[int], list[bool]]:
-    """Return a dtype code per leaf (0: absent on all ranks) and whether only some ranks have it, equal on all ranks."""
+    """Agree on which leaves are present, and in which dtypes. Both lists returned are equal on all ranks.
+
+    Returns a dtype code for each leaf (0 if it is None on all ranks), and whether it is None on some ranks only.
+    """
     # One code for each parameter of the layout, so that ranks with different trees send equally many numbers.
     codes = dict.fromkeys(layout.specs, 0)
     for name, leaf in zip(names, leaves, strict=True):

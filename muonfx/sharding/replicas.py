@@ -53,7 +53,10 @@ class _Copies(NamedTuple):
 
 
 def verify_params(layout: Layout, local: PyTree, problem: Exception | None = None, *, may_fail: bool = False) -> None:
-    """Raise on all ranks if replicas of a parameter differ in any bit, or, with `may_fail`, if a rank has a problem."""
+    """Raise on all ranks if the replicas of a parameter are not bitwise equal, or if any rank passes a `problem`.
+
+    With `may_fail`, ranks exchange problems even if the layout has no replicas.
+    """
     found = _find_difference("comparing parameters", _copies_of(layout, local), layout, problem, may_fail=may_fail)
     if found is None:
         return
@@ -200,15 +203,15 @@ def checksum(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 @plain_arguments
 def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
-    """Overwrite every replica by the values of the first rank that holds it.
+    """Make replicas equal: each takes the values of the first rank that holds the shard. All ranks must call it.
 
-    For models that were made with a seed for each rank, or loaded on one rank only. All ranks must call it together.
+    Use it for a model that was initialized with a different seed on each rank, or loaded on one rank only.
 
     Args:
         params: a tree of local tensors, or of DTensors.
         layout: the layout of the parameters.
-        donate: the caller's promise not to use the old values again. The tensors are then overwritten in place:
-            ``broadcast(dict(model.named_parameters()), layout, donate=True)`` corrects a model.
+        donate: overwrite the tensors in place, as in
+            ``broadcast(dict(model.named_parameters()), layout, donate=True)`` for a model.
 
     Returns:
         A tree like ``params``; without ``donate``, of new tensors if several ranks hold a leaf. A leaf that this rank

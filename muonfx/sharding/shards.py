@@ -52,7 +52,7 @@ class Window(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a tensor that a rank holds: a value, made by `whole`, `interval` or `grid`.
+    """A shard: which elements of a tensor a rank holds, without their values. Built by `whole`, `interval` or `grid`.
 
     >>> piece = Piece.interval((4, 5), 3, 8)
     >>> piece.shape, [box.sizes for box in piece.boxes]
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def grid(cls, spans: Sequence[Sequence[Span]]) -> Piece:
-        """Return all combinations of some ascending indices along each dim.
+        """Return the shard that is the product of index sets: for each dim, ascending half-open spans (start, end).
 
         >>> Piece.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape
         (2, 4)

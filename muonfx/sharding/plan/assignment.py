@@ -34,16 +34,16 @@ __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan
 
 
 class Machine(NamedTuple):
-    """The speed of a rank, by which routes are chosen."""
+    """The speed of a rank in computing and sending, from which `sharded` chooses where to compute matrices."""
 
     flops: float
     """Floating-point operations per second in matrix products."""
     bandwidth: float
     """Bytes per second that a rank sends, packing and unpacking included."""
     latency: float = 0.0
-    """Seconds of an exchange without bytes."""
+    """Fixed seconds for each exchange, in addition to its bytes."""
     overhead: float = 0.0
-    """Seconds of the smallest matrix."""
+    """Fixed seconds for each matrix, in addition to its operations."""
 
     @classmethod
     def of(cls, device: str, compute: torch.dtype = torch.float32) -> Machine:
@@ -59,11 +59,11 @@ class Machine(NamedTuple):
         return cls(6e11 if compute == torch.bfloat16 else 1e11, 7e8, latency=3.5e-4, overhead=5e-5)
 
     def computing(self, cost: float, matrices: int = 1) -> float:
-        """Return the seconds for matrices of a total cost in operations."""
+        """Return the seconds to compute a number of matrices with a total cost in floating-point operations."""
         return cost / self.flops + matrices * self.overhead
 
     def sending(self, nbytes: float, exchanges: int = 1) -> float:
-        """Return the seconds for bytes that one rank sends."""
+        """Return the seconds that one rank needs to send `nbytes` in a number of exchanges."""
         return nbytes / self.bandwidth + exchanges * self.latency
 
 
@@ -240,7 +240,11 @@ def _seconds(
     machine: Machine,
     settings: Settings,
 ) -> float:
-    """Estimate the busiest rank's time; the transfers of matrices that no rank holds whole are not counted."""
+    """Estimate the seconds per step of the busiest rank if it computes and sends matrices as `owners` assigns them.
+
+    `each` and `nbytes` list seconds and bytes by part. `free` are the parts that all ranks hold; of these, `split` are
+    computed by one rank each. Transfers of parts that no rank holds whole are equal for all choices and left out.
+    """
     loads, sent = [0.0] * size, [0] * size
     for i, owner in owners.items():
         loads[owner] += each[i]
@@ -274,10 +278,10 @@ def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Ite
 
 @dataclass(frozen=True)
 class Plan:
-    """The owners and routes of all matrices of a chain, and the bytes that are sent; prints as a table.
+    """Which rank (the owner) computes each matrix of a transform, and the bytes that are sent. Prints as a table.
 
     Attributes:
-        runs: one plan for each run of neighbouring transforms that need whole matrices.
+        runs: a plan for each run, a sequence of neighbouring transforms that require whole matrices.
         size: the number of ranks.
 
     >>> import muonfx as mfx
@@ -348,12 +352,12 @@ class Plan:
 
 
 def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:
-    """Plan a chain under a layout, from shapes alone and without communication.
+    """Return the plan by which `sharded` assigns matrices to ranks, computed from shapes without communication.
 
     Args:
         tx: the transform, sharded or not.
-        layout: the layout; a layout without processes will do.
-        device: the kind of device of the run. A plan takes the dtype "auto" for bf16 on CUDA, else for fp32.
+        layout: the layout of the parameters, with or without processes.
+        device: the type of device of the training run. The dtype "auto" counts as bf16 on CUDA, else as fp32.
         **settings: the settings of `sharded`.
 
     Raises:

@@ -105,7 +105,11 @@ class _Queue:
 
 
 def _packed(falling: Sequence[float], before: dict[int, float], loads: Sequence[float]) -> list[int]:
-    """Pack items under the lowest feasible limit found; return [] if that does not help."""
+    """Assign items to ranks such that the largest load is as small as the search finds.
+
+    `falling` are the items' costs in descending order, `before` the load of each rank without them, and `loads` the
+    loads of the assignment to improve on. Returns the rank of each item, or [] if no better assignment is found.
+    """
     # First fit by falling cost: each rank takes the largest items that fit, all items of one cost at once, which takes
     # O(ranks x distinct costs) for a limit.
     least = max((sum(falling) + sum(before.values())) / len(before), max(before.values()), max(falling, default=0.0))

@@ -154,14 +154,14 @@ class Share:
 
     @property
     def route(self) -> str:
-        """The way to its owner and back."""
+        """How the matrices reach their owner and the results return: "everyone", "owner", "split" or "local"."""
         if self.owner is None:
             return "everyone"
         return "owner" if self.needs_gather else "split" if self.needs_send else "local"
 
     @property
     def reason(self) -> str:
-        """The reason for the route."""
+        """Why the share has its `route`, as a text for `Plan.explain`."""
         held = self._at_owner
         if self.owner is None:
             return f"all ranks hold it, and {self.cost:.1e} operations take less time than to send it"
