@@ -153,7 +153,8 @@ def shown_name(name: str) -> str:
 
 
 _LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy would break a compiled graph
-_PLAIN = frozenset({Tensor, nn.Parameter})
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""Classes of tensors that hold their own elements."""
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -165,7 +166,7 @@ def is_usable(leaf: object) -> bool:
     """
     if leaf is None:
         return True
-    if type(leaf) not in _PLAIN and isinstance(leaf, _LAZY):  # a slow test
+    if type(leaf) not in PLAIN and isinstance(leaf, _LAZY):  # isinstance is slow for these classes
         return False
     return isinstance(leaf, Tensor) and leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.core.checks import PLAIN
 from muonfx.polar.checks import overlaps_itself, sharing
 from muonfx.tree import PyTree
 from muonfx.tree.tracing import functorch_is_active, is_traced
@@ -82,18 +83,14 @@ def _shared(leaves: Sequence[Any]) -> set[int]:
         pairs = [(first.setdefault(leaves[place], place), place) for place in places]
         return {place for pair in pairs if pair[0] != pair[1] for place in pair}
     held = [leaves[place] for place in places]
-    if not _PLAIN.issuperset(map(type, held)):
+    if not PLAIN.issuperset(map(type, held)):
         held = list(map(_in_memory, held))
     return {places[at] for at in sharing(held)}
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
-"""Classes of tensors that hold their own elements."""
-
-
 def _in_memory(leaf: Tensor) -> Tensor:
     """Return the tensor that holds a leaf's elements, such as the local tensor of a DTensor."""
-    while type(leaf) not in _PLAIN and hasattr(leaf, "__tensor_flatten__"):
+    while type(leaf) not in PLAIN and hasattr(leaf, "__tensor_flatten__"):
         inner: Any = leaf
         leaf = getattr(inner, inner.__tensor_flatten__()[0][0])
     return leaf
@@ -102,7 +99,7 @@ def _in_memory(leaf: Tensor) -> Tensor:
 def check_writable(what: str, params: PyTree) -> None:
     """Require parameters without overlapping elements, so that updates can be added in place."""
     for place, leaf in enumerate(tree.leaves(params)):
-        if type(leaf) in _PLAIN and leaf.is_contiguous():
+        if type(leaf) in PLAIN and leaf.is_contiguous():
             continue
         if isinstance(leaf, Tensor) and overlaps_itself(_in_memory(leaf)):
             raise ValueError(

@@ -27,8 +27,8 @@ __all__ = ["FollowingOptimizer"]
 class FollowingOptimizer(Optimizer):
     """Keeps the state bound to the tensors in the groups and in the model: the base of `TransformOptimizer`."""
 
-    # _live has the state and what is shown of it. It is a dict, because torch.compile replays writes to a dict but not
-    # assignments to an optimizer's attributes.
+    # _live has the state and the entries that show it. It is a dict, because torch.compile replays writes to a dict
+    # but not assignments to an optimizer's attributes.
     _live: dict[str, Any]
     _given: tuple[Layout | None, Settings]
     _stepping: Stepping

@@ -91,7 +91,7 @@ def load_full(here: Here, kind: str, path: Path, broadcast: bool) -> None:
 
 @quiet()
 def rank_0_saves(here: Here, kind: str, path: Path) -> None:
-    """Under data parallelism one rank alone asks for the state, and nobody waits for it."""
+    """Under data parallelism one rank alone asks for the state, and no other rank waits for it."""
     net, optimizer = optimized(kind, here)
     train(net, optimizer, range(2))
     if here.rank == here.size - 1:

@@ -14,7 +14,7 @@ ALPHA, BETA, IDENTITY = 2.0315, -4.775, 0.5
 
 
 def first_error(multiply: Callable[..., torch.Tensor], device: torch.device) -> str | None:
-    """Return what is wrong with the first wrong product of `symmetric_matmul`, or None if all are right."""
+    """Describe the first wrong product of `symmetric_matmul`, or None if all are right."""
     shapes = SHAPES if device.type == "cuda" else SHAPES[:2]  # the interpreter is slow and has one tile
     generator = torch.Generator().manual_seed(0)
     for dtype in DTYPES:
