@@ -154,7 +154,7 @@ IS_IT_HERE = [
 
 def test_what_is_said_to_be_here_is_here():
     named = [name for _, here in IS_IT_HERE for name in here]
-    assert len(named) > 100
+    assert len(named) > 75
     for name in named:
         functools.reduce(getattr, name.split("."), muonfx)
 

@@ -53,7 +53,6 @@ def chains() -> dict[str, mfx.Transform]:
         ),
         "everyday": mfx.chain(
             mfx.adaptive_grad_clip(0.1),
-            mfx.contrib.add_noise(0.01, 0.5),
             mfx.scale_by_rms(),
             mfx.centralize(),
             mfx.scale_by_trust_ratio(),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["key_of", "keys_of", "normal", "uniform"]
+__all__ = ["key_of", "keys_of", "uniform"]
 
 _MASK = 0xFFFFFFFF
 
@@ -36,12 +36,6 @@ def uniform(key: Tensor, number: int) -> Tensor:
     first = _mix((place + start) & _MASK) ^ (place >> 32)
     second = _mix(first ^ _mix((start + 0x9E3779B9) & _MASK) ^ _mix(high ^ 0x5BD1E995))
     return (second >> 8).to(torch.float32) * 2.0**-24
-
-
-def normal(key: Tensor, number: int) -> Tensor:
-    """Return ``number`` standard normal values, a function of the key; all are at most 5.5 in magnitude."""
-    centered = 2.0 * uniform(key, number) - 1.0 + 2.0**-24  # exact in fp32, and never -1, 0 or 1
-    return torch.erfinv(centered) * 2.0**0.5
 
 
 def key_of(text: str) -> int:

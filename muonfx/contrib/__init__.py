@@ -5,13 +5,8 @@ module contains one family of transforms.
 """
 
 from muonfx.contrib import recipes
-from muonfx.contrib.ademamix import AdemamixState, scale_by_ademamix
-from muonfx.contrib.conditional import ConditionalState, conditionally_mask, conditionally_transform
 from muonfx.contrib.dion import DionState, SampledMomentumState, sampled_momentum, scale_by_dion
-from muonfx.contrib.distance import DogState, DowgState, scale_by_dog, scale_by_dowg
-from muonfx.contrib.lookahead import LookaheadState, lookahead
 from muonfx.contrib.namo import NamoState, scale_by_namo
-from muonfx.contrib.noise import AddNoiseState, add_noise
 from muonfx.contrib.plateau import ReduceOnPlateauState, reduce_on_plateau
 from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
 from muonfx.contrib.recipes import *  # noqa: F403 - a recipe has the name of a module that it replaces here
@@ -21,10 +16,8 @@ from muonfx.contrib.spectral import clip_singular_values, scale_by_dual_norm
 
 # fmt: off
 __all__ = [
-    "AddNoiseState", "AdemamixState", "ConditionalState", "DionState", "DogState", "DowgState", "LookaheadState",
-    "NamoState", "ProdigyState", "ReduceOnPlateauState", "SampledMomentumState", "ScheduleFreeState", "add_noise",
-    "clip_singular_values", "conditionally_mask", "conditionally_transform", "lookahead", "reduce_on_plateau", "sam",
-    "sam_gradient", "sampled_momentum", "scale_by_ademamix", "scale_by_dion", "scale_by_dog", "scale_by_dowg",
+    "DionState", "NamoState", "ProdigyState", "ReduceOnPlateauState", "SampledMomentumState", "ScheduleFreeState",
+    "clip_singular_values", "reduce_on_plateau", "sam", "sam_gradient", "sampled_momentum", "scale_by_dion",
     "scale_by_dual_norm", "scale_by_namo", "scale_by_prodigy", "schedule_free", "schedule_free_eval_params",
 ]
 # fmt: on

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from muonfx import contrib, recipes, select, tree
 from muonfx import transforms as tfs
@@ -85,11 +84,6 @@ def by_rank(params: PyTree) -> PyTree:
     return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
 
 
-def every_other(count: Tensor) -> Tensor:
-    """Return True at every other step: a condition for `conditionally_transform` that pickles."""
-    return count % 2 == 0
-
-
 @transform(
     locality=lambda inner: inner.locality,
     combinator=Combinator(Locality.ELEMENT),
@@ -137,7 +131,6 @@ _BY_NAME: dict[str, Strategy] = {
     "mask": st.sampled_from((None, select.ndim(min=2))),
     "orthogonalize": st.builds(tfs.orthogonalize, dtype=_COMPUTE),
     "labels": st.just(select.default_labels_by_name),
-    "should_transform": st.just(every_other),
     "heads": st.just(()),  # drawn trees have no attention modules
 }
 """Strategies of arguments that mean the same in every factory."""
@@ -197,17 +190,9 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.scale_by_factored_rms: {"min_dim_size_to_factor": st.sampled_from((1, 2, 128))},
     tfs.scale_by_trust_ratio: {"min_norm": st.sampled_from((0.0, 1e-3)), "trust_coefficient": _SHARES},
     tfs.subtract_decayed_weights: {"weight_decay": _RATES},
-    contrib.add_noise: {"eta": _SHARES, "gamma": _SHARES, "seed": st.integers(0, 3)},
-    contrib.lookahead: {"sync_period": _COUNTS, "slow_step_size": st.sampled_from((0.5, 0.0, 1.0))},
     contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
     contrib.sampled_momentum: {"one_in": _COUNTS},
-    contrib.scale_by_ademamix: {
-        "b3": _SHARES | st.builds(sch.linear_schedule, _SHARES, _SHARES, st.integers(0, 4)),
-        "alpha": _RATES,
-    },
     contrib.scale_by_dion: {"rank": _COUNTS},
-    contrib.scale_by_dog: {"init_step": _POSITIVE},
-    contrib.scale_by_dowg: {"init_estim_sq_dist": st.sampled_from((None, 0.1))},
     contrib.scale_by_prodigy: {"estim_lr0": st.sampled_from((1e-6, 1e-2))},
     contrib.schedule_free: {
         "inner": _WITHOUT_MOMENTUM,

@@ -44,13 +44,11 @@ MAKERS: dict[str, Callable[[Any], mfx.Transform]] = {
     "neurons": lambda number: mfx.masked(mfx.normalize_neurons(number), mfx.select.ndim(min=2)),
     "wrapper": lambda number: mfx.cautious(mfx.momentum(number), min_share=number),
     "average": mfx.ema_params,
-    "noise": lambda number: mfx.contrib.add_noise(number, number),
     "own": lambda number: shifted(number, often=number),
     "rate": mfx.scale_by_learning_rate,
     "decoupled decay": mfx.add_decayed_weights,
     "independent decay": mfx.subtract_decayed_weights,
     "factor": mfx.scale,
-    "slow moment": lambda number: mfx.contrib.scale_by_ademamix(b3=number, alpha=number),
     "estimate": mfx.contrib.scale_by_prodigy,
     "recipe": lambda number: mfx.lion(0.1, b1=number, weight_decay=number),
 }

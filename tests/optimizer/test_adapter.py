@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import muonfx as mfx
-from muonfx.testing.transforms import every_other
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -65,10 +64,6 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
             mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(1e-2)), 1e-2
         ),
         "prodigy": mfx.contrib.prodigy(estim_lr0=1e-2, weight_decay=0.1),
-        "looking ahead": mfx.contrib.lookahead(muon, 2, 0.5),
-        "now and then": mfx.chain(
-            mfx.contrib.conditionally_transform(mfx.scale_by_adam(), every_other), mfx.scale(-0.1)
-        ),
         "scheduled": mfx.chain(
             mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10))
         ),
@@ -197,7 +192,7 @@ def test_a_group_that_mixes_labels_is_split_so_that_each_part_has_its_rate():
     [
         (mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), "clip_by_global_norm.max_norm", {}),
         (mfx.chain(mfx.contrib.reduce_on_plateau(0.5), mfx.scale(-0.1)), "reduce_on_plateau.factor", {"value": 1.0}),
-        (mfx.contrib.lookahead(mfx.scale(-0.1), 2, 0.5), "slow_step_size", {}),
+        (mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1), "b1", {}),
     ],
     ids=["sum", "number", "wrapper"],
 )

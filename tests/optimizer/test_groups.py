@@ -247,7 +247,6 @@ def test_parameters_that_would_move_uphill_are_warned_of(tx: mfx.Transform, risi
         mfx.partition({"a": mfx.set_to_zero(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}),
         mfx.partition({"b": mfx.adamw(0.1)}, {"weight": None, "bias": "b"}),
         mfx.chain(mfx.masked(ALONE, mfx.select.ndim(2)), DOWN),
-        mfx.contrib.conditionally_mask(mfx.adamw(0.1), lambda count: count % 2 == 0),
         mfx.skip_nonfinite(mfx.contrib.schedule_free(DOWN, 0.1)),
     ],
     ids=repr,

@@ -15,7 +15,7 @@ from muonfx import testing as kit
 from muonfx.contrib import recipes as variants
 from muonfx.core import schedules
 from muonfx.core.contract import NOTHING
-from muonfx.testing.transforms import by_rank, every_other, halve, with_value
+from muonfx.testing.transforms import by_rank, halve, with_value
 from muonfx.tree import elementwise as ew
 from tests.public import NAMES
 
@@ -114,7 +114,6 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.contrib.scale_by_namo(mfx.scale(0.5), dtype=None, view=STACKS),
     ],
     "adaptive_grad_clip": [mfx.adaptive_grad_clip(0.1)],
-    "add_noise": [mfx.contrib.add_noise(0.1, 0.55, 3)],
     "centralize": [mfx.centralize()],
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
     "clip_by_global_norm": [mfx.clip_by_global_norm(A_SCHEDULE)],
@@ -169,13 +168,6 @@ CASES: dict[str, list[mfx.Transform]] = {
     "scale_by_trust_ratio": [mfx.scale_by_trust_ratio(1e-3, 0.5, 1e-6)],
     "skip_nonfinite": [mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam()))],
     "sam": [mfx.contrib.sam(0.5, adaptive=True)],
-    "scale_by_ademamix": [
-        mfx.contrib.scale_by_ademamix(
-            0.5, 0.9, mfx.linear_schedule(0.5, 0.9, 3), A_SCHEDULE, 1e-3, eps_root=1e-6, nu_dtype=None
-        ),
-    ],
-    "scale_by_dog": [mfx.contrib.scale_by_dog(0.1)],
-    "scale_by_dowg": [mfx.contrib.scale_by_dowg(0.1)],
     "scale_by_prodigy": [
         mfx.contrib.scale_by_prodigy(
             A_SCHEDULE, b2=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None
@@ -186,11 +178,6 @@ CASES: dict[str, list[mfx.Transform]] = {
             mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(A_SCHEDULE)), A_SCHEDULE
         ),
         mfx.contrib.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), 0.1, 1.0, dtype=None),
-    ],
-    "lookahead": [mfx.contrib.lookahead(mfx.adamw(0.1), 2, 0.5)],
-    "conditionally_transform": [mfx.contrib.conditionally_transform(mfx.scale_by_adam(), every_other)],
-    "conditionally_mask": [
-        mfx.contrib.conditionally_mask(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM), every_other)
     ],
     "reduce_on_plateau": [with_value(mfx.contrib.reduce_on_plateau(0.5, 1, cooldown=1))],
     "adamw": [mfx.adamw(0.1)],

@@ -112,7 +112,6 @@ def test_updates_of_float64_are_differentiable_to_float64(tx: mfx.Transform):
 
 NUMBERS_AS_TENSORS = [
     mfx.scale_by_adam(nesterov=True),
-    mfx.contrib.scale_by_ademamix(),
     mfx.scale_by_rms(mfx.linear_schedule(0.9, 0.5, 5)),
     mfx.momentum(mfx.linear_schedule(0.9, 0.5, 5)),
     mfx.as_tensors(mfx.scale_by_lion()),

@@ -20,7 +20,6 @@ import muonfx as mfx
 from muonfx import sharding
 from muonfx.program.offload import files, transfer
 from muonfx.testing import chains, params_and_grads, transforms
-from muonfx.testing.transforms import every_other
 from tests.processes import World
 from tests.program.offload import offloaded
 from tests.program.offload.offloaded import HOMES, all_bits, at_home, on_disk
@@ -117,7 +116,6 @@ CHAINS = {
     "compact": mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
     "averaged": mfx.chain(MUON, mfx.ema_params(0.9)),
     "schedule free": mfx.contrib.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), WITHOUT_MOMENTUM), 0.1),
-    "now and then": mfx.contrib.lookahead(mfx.contrib.conditionally_transform(MUON, every_other), 2, 0.5),
     "nested": mfx.accumulate(mfx.skip_nonfinite(mfx.master_params(MUON)), 2),
 }
 
