@@ -45,12 +45,11 @@ from muonfx.select import Labels, MatrixView, default_labels, describe, labels
 from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
     AttentionHeads, Leaf, MatrixSlot, Metric, ShapeRule, Slot, StateAndStep, StepCount, accumulate,
-    adaptive_grad_clip, add_decayed_weights, attention, cautious, centralize, clip_by_block_rms, clip_by_global_norm,
-    clip_by_value, ema_params, global_norm, keep_weight_norms, leafwise, master_params, match_weight_norms,
-    matrixwise, metrics, momentum, monitor, normalize_by_update_norm, normalize_columns, normalize_leaves,
-    normalize_matrices, normalize_neurons, normalize_rows, orthogonalize, qk_clip, scale, scale_by_adam,
-    scale_by_factored_rms, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape, scale_by_sign,
-    scale_by_trust_ratio, skip_nonfinite, subtract_decayed_weights,
+    add_decayed_weights, attention, cautious, clip_by_block_rms, clip_by_global_norm, clip_by_value, ema_params,
+    keep_weight_norms, leafwise, master_params, match_weight_norms, matrixwise, metrics, momentum, monitor,
+    normalize_columns, normalize_leaves, normalize_matrices, normalize_neurons, normalize_rows, orthogonalize, qk_clip,
+    scale, scale_by_adam, scale_by_factored_rms, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape,
+    scale_by_sign, skip_nonfinite, subtract_decayed_weights,
 )
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import NAMES_HERE
@@ -82,13 +81,12 @@ __all__ = [
     # transforms that work leaf by leaf
     "Leaf", "Slot", "StepCount", "MatrixSlot", "leafwise", "matrixwise",
     # transforms
-    "AttentionHeads", "MatrixView", "accumulate", "adaptive_grad_clip", "add_decayed_weights", "cautious",
-    "centralize", "clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "ema_params", "global_norm",
-    "keep_weight_norms", "master_params", "match_weight_norms", "metrics", "momentum", "monitor",
-    "normalize_by_update_norm", "normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_neurons",
-    "normalize_rows", "orthogonalize", "qk_clip", "scale", "scale_by_adam", "scale_by_factored_rms",
-    "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_shape", "scale_by_sign",
-    "scale_by_trust_ratio", "skip_nonfinite", "subtract_decayed_weights",
+    "AttentionHeads", "MatrixView", "accumulate", "add_decayed_weights", "cautious", "clip_by_block_rms",
+    "clip_by_global_norm", "clip_by_value", "ema_params", "keep_weight_norms", "master_params", "match_weight_norms",
+    "metrics", "momentum", "monitor", "normalize_columns", "normalize_leaves", "normalize_matrices",
+    "normalize_neurons", "normalize_rows", "orthogonalize", "qk_clip", "scale", "scale_by_adam",
+    "scale_by_factored_rms", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_shape",
+    "scale_by_sign", "skip_nonfinite", "subtract_decayed_weights",
     # state in eight bits
     "QuantizedDtype", "fp8", "int8",
     # hyperparameters

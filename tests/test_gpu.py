@@ -52,12 +52,8 @@ def chains() -> dict[str, mfx.Transform]:
             mfx.momentum(mfx.linear_schedule(0.5, 0.9, 3)), mfx.scale(mfx.exponential_decay(-0.1, 2, 0.5))
         ),
         "everyday": mfx.chain(
-            mfx.adaptive_grad_clip(0.1),
             mfx.scale_by_rms(),
-            mfx.centralize(),
-            mfx.scale_by_trust_ratio(),
             mfx.scale_by_factored_rms(min_dim_size_to_factor=16),
-            mfx.normalize_by_update_norm(),
         ),
         "averaged": mfx.chain(mfx.cautious(mfx.scale_by_adam()), mfx.scale(-0.1), mfx.ema_params(0.9)),
     }

@@ -90,7 +90,7 @@ def law(
         >>> @law()
         ... def updates_are_small(tx, params, steps):
         ...     updates, _ = tx.update(steps[0], tx.init(params), params)
-        ...     assert mfx.global_norm(updates) < 1, "an update is large"
+        ...     assert mfx.tree.norm(updates) < 1, "an update is large"
         >>> updates_are_small(mfx.scale(9.0), *Example.of({"w": (3,)}))
         Traceback (most recent call last):
             ...

@@ -7,13 +7,7 @@ a stack of matrices. Variants that few chains need are in `muonfx.contrib`.
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
-from muonfx.transforms.clip import (
-    adaptive_grad_clip,
-    clip_by_block_rms,
-    clip_by_global_norm,
-    clip_by_value,
-    global_norm,
-)
+from muonfx.transforms.clip import clip_by_block_rms, clip_by_global_norm, clip_by_value
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
 from muonfx.transforms.leafwise import Leaf, Slot, StateAndStep, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
@@ -23,7 +17,6 @@ from muonfx.transforms.monitor import Metric, MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.normalize import normalize_columns, normalize_leaves, normalize_matrices, normalize_rows
-from muonfx.transforms.norms import centralize, normalize_by_update_norm, scale_by_trust_ratio
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
 from muonfx.transforms.rms import DebiasedRmsState, FactoredRmsState, RmsState, scale_by_factored_rms, scale_by_rms
@@ -61,15 +54,12 @@ __all__ = [
     "StepCount",
     "WeightNormsState",
     "accumulate",
-    "adaptive_grad_clip",
     "add_decayed_weights",
     "cautious",
-    "centralize",
     "clip_by_block_rms",
     "clip_by_global_norm",
     "clip_by_value",
     "ema_params",
-    "global_norm",
     "keep_weight_norms",
     "leafwise",
     "master_params",
@@ -78,7 +68,6 @@ __all__ = [
     "metrics",
     "momentum",
     "monitor",
-    "normalize_by_update_norm",
     "normalize_columns",
     "normalize_leaves",
     "normalize_matrices",
@@ -94,7 +83,6 @@ __all__ = [
     "scale_by_rms",
     "scale_by_shape",
     "scale_by_sign",
-    "scale_by_trust_ratio",
     "skip_nonfinite",
     "subtract_decayed_weights",
 ]

@@ -1,4 +1,4 @@
-"""Clipping of elements, units, leaves, and the whole tree."""
+"""Clipping of elements, leaves, and the whole tree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from muonfx.core import Donation, EmptyState, Locality, checks, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms.scale import of_leaves, of_lists, of_pairs
-from muonfx.tree import Present, PyTree, norm
+from muonfx.transforms.scale import of_leaves, of_lists
+from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["adaptive_grad_clip", "clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
+__all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value"]
 
 SumOverLeaves = Callable[[PyTree], Tensor]
 
@@ -67,53 +67,6 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
     return of_leaves(clip)
 
 
-@transform(locality=Locality.LEAF)
-def adaptive_grad_clip(clipping: ScalarOrSchedule, eps: ScalarOrSchedule = 1e-3):
-    """Scale down each unit of a leaf whose norm exceeds a fraction of the norm of the parameter's unit.
-
-    A unit is an output feature in PyTorch's layouts, (out, in) and (out, in, height, width): its norm is taken over all
-    dims but the first. A leaf in which at most one side exceeds 1 is one unit.
-
-    Args:
-        clipping: the largest ratio of the two norms, positive.
-        eps: the least norm of a parameter's unit, positive, so that a parameter that starts at zero can move.
-
-    Raises:
-        ValueError: ``clipping`` or ``eps`` is not positive and finite; at `update`, ``params`` is missing.
-
-    Follows Brock et al. (arXiv 2102.06171) and Optax's transform of this name, whose units follow JAX's layouts,
-    (in, out) and (height, width, in, out).
-
-    >>> import muonfx as mfx
-    >>> params, grads = {"w": torch.ones(2, 4)}, {"w": torch.tensor([[1.0] * 4, [0.01] * 4])}
-    >>> mfx.adaptive_grad_clip(0.1).update(grads, mfx.core.EmptyState(), params)[0]["w"][:, 0]
-    tensor([0.1000, 0.0100])
-    """
-    clipping = checks.positive("clipping", clipping)
-    eps = checks.positive("eps", eps)
-
-    def clip(leaf: Tensor, param: Tensor) -> Tensor:
-        if leaf.numel() == 0:
-            return leaf
-        is_vector = sum(size > 1 for size in leaf.shape) <= 1
-        dims = tuple(range(0 if is_vector else 1, leaf.ndim))
-        allowed = clipping * _norm(param, dims).clamp(min=eps)
-        length = _norm(leaf, dims)
-        exceeds = length > allowed
-        factor = torch.where(exceeds, allowed / torch.where(exceeds, length, 1.0), 1.0)
-        factor = torch.where(length.isnan(), length, factor)
-        wide = ew.wide_dtype(leaf.dtype)
-        return (leaf.to(wide) * factor.to(wide)).to(leaf.dtype)
-
-    return of_pairs("adaptive_grad_clip", lambda leaves, params: list(map(clip, leaves, params)))
-
-
-def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    # fp64 holds the square of any fp32 number; gradients that need clipping may overflow fp32.
-    x = x.to(torch.float32 if x.device.type == "mps" else torch.float64)
-    return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
-
-
 @transform(locality=Locality.TREE)
 def clip_by_global_norm(max_norm: ScalarOrSchedule):
     """Scale all updates down together when the norm of the whole tree exceeds a bound.
@@ -160,7 +113,13 @@ def norm_over_leaves(updates: PyTree, sum_over_leaves: SumOverLeaves) -> Tensor:
         # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
         return torch.stack([norms, norms * _small(norms)], dim=-1).square()
 
-    total = sum_over_leaves(squared_norms(updates, squares))
+    at = Present(updates)
+    norms = ew.norms(at.pick(updates))
+    if len({(norm.device, norm.dtype) for norm in norms}) == 1 and not torch.compiler.is_compiling():
+        squared = list(squares(torch.stack(norms)).unbind())  # three kernel launches in all, not per leaf
+    else:
+        squared = list(map(squares, norms))
+    total = sum_over_leaves(at.fill(squared))
     if total.ndim == 0:  # there are no leaves
         return total
     plain, scaled = ew.safe_sqrt(total).unbind()
@@ -170,24 +129,3 @@ def norm_over_leaves(updates: PyTree, sum_over_leaves: SumOverLeaves) -> Tensor:
 def _small(like: Tensor) -> float:
     """Return a power of two that keeps the square of any finite norm finite."""
     return 2.0**-513 if like.dtype == torch.float64 else 2.0**-65
-
-
-def squared_norms(updates: PyTree, square: Callable[[Tensor], Tensor] = torch.square) -> PyTree:
-    """Return the squared 2-norm of each leaf as a 0-d tensor, in fp64 if the device supports it."""
-    at = Present(updates)
-    found = ew.norms(at.pick(updates))
-    if len({(norm.device, norm.dtype) for norm in found}) == 1 and not torch.compiler.is_compiling():
-        return at.fill(list(square(torch.stack(found)).unbind()))  # three kernel launches in all, not per leaf
-    return at.fill([square(norm) for norm in found])
-
-
-def global_norm(updates: PyTree) -> Tensor:
-    """The 2-norm over all elements of all leaves of a tree; `muonfx.tree.norm` is the same.
-
-    Returns:
-        A 0-d tensor, fp64 where the device has it.
-
-    >>> float(global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}))
-    5.0
-    """
-    return norm(updates)

@@ -15,7 +15,6 @@ from muonfx.core.recorded import parts_of
 from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
-from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
@@ -45,23 +44,13 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
     return of_lists(lambda leaves, _: [function(leaf) for leaf in leaves])
 
 
-def of_pairs(name: str, function: Callable[[list[Tensor], list[Tensor]], list[Tensor]]) -> InitAndUpdate:
-    """Build a transform without state from a function of the leaves and of the parameters."""
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        return at.fill(function(at.pick(updates), at.pick(params_for(name, params)))), state
-
-    return no_state, update
-
-
 def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
     # Not `leafwise`: one product is rounded once in any dtype, and casts would take two more passes.
     # A scheduler may write into a tensor that is the factor, so the sign is applied at every step.
     return of_lists(lambda leaves, reuse: ew.cast_like(ew.mul(leaves, sign * factor, reuse=reuse), leaves))
 
 
-def position_of_factor(factor: object) -> Position | None:
+def _position_of_factor(factor: object) -> Position | None:
     """Return the position of a transform that multiplies updates by a factor, as far as its sign is known."""
     numbers = [number for _, number in parts_of(factor)] if isinstance(factor, Schedule) else [factor]
     known = [number for number in numbers if isinstance(number, float)]
@@ -70,7 +59,7 @@ def position_of_factor(factor: object) -> Position | None:
     return None if known and len(known) == len(numbers) else "either_sign"
 
 
-@transform(locality=Locality.ELEMENT, position=position_of_factor)
+@transform(locality=Locality.ELEMENT, position=_position_of_factor)
 def scale(factor: ScalarOrSchedule):
     """Multiply updates by a number.
 

@@ -52,7 +52,7 @@ NAMES_HERE = {
         "clip_by_global_norm": "clip_grad_norm_",
         "ema_params": "incremental_update AveragedModel",
         "scale_by_factored_rms": "adafactor Adafactor",
-        "scale_by_trust_ratio": "lamb lars",
+        "match_weight_norms": "lamb lars scale_by_trust_ratio",
         "scale_by_rms": "rmsprop RMSprop",
         "muon": "scale_by_muon",
         "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
@@ -60,10 +60,8 @@ NAMES_HERE = {
         "onecycle_schedule": "cosine_onecycle_schedule linear_onecycle_schedule",
         "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
         "tree": "tree_utils",
-        **{
-            f"tree.{name}": f"tree_{name}"
-            for name in ("add", "get", "map", "map_params", "norm", "scale", "set", "vdot")
-        },
+        "tree.norm": "global_norm tree_norm",
+        **{f"tree.{name}": f"tree_{name}" for name in ("add", "get", "map", "map_params", "scale", "set", "vdot")},
     }.items()
     for name in names.split()
 }

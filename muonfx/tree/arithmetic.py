@@ -79,7 +79,7 @@ def _total(scalars: list[Tensor], like: PyTree) -> Tensor:
 
 
 def norm(tree: PyTree) -> Tensor:
-    """Return the 2-norm over all elements of all leaves; `muonfx.global_norm` is the same function.
+    """Return the 2-norm over all elements of all leaves.
 
     Squares do not overflow: the result is finite if the norm is.
 

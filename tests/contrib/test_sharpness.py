@@ -27,7 +27,7 @@ def gradient(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_the_step_has_its_length_and_the_gradient_is_the_one_behind_it():
     grads = gradient(PARAMS)
     step, _ = mfx.contrib.sam(0.25).update(grads, mfx.core.EmptyState())
-    torch.testing.assert_close(float(mfx.global_norm(step)), 0.25)
+    torch.testing.assert_close(float(mfx.tree.norm(step)), 0.25)
     behind = gradient(mfx.apply_updates(PARAMS, step))
     for name, found in mfx.contrib.sam_gradient(gradient, PARAMS, mfx.contrib.sam(0.25)).items():
         assert torch.equal(found, behind[name])

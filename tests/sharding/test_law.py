@@ -135,7 +135,6 @@ def test_on_the_grid_too(world: World, name: str):
             },
             SMALL.labels,
         ),
-        mfx.chain(mfx.adaptive_grad_clip(0.1), mfx.centralize(), mfx.normalize_by_update_norm(), EXACT),
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(), mfx.normalize_neurons(), muon(), mfx.normalize_neurons()),
@@ -180,7 +179,6 @@ def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(wor
     tx = mfx.chain(
         mfx.scale_by_factored_rms(min_dim_size_to_factor=3),
         mfx.scale_by_rms(),
-        mfx.scale_by_trust_ratio(),
     )
     ends = (0, 7, 100, 280)
     cut = Flat(tuple(SMALL.leaves), (*ends[:size], ends[-1]))

@@ -175,7 +175,7 @@ def is_not_matrixwise(u):
 
 @of_trees(LEAF)
 def is_not_leafwise(updates, state, params):
-    total = mfx.global_norm(updates)
+    total = mfx.tree.norm(updates)
     return tree.map(lambda u: (u / (1 + total)).to(u.dtype), updates)
 
 

@@ -113,8 +113,6 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.contrib.scale_by_namo(TWO_STEPS),
         mfx.contrib.scale_by_namo(mfx.scale(0.5), dtype=None, view=STACKS),
     ],
-    "adaptive_grad_clip": [mfx.adaptive_grad_clip(0.1)],
-    "centralize": [mfx.centralize()],
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
     "clip_by_global_norm": [mfx.clip_by_global_norm(A_SCHEDULE)],
     "clip_by_value": [mfx.clip_by_value(0.5)],
@@ -134,7 +132,6 @@ CASES: dict[str, list[mfx.Transform]] = {
     "normalize_leaves": [mfx.normalize_leaves()],
     "normalize_matrices": [mfx.normalize_matrices(view=mfx.MatrixView(blocks=1, block_axis=-1))],
     "normalize_rows": [mfx.normalize_rows(view=STACKS)],
-    "normalize_by_update_norm": [mfx.normalize_by_update_norm(-2.0, 0.0)],
     "normalize_neurons": [
         mfx.normalize_neurons(),
         mfx.normalize_neurons(0.5, keep_norm=False, dtype=None, view=STACKS),
@@ -165,7 +162,6 @@ CASES: dict[str, list[mfx.Transform]] = {
     ],
     "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", view=STACKS)],
     "scale_by_sign": [mfx.scale_by_sign()],
-    "scale_by_trust_ratio": [mfx.scale_by_trust_ratio(1e-3, 0.5, 1e-6)],
     "skip_nonfinite": [mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam()))],
     "sam": [mfx.contrib.sam(0.5, adaptive=True)],
     "scale_by_prodigy": [

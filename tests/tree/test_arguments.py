@@ -28,7 +28,6 @@ TX = mfx.momentum()
 
 REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.accumulate: (TX, 2),
-    mfx.adaptive_grad_clip: (1.0,),
     mfx.AttentionHeads: ("*.attn", 2),
     mfx.apply_updates: (PARAMS, PARAMS),
     mfx.cautious: (TX,),

@@ -24,7 +24,6 @@ def test_a_tree_computes_as_one_vector(example: kit.Example):
     torch.testing.assert_close(tree.vdot(a, b), x @ y)
     torch.testing.assert_close(tree.norm(a), x.norm())
     torch.testing.assert_close(tree.vdot(a, a), tree.norm(a).square())
-    assert torch.equal(tree.norm(a), mfx.global_norm(a))
 
 
 def test_sums_of_many_small_numbers_are_right_in_every_dtype():

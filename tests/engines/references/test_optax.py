@@ -118,10 +118,6 @@ SAME: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
     ("scale_by_rms", (), {}, {}),
     ("scale_by_rms", (0.8, 1e-3), {"eps_in_sqrt": False, "debias": True}, {"eps_in_sqrt": False, **CORRECTED}),
     ("scale_by_sign", (), {}, {}),
-    ("scale_by_trust_ratio", (), {}, {}),
-    ("scale_by_trust_ratio", (1.5, 0.1, 1e-2), {}, {}),
-    ("normalize_by_update_norm", (2.0,), {}, {}),
-    ("centralize", (), {}, {}),
     ("scale_by_factored_rms", (), {"min_dim_size_to_factor": 4}, {"min_dim_size_to_factor": 4}),
     ("scale_by_factored_rms", (), {**WHOLE, "eps": 1e-6}, {**WHOLE, "epsilon": 1e-6}),
     ("scale_by_adam", (0.8, 0.95), {"nesterov": True}, {"nesterov": True}),
@@ -190,19 +186,6 @@ def test_sam():
     climb = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
     reference = optax.contrib.sam(optax.adam(RATE), climb, opaque_mode=True)
     compare_seen(ours, theirs_seen(reference, params_only, 20, grad_fn=lambda params: lambda at, _: gradient(at)))
-
-
-def test_adaptive_clipping_is_optaxs_in_the_other_layout():
-    """Units are rows here and columns there, so Optax receives transposed matrices."""
-    params, grads = ({name: drawn(seed)[name] for name in ("w", "b", "s")} for seed in (0, 1))
-
-    def turned(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: leaf.mT if leaf.ndim == 2 else leaf for name, leaf in values.items()}
-
-    tx, theirs = mfx.adaptive_grad_clip(0.5, 0.1), optax.adaptive_grad_clip(0.5, 0.1)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    wanted, _ = theirs.update(to_jax(turned(grads)), theirs.init(to_jax(params)), to_jax(turned(params)))
-    require_close(turned(updates), wanted, "clipped")
 
 
 def test_polargrad_is_muon_of_optax_with_the_dual_norm():
