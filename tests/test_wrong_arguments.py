@@ -37,7 +37,6 @@ WRONG = {
     "contrib.clip_singular_values(steps=0)": "steps: found 0",
     "contrib.scale_by_dion(rank=0)": "rank must be .*found 0",
     "contrib.scale_by_dion(decay=1.0)": "decay must be in .*found 1.0",
-    "contrib.sampled_momentum(one_in=0)": "one_in must be .*found 0",
     "contrib.scale_by_namo(identity(), b2=-0.1)": "b2 must be in .*found -0.1",
     "contrib.scale_by_prodigy(b1=1.0)": "b1",
     "contrib.scale_by_prodigy(b2=-0.1)": "b2",

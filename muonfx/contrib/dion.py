@@ -1,4 +1,4 @@
-"""Dion and Dion2: orthonormalized low-rank updates, by power iteration or by sampling."""
+"""Dion: orthonormalized low-rank updates by power iteration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["DionState", "SampledMomentumState", "sampled_momentum", "scale_by_dion"]
+__all__ = ["DionState", "scale_by_dion"]
 
 
 class DionState(NamedTuple):
@@ -28,13 +28,6 @@ class DionState(NamedTuple):
     """The sum of past gradients minus the part that updates have applied, like the parameters, in ``dtype``."""
     basis: PyTree
     """The right factor $Q$ of the last update of each matrix, (..., columns, rank), in ``dtype``."""
-
-
-class SampledMomentumState(NamedTuple):
-    """State of `sampled_momentum`."""
-
-    trace: PyTree
-    """The sum of past gradients minus the part that updates have applied, like the parameters, in ``dtype``."""
 
 
 @matrixwise(short_names={"momentum": "decay"}, position="sets_size")
@@ -94,55 +87,3 @@ def scale_by_dion(
         return left @ unit.mT, DionState(trace, torch.where(lengths > 0, unit, s.basis))
 
     return DionState(Slot(dtype), MatrixSlot(first_basis, dtype)), step
-
-
-@matrixwise(short_names={"momentum": "decay"})
-def sampled_momentum(
-    one_in: int = 4, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
-):
-    r"""Sum the gradients over time, and return the rows (or columns) of the sum with the largest magnitudes.
-
-    In each matrix $M = M_{t-1} + G$, the rows (the columns if there are fewer) are ranked by their sum of magnitudes.
-    The update contains the largest rows, and zeros elsewhere. In the state, the returned rows are multiplied by $\beta$
-    and all other rows stay. `orthogonalize` can follow: zero rows do not affect the result for the other rows. Its cost
-    is not reduced.
-
-    Args:
-        one_in: return one row (or column) in this many, rounded up; the reciprocal of the authors' ``fraction``.
-        decay: $\beta$, the factor of returned rows in the state, in [0, 1).
-        dtype: storage dtype of the sum. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
-            parameter.
-        view: which matrices a leaf consists of, as for `orthogonalize`.
-
-    Raises:
-        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
-            matrix or does not fit the view.
-
-    Follows Dion2 in Microsoft's ``dion``, which selects along the sharded side of a sharded matrix instead.
-
-    Example:
-        >>> import muonfx as mfx
-        >>> tx = mfx.contrib.sampled_momentum(one_in=2, decay=0.5)
-        >>> params = {"w": torch.zeros(2, 2)}
-        >>> updates, state = tx.update({"w": torch.tensor([[3.0, 0.0], [2.0, 0.0]])}, tx.init(params))
-        >>> updates["w"].tolist(), state.trace["w"].tolist()
-        ([[3.0, 0.0], [0.0, 0.0]], [[1.5, 0.0], [2.0, 0.0]])
-    """
-    checks.positive_int("one_in", one_in)
-    decay = checks.in_unit_interval("decay", decay)
-
-    def step(u: Tensor, s: SampledMomentumState):
-        total = s.trace + u
-        chosen = _largest_slices(total, one_in)
-        return torch.where(chosen, total, 0.0), SampledMomentumState(torch.where(chosen, total * decay, total))
-
-    return SampledMomentumState(Slot(dtype)), step
-
-
-def _largest_slices(matrix: Tensor, one_in: int) -> Tensor:
-    """Return a mask of the elements in the largest rows, or in the largest columns if there are fewer columns."""
-    side, other = (-2, -1) if matrix.shape[-2] <= matrix.shape[-1] else (-1, -2)
-    sums = matrix.detach().abs().sum(other, keepdim=True)
-    order = sums.argsort(dim=side, descending=True, stable=True)  # topk does not define its choice among ties
-    places = order.narrow(side, 0, -(-matrix.shape[side] // one_in))
-    return torch.zeros_like(sums, dtype=torch.bool).scatter(side, places, True).expand_as(matrix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muonfx.contrib.dion import sampled_momentum, scale_by_dion
+from muonfx.contrib.dion import scale_by_dion
 from muonfx.contrib.namo import scale_by_namo
 from muonfx.contrib.prodigy import scale_by_prodigy
 from muonfx.contrib.spectral import scale_by_dual_norm
@@ -33,7 +33,7 @@ from muonfx.transforms import (
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
 
-__all__ = ["adamuon", "dion", "dion2", "muon_hyperball", "musgd", "namo", "polargrad", "prodigy", "scion"]
+__all__ = ["adamuon", "dion", "muon_hyperball", "musgd", "namo", "polargrad", "prodigy", "scion"]
 
 Norms = Mapping[str, tuple[str, float]]
 
@@ -304,41 +304,6 @@ def dion(
     """
     return chain(
         scale_by_dion(rank, decay, view=view),
-        scale_by_shape("spectral", view=view),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
-
-
-@plain_arguments
-def dion2(
-    learning_rate: ScalarOrSchedule = 1e-2,
-    *,
-    one_in: int = 4,
-    decay: ScalarOrSchedule = 0.95,
-    weight_decay: ScalarOrSchedule = 0.01,
-    orthogonalize: Transform = orthogonalize(),
-    mask: Mask = None,
-) -> Transform:
-    """Dion2, for parameters that are all matrices: Muon on the rows or columns with the largest accumulated gradients.
-
-    Args:
-        learning_rate: a number or a schedule.
-        one_in: one of this many rows or columns, whichever are fewer, is selected in each step.
-        decay: the factor of the selected rows or columns in the sum of gradients, after each step.
-        weight_decay: decoupled, as in `muon`.
-        orthogonalize: as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
-
-    Follows Dion2 in Microsoft's ``dion`` in one process.
-
-    >>> list(dion2(0.02).init({"w": torch.zeros(4, 4)}))[:2]
-    ['sampled_momentum', 'orthogonalize']
-    """
-    view = view_of(orthogonalize)
-    return chain(
-        sampled_momentum(one_in, decay, view=view),
-        orthogonalize,
         scale_by_shape("spectral", view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),

@@ -188,7 +188,6 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.scale_by_factored_rms: {"min_dim_size_to_factor": st.sampled_from((1, 2, 128))},
     tfs.subtract_decayed_weights: {"weight_decay": _RATES},
     contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
-    contrib.sampled_momentum: {"one_in": _COUNTS},
     contrib.scale_by_dion: {"rank": _COUNTS},
     contrib.scale_by_prodigy: {"estim_lr0": st.sampled_from((1e-6, 1e-2))},
     contrib.schedule_free: {
@@ -197,7 +196,6 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
         "weight_lr_power": _SHARES,
     },
     variants.dion: {"rank": _COUNTS},
-    variants.dion2: {"one_in": _COUNTS},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
 }
 """The strategies of arguments that mean something else in these factories, or have other valid values."""

@@ -1,6 +1,5 @@
 """Variants of Muon follow the formulas of their papers, each written out in float64 with exact polar factors."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -162,17 +161,3 @@ def test_dion(rank: int):
         return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * left @ memory["q"].T
 
     assert_follows(mfx.contrib.dion(RATE, rank=rank, decay=BETA, weight_decay=DECAY), step)
-
-
-@pytest.mark.parametrize("one_in", [1, 2, 4])
-def test_dion2(one_in: int):
-    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
-        total = memory.get("m", 0.0) + g
-        side = 0 if x.shape[0] <= x.shape[1] else 1
-        chosen = total.norm(p=1, dim=1 - side).topk(math.ceil(x.shape[side] / one_in)).indices
-        update = torch.zeros_like(x).index_copy(side, chosen, polar(total.index_select(side, chosen)))
-        memory["m"] = total.index_copy(side, chosen, total.index_select(side, chosen) * BETA)
-        return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * update
-
-    tx = mfx.contrib.dion2(RATE, one_in=one_in, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT)
-    assert_follows(tx, step)

@@ -153,7 +153,7 @@ def test_each_way_to_wrap_a_chain(world: World, tx: mfx.Transform):
 
 BY_MATRICES = {
     "normalize": mfx.chain(mfx.normalize_rows(), mfx.normalize_columns(), mfx.scale_by_shape("fan_in")),
-    "clip": mfx.chain(mfx.contrib.sampled_momentum(), mfx.contrib.clip_singular_values(0.5), mfx.normalize_matrices()),
+    "clip": mfx.chain(mfx.contrib.clip_singular_values(0.5), mfx.normalize_matrices()),
     "polar": mfx.contrib.scale_by_dual_norm(muon()),
     "namo": mfx.contrib.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
     "dion": mfx.contrib.scale_by_dion(2),

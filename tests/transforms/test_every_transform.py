@@ -103,7 +103,6 @@ CASES: dict[str, list[mfx.Transform]] = {
     "clip_singular_values": [mfx.contrib.clip_singular_values(0.5)],
     "keep_weight_norms": [mfx.keep_weight_norms(dtype=None, view=STACKS)],
     "match_weight_norms": [mfx.match_weight_norms(view=STACKS)],
-    "sampled_momentum": [mfx.contrib.sampled_momentum(3, 0.5, dtype=torch.bfloat16)],
     "scale_by_dion": [
         mfx.contrib.scale_by_dion(2),
         mfx.contrib.scale_by_dion(1, 0.5, dtype=torch.bfloat16, view=STACKS),

@@ -24,7 +24,6 @@ TAKE_BLOCKS = {
     "keep_weight_norms": lambda **kw: mfx.keep_weight_norms(dtype=torch.float64, **kw),
     "match_weight_norms": mfx.match_weight_norms,
     "scale_by_dion": lambda **kw: mfx.contrib.scale_by_dion(2, dtype=torch.float64, **kw),
-    "sampled_momentum": lambda **kw: mfx.contrib.sampled_momentum(2, **kw),
     "scale_by_dual_norm": lambda **kw: mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(**EXACT, **kw), **kw),
     "scale_by_namo": lambda **kw: mfx.contrib.scale_by_namo(mfx.orthogonalize(**EXACT, **kw), **kw),
     "normalize_rows": mfx.normalize_rows,

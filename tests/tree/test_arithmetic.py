@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 
-import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
 
