@@ -378,7 +378,6 @@ def test_orders_that_are_a_matter_of_choice_are_not_warned_of():
         mfx.chain(LEARNING_RATE, mfx.master_params(mfx.momentum()))
         mfx.chain(mfx.adamw(0.1), mfx.scale(-1.0))  # maximization
         mfx.chain(mfx.scale(-1.0), mfx.adamw(0.1))
-        mfx.chain(LEARNING_RATE, mfx.scale_by_learning_rate(0.5, flip_sign=False))
         mfx.accumulate(mfx.skip_nonfinite(mfx.adamw(0.1)), 2)
         mfx.partition({"a": mfx.adamw(0.1), "b": mfx.lion(0.1)}, {"w": "a"})
         independent = mfx.chain(LEARNING_RATE, INDEPENDENT)

@@ -56,7 +56,7 @@ def _error(earlier: _Placed, later: _Placed) -> str:
     if first == position == "learning_rate":
         return (
             f"the learning rates in {first_place!r} and {place!r} both turn updates downhill, so the updates go "
-            "uphill; give one of them flip_sign=False, or remove it"
+            "uphill; replace one of them by scale(...), or remove it"
         )
     if first == "learning_rate" and position == "before_learning_rate":
         return (

@@ -26,12 +26,11 @@ class NeuronsState(NamedTuple):
     """Second moment of each row, (..., rows, 1), or column, (..., 1, columns), in ``dtype``."""
 
 
-@matrixwise(position=lambda *_, keep_norm, **__: None if keep_norm else "sets_size")
+@matrixwise
 def normalize_neurons(
     decay: ScalarOrSchedule = 0.95,
     eps: ScalarOrSchedule = 1e-8,
     *,
-    keep_norm: bool = True,
     axis: Literal["rows", "longer"] = "rows",
     dtype: WideStateDtype = "auto",
     view: MatrixView = MatrixView(),
@@ -46,7 +45,6 @@ def normalize_neurons(
     Args:
         decay: $\beta$, in [0, 1).
         eps: added to the root, not negative.
-        keep_norm: give each matrix the norm that it had before.
         axis: "rows" as in the paper and Dion's "neuron", or "longer" for the columns of a matrix (or block) with more
             columns than rows, and the rows of any other, as in modded-nanogpt, Emerging-Optimizers and Dion's
             "short_axis". In an orthogonalized matrix the lines along the other axis all have norm 1.
@@ -58,15 +56,15 @@ def normalize_neurons(
             matrix.
 
     Follows NorMuon (arXiv 2510.05491), whose factor $0.2\sqrt{mn} / \|U\|_F$ equals
-    ``scale_by_shape("match_rms_adamw")`` after ``keep_norm`` if the input is orthogonal.
+    ``scale_by_shape("match_rms_adamw")`` after this if the input is orthogonal.
 
     Example:
         >>> import muonfx as mfx
-        >>> tx = mfx.normalize_neurons(keep_norm=False)
+        >>> tx = mfx.normalize_neurons()
         >>> params = {"w": torch.zeros(2, 2)}
-        >>> tx.update({"w": torch.tensor([[4.0, 4.0], [0.1, 0.1]])}, tx.init(params))[0]["w"]
-        tensor([[4.4721, 4.4721],
-                [4.4721, 4.4721]])
+        >>> tx.update({"w": torch.tensor([[5.0, 5.0], [1.0, 1.0]])}, tx.init(params))[0]["w"]
+        tensor([[3.6056, 3.6056],
+                [3.6056, 3.6056]])
     """
     decay = checks.in_unit_interval("decay", decay)
     eps = checks.at_least("eps", eps, 0.0)
@@ -79,17 +77,15 @@ def normalize_neurons(
 
     def step(u: Tensor, s: NeuronsState):
         if is_by_columns(u):
-            normalized, moment = _normalize(u.mT, s.nu.mT, decay, eps, keep_norm)
+            normalized, moment = _normalize(u.mT, s.nu.mT, decay, eps)
             return normalized.mT, NeuronsState(moment.mT)
-        normalized, moment = _normalize(u, s.nu, decay, eps, keep_norm)
+        normalized, moment = _normalize(u, s.nu, decay, eps)
         return normalized, NeuronsState(moment)
 
     return NeuronsState(MatrixSlot(start, dtype, saturates=True)), step
 
 
-def _normalize(
-    u: Tensor, old: Tensor, decay: float | Tensor, eps: float | Tensor, keep_norm: bool
-) -> tuple[Tensor, Tensor]:
+def _normalize(u: Tensor, old: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
     # Scale by exact powers of two before squaring, so that no square overflows or underflows.
     small, power = _to_unit(u)
     mean_square = (small.square().mean(dim=-1, keepdim=True) / power / power).clamp(max=torch.finfo(u.dtype).max)
@@ -97,13 +93,11 @@ def _normalize(
     # The root of a row that has always been zero has no derivative, and 0 / (0 + eps) is 0 in any case.
     divisor = ew.safe_sqrt(moment) + eps
     normalized = torch.where(divisor > 0, u / torch.where(divisor > 0, divisor, 1.0), 0.0)
-    if keep_norm:
-        again, _ = _to_unit(normalized)
-        before, after = (x.square().sum(dim=(-2, -1), keepdim=True) for x in (small, again))
-        nonzero = (after > 0) & (before > 0)
-        ratio = torch.where(nonzero, before, 1.0) / torch.where(nonzero, after, 1.0)
-        normalized = torch.where(nonzero, again * ratio.sqrt() / power, normalized)
-    return normalized, moment
+    again, _ = _to_unit(normalized)
+    before, after = (x.square().sum(dim=(-2, -1), keepdim=True) for x in (small, again))
+    nonzero = (after > 0) & (before > 0)
+    ratio = torch.where(nonzero, before, 1.0) / torch.where(nonzero, after, 1.0)
+    return torch.where(nonzero, again * ratio.sqrt() / power, normalized), moment
 
 
 def _to_unit(x: Tensor) -> tuple[Tensor, Tensor]:

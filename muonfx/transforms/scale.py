@@ -91,15 +91,14 @@ def scale_by_sign():
 
 @transform(
     locality=Locality.ELEMENT,
-    position=lambda learning_rate, *, flip_sign: "learning_rate" if flip_sign else None,
+    position="learning_rate",
     short_names={"lr": "learning_rate"},
 )
-def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True):
-    """Multiply updates by a learning rate and turn them downhill: by default the factor is minus the rate.
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule):
+    """Multiply updates by minus a learning rate, so that they point downhill. `scale` keeps the sign.
 
     Args:
         learning_rate: a number of 0 or more, or a schedule.
-        flip_sign: False keeps the sign.
 
     Raises:
         ValueError: the rate is negative or not finite.
@@ -108,8 +107,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
     >>> mfx.scale_by_learning_rate(0.1).update({"w": torch.ones(1)}, mfx.core.EmptyState())[0]
     {'w': tensor([-0.1000])}
     """
-    learning_rate = checks.at_least("learning_rate", learning_rate, 0.0)
-    return _multiply_by(learning_rate, -1.0 if flip_sign else 1.0)
+    return _multiply_by(checks.at_least("learning_rate", learning_rate, 0.0), -1.0)
 
 
 ShapeRule = Literal["original", "match_rms_adamw", "spectral", "fan_in"]

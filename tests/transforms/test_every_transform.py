@@ -133,7 +133,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "normalize_rows": [mfx.normalize_rows(view=STACKS)],
     "normalize_neurons": [
         mfx.normalize_neurons(),
-        mfx.normalize_neurons(0.5, keep_norm=False, dtype=None, view=STACKS),
+        mfx.normalize_neurons(0.5, dtype=None, view=STACKS),
     ],
     "orthogonalize": [
         FP32,

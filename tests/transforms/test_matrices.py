@@ -18,7 +18,6 @@ TAKE_BLOCKS = {
     "orthogonalize": lambda **kw: mfx.orthogonalize(**EXACT, **kw),
     "row-scaled orthogonalize": lambda **kw: mfx.orthogonalize(dtype=torch.float64, coefficients="aol", **kw),
     "normalize_neurons": lambda **kw: mfx.normalize_neurons(0.5, dtype=torch.float64, **kw),
-    "without the norm": lambda **kw: mfx.normalize_neurons(0.5, keep_norm=False, dtype=torch.float64, **kw),
     "scale_by_shape": lambda **kw: mfx.scale_by_shape("original", **kw),
     "clip_singular_values": lambda **kw: mfx.contrib.clip_singular_values(2.0, **kw),
     "keep_weight_norms": lambda **kw: mfx.keep_weight_norms(dtype=torch.float64, **kw),
