@@ -12,8 +12,7 @@ from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import power_of_two
 from muonfx.select import MatrixView
-from muonfx.transforms._pinned import WideStateDtype
-from muonfx.transforms.leafwise import Slot
+from muonfx.transforms.leafwise import Slot, WideStateDtype
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew

@@ -12,9 +12,8 @@ from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.select.matrix_view import Matrices, MatrixView
-from muonfx.transforms._matrices import matrix_locality, name_patterns
-from muonfx.transforms._pinned import WideStateDtype, new_count, power, widen, zeros
-from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates
+from muonfx.transforms.leafwise import WideStateDtype, zeros
+from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
 from muonfx.transforms.weight_norm import norm
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -92,7 +91,7 @@ def scale_by_namo(
     def init(params: PyTree) -> NamoState:
         at = Present(params)
         nu = moments.init(params, Matrices(view, at, at.pick(params), at.names()))
-        return NamoState(new_count(device_of(params)), zeros(params, dtype), nu, inner.functions.init(params))
+        return NamoState(ew.new_count(device_of(params)), zeros(params, dtype), nu, inner.functions.init(params))
 
     def update(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
@@ -100,12 +99,12 @@ def scale_by_namo(
         at = Present(updates)
         grads, old = at.pick(updates), at.pick(state.mu)
         matrices = Matrices(view, at, grads)
-        wide, held, _ = widen(grads, old)
+        wide, held = ew.widest(grads, old)
         average = ew.lerp(held, wide, 1.0 - b1)
         mu = at.fill(ew.store(average, old, reuse=False), state.mu)
 
         count = state.count + 1
-        correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))
+        correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
         operands = zip(matrices.of_updates, matrices.split(average), moments.read(state.nu, matrices), strict=True)
         found = [[_size(*one, b2, eps, correction) for one in zip(*own, strict=True)] for own in operands]
         nu = moments.write([[moment for moment, _ in own] for own in found], state.nu, matrices)

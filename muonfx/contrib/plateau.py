@@ -12,7 +12,6 @@ from torch import Tensor
 from muonfx.core import Donation, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import new_count, new_number
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -95,8 +94,8 @@ def reduce_on_plateau(
 
     def init(params: PyTree) -> ReduceOnPlateauState:
         device = device_of(params)
-        scale, best = new_number(1.0, device), new_number(float("inf"), device)
-        return ReduceOnPlateauState(scale, best, new_count(device), new_count(device))
+        scale, best = ew.new_number(1.0, device), ew.new_number(float("inf"), device)
+        return ReduceOnPlateauState(scale, best, ew.new_count(device), ew.new_count(device))
 
     def update(
         updates: PyTree,
@@ -107,7 +106,7 @@ def reduce_on_plateau(
         donate: Donation = NOTHING,
     ):
         loss = value.detach().reshape(()) if isinstance(value, Tensor) else value
-        state = _next(state, new_number(loss, state.scale.device))
+        state = _next(state, ew.new_number(loss, state.scale.device))
         at = Present(updates)
         leaves = at.pick(updates)
         return at.fill(ew.cast_like(ew.mul(leaves, state.scale, reuse=donate.updates), leaves)), state

@@ -12,8 +12,7 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, power, widest, zeros
-from muonfx.transforms.leafwise import params_for
+from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -106,7 +105,7 @@ def scale_by_prodigy(
 
     def init(params: PyTree) -> ProdigyState:
         device = device_of(params)
-        numbers = new_count(device), new_number(estim_lr0, device), new_number(0.0, device)
+        numbers = ew.new_count(device), ew.new_number(estim_lr0, device), ew.new_number(0.0, device)
         first, second, total = (zeros(params, dtype) for _ in range(3))
         return ProdigyState(*numbers, first, second, total, copies(params, None))
 
@@ -117,12 +116,12 @@ def scale_by_prodigy(
         at = Present(updates)
         given = at.pick(updates)
         held = [at.pick(own) for own in (state.mu, state.nu, state.grad_sum)]
-        g, p, start, mu, nu, grad_sum = widest(given, at.pick(params), at.pick(state.start), *held)
+        g, p, start, mu, nu, grad_sum = ew.widest(given, at.pick(params), at.pick(state.start), *held)
 
         count, old = state.count + 1, state.estim_lr
-        decay = new_number(b2, old.device).sqrt()  # Python's power has other bits than torch's
-        correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))
-        step = new_number(old * learning_rate * correction, old.device)
+        decay = ew.new_number(b2, old.device).sqrt()  # Python's power has other bits than torch's
+        correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
+        step = ew.new_number(old * learning_rate * correction, old.device)
 
         towards = [_sum(a * (b - c)) for a, b, c in zip(g, start, p, strict=True)]
         rise = _like(old, sum_over_leaves(at.fill(towards)))

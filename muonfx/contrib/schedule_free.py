@@ -15,8 +15,7 @@ from muonfx.core.contract import NOTHING, require_transform, within
 from muonfx.core.factory import with_memory
 from muonfx.core.recorded import Memory
 from muonfx.core.schedules import Scalar, Schedule, constant_schedule
-from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, widest
-from muonfx.transforms.leafwise import params_for
+from muonfx.transforms.leafwise import WideStateDtype, copies, params_for
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -116,8 +115,8 @@ def schedule_free(
 
     def init(params: PyTree) -> ScheduleFreeState:
         device = device_of(params)
-        numbers = new_number(b1, device), new_number(0.0, device), new_number(0.0, device)
-        return ScheduleFreeState(new_count(device), *numbers, copies(params, dtype), inner.functions.init(params))
+        numbers = ew.new_number(b1, device), ew.new_number(0.0, device), ew.new_number(0.0, device)
+        return ScheduleFreeState(ew.new_count(device), *numbers, copies(params, dtype), inner.functions.init(params))
 
     def update(
         updates: PyTree,
@@ -130,16 +129,16 @@ def schedule_free(
         params = params_for("schedule_free", params)
         device, count = state.max_lr.device, state.count + 1
         rate = learning_rate(count) if callable(learning_rate) else learning_rate
-        max_lr = torch.maximum(state.max_lr, new_number(rate, device))
+        max_lr = torch.maximum(state.max_lr, ew.new_number(rate, device))
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
         share = torch.where(weight_sum > 0, weight / torch.where(weight_sum > 0, weight_sum, 1.0), 0.0)
-        interpolation = new_number(b1, device)
+        interpolation = ew.new_number(b1, device)
 
         out, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         at = Present(out)
         given, held = at.pick(out), at.pick(state.z)
-        u, z, y = widest(given, held, at.pick(params))
+        u, z, y = ew.widest(given, held, at.pick(params))
         x = ew.lerp(z, y, 1.0 / state.b1)
         z = ew.add(z, u)
         x = ew.lerp(x, z, share, reuse=True)
@@ -213,7 +212,7 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
         if y is None or name not in found:
             return y
         z, b1 = found[name]
-        ((wide_z,), (wide_y,)) = widest([z], [y])
+        ((wide_z,), (wide_y,)) = ew.widest([z], [y])
         return ew.lerp([wide_z], [wide_y], 1.0 / b1)[0].to(y.dtype)
 
     averaged = [average(name, y) for name, y in tree.named_leaves(params)]

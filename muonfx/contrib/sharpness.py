@@ -12,7 +12,6 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import widest
 from muonfx.transforms.clip import norm_over_leaves
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree
@@ -56,7 +55,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
         sizes: list[Tensor] = []
         if adaptive:
             params = params_for("sam: adaptive", params)
-            leaves, sizes = widest(given, at.pick(params))
+            leaves, sizes = ew.widest(given, at.pick(params))
             leaves = ew.apply("mul", leaves, sizes)
         norm = norm_over_leaves(at.fill(leaves), sum_over_leaves)  # a collective: also without leaves
         factor = torch.where(norm == 0, 0.0, ew.scalar_like(rho, norm) / torch.where(norm == 0, 1.0, norm))

@@ -10,8 +10,7 @@ from muonfx.core import Donation, EmptyState, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.iteration import power_of_two
 from muonfx.select.matrix_view import Matrices, MatrixView
-from muonfx.transforms._matrices import matrix_locality, name_patterns
-from muonfx.transforms.matrixwise import matrixwise
+from muonfx.transforms.matrixwise import matrix_locality, matrixwise, name_patterns
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = ["Leaf", "Operation", "Plan", "plan"]
+__all__ = ["Leaf", "Operation", "Plan", "record_step"]
 
 Operand: TypeAlias = "Leaf | Scalar"
 
@@ -255,7 +256,40 @@ class Plan(NamedTuple):
     """True if a scalar is a tensor, which may differ at the next call."""
 
 
-def plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> Plan:
+def record_step(
+    name: str,
+    declared: PyTree,
+    step: Callable[..., object],
+    held: Sequence[PyTree],
+    is_tree: Sequence[bool],
+    reads_params: bool,
+) -> Plan:
+    """Call the step with leaves that record its operations, and check its result against the declared state."""
+    containers = tree.flatten(declared)[1]
+    record: list[Operation | None] = []
+    u = Leaf(record)
+    old = [Leaf(record) if stored else own for stored, own in zip(is_tree, held, strict=True)]
+    params = [Leaf(record)] if reads_params else []
+    returned = step(u, tree.unflatten(containers, old), *params)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
+    out, state = returned
+    if not isinstance(out, Leaf):
+        raise TypeError(f"{name}: the step returns an update of type {type(out).__name__}, not one made of operands")
+    try:
+        found = tree.subtrees(containers, state)
+    except ValueError as error:
+        raise TypeError(f"{name}: the step returns another state than declared. {error}") from error
+    for place, (stored, own) in enumerate(zip(is_tree, found, strict=True)):
+        if not isinstance(own, Leaf if stored else Tensor):
+            raise TypeError(
+                f"{name}: the step returns a {type(own).__name__} for {tree.names(declared)[place]!r} of its state, "
+                f"declared as {tree.leaves(declared)[place]!r}"
+            )
+    return _plan(record, out, found)
+
+
+def _plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> Plan:
     """Return the plan that computes a step's outputs: the update and the fields of its new state."""
     uses = [0] * len(record)
     for leaf in (update, *state):

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING, require_transform
-from muonfx.transforms._pinned import WideStateDtype, widen, zeros
+from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.tracing import is_traced, is_wrapped
@@ -102,7 +102,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         _check_boundary(boundary)
         at = Present(updates)
         grads, old = at.pick(updates), at.pick(state.sums)
-        wide, sums, _ = widen(grads, old)
+        wide, sums = ew.widest(grads, old)
         sums = ew.store(ew.add(sums, wide, reuse=donate.state), old, reuse=donate.state)
         seen = count_seen(state.seen, updates)
         gathered = AccumulateState(state.count + 1, seen, at.fill(sums, state.sums), state.inner)

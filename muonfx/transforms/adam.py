@@ -8,9 +8,9 @@ from torch import Tensor
 
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import StateDtype, power
-from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
+from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, leafwise
 from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = ["AdamState", "scale_by_adam"]
 
@@ -85,9 +85,9 @@ def scale_by_adam(
         nu = (s.nu * b2).addcmul(u, u, value=1.0 - b2)
 
         # m / c1 / (sqrt(v / c2 + eps_root) + eps), numerator and denominator multiplied by sqrt(c2) to save a pass
-        c1, c2 = 1.0 - power(b1, count), 1.0 - power(b2, count)
+        c1, c2 = 1.0 - ew.power(b1, count), 1.0 - ew.power(b2, count)
         inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else nu + eps_root * c2
-        ahead = (mu * (b1 * c1 / (1.0 - power(b1, count + 1)))).add(u, alpha=1.0 - b1) if nesterov else mu
+        ahead = (mu * (b1 * c1 / (1.0 - ew.power(b1, count + 1)))).add(u, alpha=1.0 - b1) if nesterov else mu
         out = ahead / (inside.sqrt() + eps * c2.sqrt()) * (c2.sqrt() / c1)
         return out, AdamState(count, mu, nu)
 

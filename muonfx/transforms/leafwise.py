@@ -22,22 +22,41 @@ from muonfx.compact import QuantizedDtype
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Position
-from muonfx.transforms._leaf import Leaf, Operation, Plan, plan
-from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, zeros
+from muonfx.transforms._leaf import Leaf, Operation, Plan, record_step
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 
-__all__ = ["Leaf", "Slot", "SlotTrees", "StateAndStep", "StepCount", "leafwise", "params_for"]
-
-ReadsParams = bool | Literal["updated"]
-Step = Callable[..., tuple["Leaf", PyTree]]
-StateAndStep = tuple[PyTree, Callable[..., tuple["Leaf", PyTree]]]
-"""The pair that a function under `leafwise` returns: a state of `Slot` and `StepCount`, and the step of one leaf."""
-
-Constructor = Callable[..., StateAndStep]
+__all__ = ["Leaf", "Slot", "SlotTrees", "StateAndStep", "StateDtype", "StepCount", "WideStateDtype", "copies"]
+__all__ += ["leafwise", "params_for", "state_and_step", "state_dtype", "zeros"]
 
 P = ParamSpec("P")
+ReadsParams = bool | Literal["updated"]
+Step = Callable[..., tuple[Leaf, PyTree]]
+StateAndStep = tuple[PyTree, Step]
+"""The pair that a function under `leafwise` returns: a state of `Slot` and `StepCount`, and the step of one leaf."""
+
+WideStateDtype = torch.dtype | Literal["auto"] | None
+""""auto" (at least fp32 and at least the dtype of the parameter), a floating dtype, or None (as the parameter)."""
+StateDtype = WideStateDtype | QuantizedDtype
+"""A `WideStateDtype` or a quantized dtype."""
+
+
+def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:
+    """Return the dtype of a state leaf whose parameter has the dtype ``own``."""
+    if pinned is None:
+        return own
+    return ew.wide_dtype(own) if isinstance(pinned, str) else pinned
+
+
+def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
+    """Return zeros in the shapes of the parameters and a pinned dtype."""
+    return tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(dtype, p.dtype), requires_grad=False), params)
+
+
+def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
+    """Return detached copies of values in a pinned dtype."""
+    return tree.map(lambda value: value.detach().to(state_dtype(dtype, value.dtype), copy=True), values)
 
 
 @plain_fields
@@ -123,7 +142,7 @@ def leafwise(
 
 
 def leafwise(
-    constructor: Constructor | None = None,
+    constructor: Callable[..., StateAndStep] | None = None,
     *,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
@@ -174,7 +193,7 @@ def leafwise(
     if reads_params not in (True, False, "updated"):
         raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
 
-    def decorate(constructor: Constructor) -> Callable[..., Transform]:
+    def decorate(constructor: Callable[..., StateAndStep]) -> Callable[..., Transform]:
         def declared(*args: object, **kwargs: object) -> tuple[PyTree, Step]:
             returned = constructor(*args, **kwargs)
             return state_and_step(f"{constructor.__name__}: a leafwise", returned, StepCount, reads_params)
@@ -220,20 +239,21 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
     """Build ``init`` and ``update`` from a declared state and a step."""
     named = zip(tree.leaves(declared), tree.names(declared), strict=True)
     fields = [SlotTrees(field, role) if isinstance(field, Slot) else None for field, role in named]
+    is_tree = [field is not None for field in fields]
     kept: list[Plan] = []
 
     def plan_for(held: list[PyTree]) -> Plan:
         # A plan is the same at every call if no scalar is a tensor (as counts are). A compiled graph would guard on it.
-        may_keep = None not in fields and not torch.compiler.is_compiling()
+        may_keep = all(is_tree) and not torch.compiler.is_compiling()
         if may_keep and kept:
             return kept[0]
-        made = _record(name, declared, step, held, bool(reads_params))
+        made = record_step(name, declared, step, held, is_tree, bool(reads_params))
         if may_keep and not made.may_vary:
             kept.append(made)
         return made
 
     def init(params: PyTree) -> PyTree:
-        made = [new_count(device_of(params)) if field is None else field.init(params) for field in fields]
+        made = [ew.new_count(device_of(params)) if field is None else field.init(params) for field in fields]
         return tree.unflatten(tree.flatten(declared)[1], made)
 
     def update(
@@ -279,32 +299,6 @@ def params_for(name: str, params: PyTree) -> PyTree:
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
     return params
-
-
-def _record(name: str, declared: PyTree, step: Step, held: list[PyTree], reads_params: bool) -> Plan:
-    """Call the step with leaves that record its operations, and check its result against the declared state."""
-    slots, containers = tree.flatten(declared)
-    record: list[Operation | None] = []
-    u = Leaf(record)
-    old = [Leaf(record) if isinstance(slot, Slot) else own for slot, own in zip(slots, held, strict=True)]
-    params = [Leaf(record)] if reads_params else []
-    returned: object = step(u, tree.unflatten(containers, old), *params)
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
-    out, state = returned
-    if not isinstance(out, Leaf):
-        raise TypeError(f"{name}: the step returns an update of type {type(out).__name__}, not one made of operands")
-    try:
-        found = tree.subtrees(containers, state)
-    except ValueError as error:
-        raise TypeError(f"{name}: the step returns another state than declared. {error}") from error
-    for place, (slot, own) in enumerate(zip(slots, found, strict=True)):
-        if not isinstance(own, Leaf if isinstance(slot, Slot) else Tensor):
-            raise TypeError(
-                f"{name}: the step returns a {type(own).__name__} for {tree.names(declared)[place]!r} of its state, "
-                f"declared as {slot!r}"
-            )
-    return plan(record, out, found)
 
 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[torch.dtype]]:

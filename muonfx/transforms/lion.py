@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import StateDtype
-from muonfx.transforms.leafwise import Leaf, Slot, leafwise
+from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, leafwise
 from muonfx.tree import PyTree
 
 __all__ = ["LionState", "scale_by_lion"]

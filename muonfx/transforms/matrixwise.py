@@ -5,30 +5,68 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from glob import escape
 from math import prod
-from typing import Any, ParamSpec, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, InitAndUpdate, Transform, checks, transform
+from muonfx.core import Donation, InitAndUpdate, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING, Position
+from muonfx.core.patterns import NamePatterns
 from muonfx.select.matrix_view import Matrices, MatrixView
-from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
-from muonfx.transforms._pinned import WideStateDtype, state_dtype
-from muonfx.transforms.leafwise import Slot, SlotTrees, params_for, state_and_step
+from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
 from muonfx.tree import Present, PyTree, Structure
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 
-__all__ = ["MatrixSlot", "MatrixStates", "StateAndMatrixStep", "matrixwise"]
+__all__ = ["MatrixSlot", "MatrixStates", "StateAndMatrixStep"]
+__all__ += ["matrix_locality", "matrixwise", "name_patterns", "on_stacks"]
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
 """The pair that a function under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step of a stack."""
 
 P = ParamSpec("P")
+S = TypeVar("S")
+
+
+def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
+    """Return MATRIX if matrices are the last two dims, else LEAF, which is equivalent for a 2-D leaf."""
+    return Locality.MATRIX if view.dims == ((-2,), (-1,)) else Locality.LEAF
+
+
+def on_stacks(
+    tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, with_blocks: bool = True
+) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    """The option ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
+    view: MatrixView = tx.arguments["view"]
+    views = dict(zip(shapes, view.of(list(shapes)), strict=True))
+    found = {name: own.matrices(shapes[name]) for name, own in views.items() if with_blocks or own.blocks is None}
+    matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
+    if not matrices:
+        return tx, {}
+
+    def but(setting: S | Mapping[str, S], value: S) -> dict[str, S]:
+        others: Mapping[str, S] = setting if isinstance(setting, Mapping) else {"*": setting}
+        ours = {escape(name): value for name in matrices}  # placed first: the first match applies
+        return ours | {pattern: other for pattern, other in others.items() if pattern not in ours}
+
+    blocks = None if view.blocks is None else but(view.blocks, None)
+    return tx.replace(view=MatrixView(but(view.dims, ((-2,), (-1,))), blocks, view.block_axis)), matrices
+
+
+def name_patterns(tx: Transform) -> list[NamePatterns]:
+    """The option ``name_patterns`` of `muonfx.transform`, for transforms with a `MatrixView`."""
+    view = tx.arguments["view"]
+    settings = {field.name: getattr(view, field.name) for field in fields(view)}
+    return [
+        NamePatterns(name, tuple((pattern,) for pattern in setting), first_counts=True)
+        for name, setting in settings.items()
+        if isinstance(setting, Mapping)
+    ]
 
 
 def _one_zero(matrices: Tensor) -> Tensor:
@@ -48,7 +86,6 @@ class MatrixSlot:
             shape must depend on the shape of the matrices only. The default is a zero, (..., 1, 1).
         dtype: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, or None for
             each parameter's own.
-        argument: the argument that pins it, for errors.
         saturates: whether a value beyond the range of the pinned dtype is stored as the largest number, not as an
             infinity.
 
@@ -63,11 +100,10 @@ class MatrixSlot:
 
     start: Callable[[Tensor], Tensor] = _one_zero
     dtype: WideStateDtype = "auto"
-    argument: str = "dtype"
     saturates: bool = False
 
     def __post_init__(self) -> None:
-        checks.state_dtype(self.argument, self.dtype)
+        checks.state_dtype("dtype", self.dtype)
 
     def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Return the state of each stack of matrices in a leaf."""

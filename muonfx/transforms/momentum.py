@@ -8,8 +8,7 @@ from torch import Tensor
 
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import StateDtype, power
-from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
+from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, leafwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
@@ -90,9 +89,9 @@ def momentum(
     def debiased_average(u: Leaf, s: DebiasedMomentumState):
         count = s.count + 1
         trace = s.trace.lerp(u, 1.0 - decay)
-        weight = 1.0 - power(decay, count)
+        weight = 1.0 - ew.power(decay, count)
         if nesterov:
-            ahead = 1.0 - power(decay, count + 1)
+            ahead = 1.0 - ew.power(decay, count + 1)
             own = ew.scalar_like(1.0 - decay, weight) / weight
             out = (u * own).add(trace, alpha=ew.scalar_like(decay, ahead) / ahead)
         else:

@@ -11,7 +11,6 @@ from torch import Tensor
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.combine import run_if
 from muonfx.core.contract import NOTHING, require_transform
-from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of, map
 from muonfx.tree import elementwise as ew
 
@@ -52,7 +51,7 @@ def skip_nonfinite(inner: Transform):
 
     def init(params: PyTree) -> SkipNonfiniteState:
         device = device_of(params)
-        return SkipNonfiniteState(new_count(device), new_count(device), inner.functions.init(params))
+        return SkipNonfiniteState(ew.new_count(device), ew.new_count(device), inner.functions.init(params))
 
     def update(
         updates: PyTree,

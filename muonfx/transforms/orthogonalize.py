@@ -15,7 +15,7 @@ from muonfx.core.costs import LeafCost, declare_cost
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
 from muonfx.select.matrix_view import Matrices, MatrixView
-from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
+from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
 __all__ = ["orthogonalize"]

@@ -10,8 +10,7 @@ from torch import Tensor
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import StateDtype, WideStateDtype, new_count, power, state_dtype, to_floating
-from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
+from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, WideStateDtype, leafwise, state_dtype
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -86,7 +85,7 @@ def scale_by_rms(
     def debiased(u: Leaf, s: DebiasedRmsState):
         count = s.count + 1
         nu = (s.nu * decay).addcmul(u, u, value=1.0 - decay)
-        return divide(u, nu * (1.0 / (1.0 - power(decay, count)))), DebiasedRmsState(count, nu)
+        return divide(u, nu * (1.0 / (1.0 - ew.power(decay, count)))), DebiasedRmsState(count, nu)
 
     if debias:
         count: Any = StepCount()
@@ -169,7 +168,7 @@ def scale_by_factored_rms(
     def init(params: PyTree) -> FactoredRmsState:
         at = Present(params)
         starts = [start(leaf) for leaf in at.pick(params)]
-        return FactoredRmsState(new_count(device_of(params)), *_trees(at, starts, (None, None, None)))
+        return FactoredRmsState(ew.new_count(device_of(params)), *_trees(at, starts, (None, None, None)))
 
     def step(
         leaf: Tensor, row: Tensor, col: Tensor, whole: Tensor, decay: Tensor
@@ -191,7 +190,8 @@ def scale_by_factored_rms(
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
         held = (state.v_row, state.v_col, state.v)
-        decay = 1.0 - torch.pow(to_floating(state.count - step_offset + 1), -decay_rate)
+        steps = state.count - step_offset + 1
+        decay = 1.0 - torch.pow(ew.new_number(steps, steps.device), -decay_rate)
         operands = zip(at.pick(updates), *[at.pick(own) for own in held], strict=True)
         done = [step(u, row, col, whole, decay) for u, row, col, whole in operands]
         trees = _trees(at, [new for _, new in done], held)

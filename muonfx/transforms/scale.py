@@ -14,7 +14,7 @@ from muonfx.core.contract import NOTHING, Position
 from muonfx.core.recorded import parts_of
 from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.select.matrix_view import Matrices, MatrixView
-from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
+from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar

@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx.core import EmptyState
 from muonfx.polar.iteration import power_of_two
 from muonfx.select import MatrixView
-from muonfx.transforms._pinned import WideStateDtype
+from muonfx.transforms.leafwise import WideStateDtype
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
 from muonfx.transforms.normalize import to_unit_rms
 from muonfx.tree import PyTree

@@ -122,6 +122,30 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return widest
 
 
+def widest(*lists: Sequence[Tensor]) -> list[Tensors]:
+    """Convert corresponding tensors of several lists to their widest dtype, and at least to fp32."""
+    wide = [wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]
+    return [cast(xs, wide) for xs in lists]
+
+
+def new_count(device: torch.device) -> Tensor:
+    """Return a step count of zero: a 0-d int64 tensor."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def new_number(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number as a 0-d tensor with its own storage, in fp64 if the device supports it."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype, copy=True)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def power(base: Scalar, count: Tensor) -> Tensor:
+    """Raise a number to a step count, in fp64 if the device supports it."""
+    return torch.pow(base, new_number(count, count.device))
+
+
 def clone(xs: Sequence[Tensor]) -> Tensors:
     """Copy every tensor."""
     return [x.clone() for x in xs]
