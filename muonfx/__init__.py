@@ -48,7 +48,7 @@ from muonfx.transforms import (
     add_decayed_weights, attention, cautious, clip_by_block_rms, clip_by_global_norm, clip_by_value, ema_params,
     keep_weight_norms, leafwise, master_params, match_weight_norms, matrixwise, metrics, momentum, monitor,
     normalize_columns, normalize_leaves, normalize_matrices, normalize_neurons, normalize_rows, orthogonalize, qk_clip,
-    scale, scale_by_adam, scale_by_factored_rms, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape,
+    scale, scale_by_adam, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape,
     scale_by_sign, skip_nonfinite, subtract_decayed_weights,
 )
 from muonfx.tree import PyTree
@@ -85,7 +85,7 @@ __all__ = [
     "clip_by_global_norm", "clip_by_value", "ema_params", "keep_weight_norms", "master_params", "match_weight_norms",
     "metrics", "momentum", "monitor", "normalize_columns", "normalize_leaves", "normalize_matrices",
     "normalize_neurons", "normalize_rows", "orthogonalize", "qk_clip", "scale", "scale_by_adam",
-    "scale_by_factored_rms", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_shape",
+    "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_shape",
     "scale_by_sign", "skip_nonfinite", "subtract_decayed_weights",
     # state in eight bits
     "QuantizedDtype", "fp8", "int8",

@@ -53,7 +53,7 @@ def chains() -> dict[str, mfx.Transform]:
         ),
         "everyday": mfx.chain(
             mfx.scale_by_rms(),
-            mfx.scale_by_factored_rms(min_dim_size_to_factor=16),
+            mfx.contrib.scale_by_factored_rms(min_dim_size_to_factor=16),
         ),
         "averaged": mfx.chain(mfx.cautious(mfx.scale_by_adam()), mfx.scale(-0.1), mfx.ema_params(0.9)),
     }

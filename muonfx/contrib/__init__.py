@@ -5,6 +5,7 @@ module contains one family of transforms.
 """
 
 from muonfx.contrib import recipes
+from muonfx.contrib.adafactor import FactoredRmsState, scale_by_factored_rms
 from muonfx.contrib.dion import DionState, scale_by_dion
 from muonfx.contrib.namo import NamoState, scale_by_namo
 from muonfx.contrib.plateau import ReduceOnPlateauState, reduce_on_plateau
@@ -16,9 +17,9 @@ from muonfx.contrib.spectral import clip_singular_values, scale_by_dual_norm
 
 # fmt: off
 __all__ = [
-    "DionState", "NamoState", "ProdigyState", "ReduceOnPlateauState", "ScheduleFreeState", "clip_singular_values",
-    "reduce_on_plateau", "sam", "sam_gradient", "scale_by_dion", "scale_by_dual_norm", "scale_by_namo",
-    "scale_by_prodigy", "schedule_free", "schedule_free_eval_params",
+    "DionState", "FactoredRmsState", "NamoState", "ProdigyState", "ReduceOnPlateauState", "ScheduleFreeState",
+    "clip_singular_values", "reduce_on_plateau", "sam", "sam_gradient", "scale_by_dion", "scale_by_dual_norm",
+    "scale_by_factored_rms", "scale_by_namo", "scale_by_prodigy", "schedule_free", "schedule_free_eval_params",
 ]
 # fmt: on
 __all__ += recipes.__all__

@@ -185,7 +185,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     },
     tfs.qk_clip: {"alpha": _SHARES},
     tfs.scale: {"factor": _SCALES},
-    tfs.scale_by_factored_rms: {"min_dim_size_to_factor": st.sampled_from((1, 2, 128))},
+    contrib.scale_by_factored_rms: {"min_dim_size_to_factor": st.sampled_from((1, 2, 128))},
     tfs.subtract_decayed_weights: {"weight_decay": _RATES},
     contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
     contrib.scale_by_dion: {"rank": _COUNTS},

@@ -19,7 +19,7 @@ from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.normalize import normalize_columns, normalize_leaves, normalize_matrices, normalize_rows
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
-from muonfx.transforms.rms import DebiasedRmsState, FactoredRmsState, RmsState, scale_by_factored_rms, scale_by_rms
+from muonfx.transforms.rms import DebiasedRmsState, RmsState, scale_by_rms
 from muonfx.transforms.scale import (
     ShapeRule,
     scale,
@@ -40,7 +40,6 @@ __all__ = [
     "DebiasedMomentumState",
     "DebiasedRmsState",
     "EmaParamsState",
-    "FactoredRmsState",
     "Leaf",
     "LionState",
     "MasterParamsState",
@@ -77,7 +76,6 @@ __all__ = [
     "qk_clip",
     "scale",
     "scale_by_adam",
-    "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_rms",

@@ -1,20 +1,18 @@
-"""Division of updates by the root of a running mean square: of each element, or of rows and columns."""
+"""Division of updates by the root of a running mean square."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from muonfx.core import Donation, Locality, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, WideStateDtype, leafwise, state_dtype
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, leafwise
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["DebiasedRmsState", "FactoredRmsState", "RmsState", "scale_by_factored_rms", "scale_by_rms"]
+__all__ = ["DebiasedRmsState", "RmsState", "scale_by_rms"]
 
 
 class RmsState(NamedTuple):
@@ -91,121 +89,3 @@ def scale_by_rms(
         count: Any = StepCount()
         return DebiasedRmsState(count, slot), debiased
     return RmsState(slot), step
-
-
-class FactoredRmsState(NamedTuple):
-    """State of `scale_by_factored_rms`. Of each leaf either the first two trees or the third have elements."""
-
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
-    v_row: PyTree
-    """Mean squares over the largest dim, in the pinned dtype, without that dim; shape (0,) where not factored."""
-    v_col: PyTree
-    """Mean squares over the second largest dim, without that dim; shape (0,) where not factored."""
-    v: PyTree
-    """Mean squares, like the parameters; shape (0,) where factored."""
-
-
-# LEAF even if nothing is factored, since this depends on the shape of the whole leaf.
-@transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
-def scale_by_factored_rms(
-    *,
-    factored: bool = True,
-    decay_rate: ScalarOrSchedule = 0.8,
-    step_offset: int = 0,
-    min_dim_size_to_factor: int = 128,
-    eps: ScalarOrSchedule = 1e-30,
-    dtype: WideStateDtype = "auto",
-):
-    r"""Divide by the root of a running mean square that is kept for rows and columns only, as Adafactor does.
-
-    The mean square of an element is estimated as $r_i c_j / \bar r$, from running means $r$ over each row and $c$ over
-    each column. Their decay grows with the steps: $1 - t^{-\rho}$.
-
-    Args:
-        factored: False keeps a mean square for each element.
-        decay_rate: $\rho$, not negative.
-        step_offset: the steps to count from, such as the steps of an earlier training.
-        min_dim_size_to_factor: leaves are factored along their two largest dims where both are at least this long.
-        eps: added to each square, not negative.
-        dtype: pinned dtype of the state, as for `MatrixSlot`.
-
-    Raises:
-        ValueError: an argument is out of range, or the dtype is a string other than "auto".
-
-    Follows Shazeer and Stern (arXiv 1804.04235) and Optax's transform of this name, where ``eps`` is ``epsilon``; it
-    has no ``decay_rate_fn``.
-
-    Example:
-        >>> import muonfx as mfx
-        >>> tx = mfx.scale_by_factored_rms(min_dim_size_to_factor=2)
-        >>> grads = {"w": torch.tensor([[1.0, 2.0], [2.0, 4.0]])}
-        >>> updates, state = tx.update(grads, tx.init({"w": torch.zeros(2, 2)}))
-        >>> updates["w"].sum(), state.v_row["w"]
-        (tensor(4.), tensor([ 2.5000, 10.0000]))
-    """
-    decay_rate = checks.at_least("decay_rate", decay_rate, 0.0)
-    checks.positive_int("min_dim_size_to_factor", min_dim_size_to_factor)
-    eps = checks.at_least("eps", eps, 0.0)
-    checks.state_dtype("dtype", dtype)
-
-    def dims_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """The second largest dim and the largest; of equal ones the later counts as the larger."""
-        if not factored or len(shape) < 2:
-            return None
-        *_, second, largest = sorted(range(len(shape)), key=shape.__getitem__)
-        return (second, largest) if shape[second] >= min_dim_size_to_factor else None
-
-    def start(leaf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape, own = tuple(leaf.shape), state_dtype(dtype, leaf.dtype)
-        found = dims_of(shape)
-        if found is None:
-            return leaf.new_zeros(0, dtype=own), leaf.new_zeros(0, dtype=own), leaf.new_zeros(shape, dtype=own)
-        second, largest = found
-        row, col = _without(shape, largest), _without(shape, second)
-        return leaf.new_zeros(row, dtype=own), leaf.new_zeros(col, dtype=own), leaf.new_zeros(0, dtype=own)
-
-    def init(params: PyTree) -> FactoredRmsState:
-        at = Present(params)
-        starts = [start(leaf) for leaf in at.pick(params)]
-        return FactoredRmsState(ew.new_count(device_of(params)), *_trees(at, starts, (None, None, None)))
-
-    def step(
-        leaf: Tensor, row: Tensor, col: Tensor, whole: Tensor, decay: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        wide = ew.wide_dtype(leaf.dtype, whole.dtype)
-        u, decay = leaf.to(wide), decay.to(wide)
-        square = u.square() + ew.scalar_like(eps, u)  # a 0-d leaf would be promoted to the dtype of a tensor eps
-        found = dims_of(tuple(leaf.shape))
-        if found is None:
-            moment = decay * whole.to(wide) + (1.0 - decay) * square
-            return (u * moment.rsqrt()).to(leaf.dtype), (row.clone(), col.clone(), moment.to(whole.dtype))
-        second, largest = found
-        by_row = decay * row.to(wide) + (1.0 - decay) * square.mean(largest)
-        by_col = decay * col.to(wide) + (1.0 - decay) * square.mean(second)
-        mean = by_row.mean(second - (second > largest), keepdim=True)
-        out = u * (by_row / mean).rsqrt().unsqueeze(largest) * by_col.rsqrt().unsqueeze(second)
-        return out.to(leaf.dtype), (by_row.to(row.dtype), by_col.to(col.dtype), whole.clone())
-
-    def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        held = (state.v_row, state.v_col, state.v)
-        steps = state.count - step_offset + 1
-        decay = 1.0 - torch.pow(ew.new_number(steps, steps.device), -decay_rate)
-        operands = zip(at.pick(updates), *[at.pick(own) for own in held], strict=True)
-        done = [step(u, row, col, whole, decay) for u, row, col, whole in operands]
-        trees = _trees(at, [new for _, new in done], held)
-        return at.fill([out for out, _ in done]), FactoredRmsState(state.count + 1, *trees)
-
-    return init, update
-
-
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]
-
-
-def _trees(
-    at: Present, leaves: list[tuple[Tensor, Tensor, Tensor]], old: tuple[PyTree, PyTree, PyTree]
-) -> list[PyTree]:
-    """Unzip triples at the selected leaves into three trees."""
-    return [at.fill([leaf[place] for leaf in leaves], old[place]) for place in range(3)]

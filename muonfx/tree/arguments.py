@@ -51,7 +51,7 @@ NAMES_HERE = {
         "clip_by_value": "clip clip_grad_value_",
         "clip_by_global_norm": "clip_grad_norm_",
         "ema_params": "incremental_update AveragedModel",
-        "scale_by_factored_rms": "adafactor Adafactor",
+        "contrib.scale_by_factored_rms": "adafactor Adafactor",
         "match_weight_norms": "lamb lars scale_by_trust_ratio",
         "scale_by_rms": "rmsprop RMSprop",
         "muon": "scale_by_muon",

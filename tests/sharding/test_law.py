@@ -177,7 +177,7 @@ def test_each_transform_of_whole_matrices(world: World, size: int):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(world: World, size: int):
     tx = mfx.chain(
-        mfx.scale_by_factored_rms(min_dim_size_to_factor=3),
+        mfx.contrib.scale_by_factored_rms(min_dim_size_to_factor=3),
         mfx.scale_by_rms(),
     )
     ends = (0, 7, 100, 280)

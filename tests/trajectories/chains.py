@@ -68,7 +68,9 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
     "gram": lambda: downhill(
         on_matrices(mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(method="gram", dtype=FLOAT32))),
     ),
-    "factored_rms": lambda: downhill(mfx.scale_by_factored_rms(), mfx.clip_by_block_rms(1.0), mfx.momentum(0.9)),
+    "factored_rms": lambda: downhill(
+        mfx.contrib.scale_by_factored_rms(), mfx.clip_by_block_rms(1.0), mfx.momentum(0.9)
+    ),
     "adam_in_eight_bits": lambda: downhill(mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=mfx.int8())),
     "accumulated": lambda: mfx.accumulate(
         mfx.muon_with_adamw(0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)), 2

@@ -150,8 +150,8 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_adam(mu_dtype=mfx.fp8(**TINY), nu_dtype=mfx.fp8(**TINY, stochastic=True)),
     ],
     "scale_by_factored_rms": [
-        mfx.scale_by_factored_rms(min_dim_size_to_factor=2),
-        mfx.scale_by_factored_rms(factored=False, dtype=None),
+        mfx.contrib.scale_by_factored_rms(min_dim_size_to_factor=2),
+        mfx.contrib.scale_by_factored_rms(dtype=None),
     ],
     "scale_by_learning_rate": [mfx.scale_by_learning_rate(A_SCHEDULE)],
     "scale_by_lion": [mfx.scale_by_lion(0.5, 0.5, mu_dtype=None), mfx.scale_by_lion(mu_dtype=mfx.int8(**TINY))],
