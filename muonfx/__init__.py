@@ -46,10 +46,9 @@ from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
     AttentionHeads, Leaf, MatrixSlot, Metric, ShapeRule, Slot, StateAndStep, StepCount, accumulate,
     add_decayed_weights, attention, cautious, clip_by_block_rms, clip_by_global_norm, clip_by_value, ema_params,
-    keep_weight_norms, leafwise, master_params, match_weight_norms, matrixwise, metrics, momentum, monitor,
-    normalize_columns, normalize_leaves, normalize_matrices, normalize_neurons, normalize_rows, orthogonalize, qk_clip,
-    scale, scale_by_adam, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape,
-    scale_by_sign, skip_nonfinite, subtract_decayed_weights,
+    leafwise, master_params, matrixwise, metrics, momentum, monitor, normalize_neurons, orthogonalize, qk_clip, scale,
+    scale_by_adam, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape, scale_by_sign, skip_nonfinite,
+    subtract_decayed_weights,
 )
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import NAMES_HERE
@@ -82,11 +81,9 @@ __all__ = [
     "Leaf", "Slot", "StepCount", "MatrixSlot", "leafwise", "matrixwise",
     # transforms
     "AttentionHeads", "MatrixView", "accumulate", "add_decayed_weights", "cautious", "clip_by_block_rms",
-    "clip_by_global_norm", "clip_by_value", "ema_params", "keep_weight_norms", "master_params", "match_weight_norms",
-    "metrics", "momentum", "monitor", "normalize_columns", "normalize_leaves", "normalize_matrices",
-    "normalize_neurons", "normalize_rows", "orthogonalize", "qk_clip", "scale", "scale_by_adam",
-    "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_shape",
-    "scale_by_sign", "skip_nonfinite", "subtract_decayed_weights",
+    "clip_by_global_norm", "clip_by_value", "ema_params", "master_params", "metrics", "momentum", "monitor",
+    "normalize_neurons", "orthogonalize", "qk_clip", "scale", "scale_by_adam", "scale_by_learning_rate",
+    "scale_by_lion", "scale_by_rms", "scale_by_shape", "scale_by_sign", "skip_nonfinite", "subtract_decayed_weights",
     # state in eight bits
     "QuantizedDtype", "fp8", "int8",
     # hyperparameters

@@ -24,7 +24,7 @@ def test_the_orthogonalizing_part_and_its_view_reach_every_matrix_transform(make
 
 def test_the_view_of_a_part_is_the_first_one_within_it() -> None:
     view = mfx.MatrixView(blocks={"*": 2})
-    part = mfx.chain(mfx.scale(2.0), mfx.normalize_rows(view=view))
+    part = mfx.chain(mfx.scale(2.0), mfx.contrib.normalize_rows(view=view))
     assert mfx.scale_by_shape(view=view) in within(mfx.muon(0.1, orthogonalize=part))
     assert mfx.scale_by_shape() in within(mfx.muon(0.1, orthogonalize=mfx.scale_by_sign()))
 

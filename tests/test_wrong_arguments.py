@@ -139,8 +139,8 @@ GRADS = {"w": torch.ones(2, 2)}
 READ_PARAMS = {
     "add_decayed_weights": mfx.add_decayed_weights(0.1),
     "subtract_decayed_weights": mfx.subtract_decayed_weights(0.1),
-    "keep_weight_norms": mfx.keep_weight_norms(),
-    "match_weight_norms": mfx.match_weight_norms(),
+    "keep_weight_norms": mfx.contrib.keep_weight_norms(),
+    "match_weight_norms": mfx.contrib.match_weight_norms(),
     "sam": mfx.contrib.sam(adaptive=True),
     "scale_by_prodigy": mfx.contrib.scale_by_prodigy(),
     "schedule_free": mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1),

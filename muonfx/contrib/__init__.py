@@ -8,6 +8,15 @@ from muonfx.contrib import recipes
 from muonfx.contrib.adafactor import FactoredRmsState, scale_by_factored_rms
 from muonfx.contrib.dion import DionState, scale_by_dion
 from muonfx.contrib.namo import NamoState, scale_by_namo
+from muonfx.contrib.norms import (
+    WeightNormsState,
+    keep_weight_norms,
+    match_weight_norms,
+    normalize_columns,
+    normalize_leaves,
+    normalize_matrices,
+    normalize_rows,
+)
 from muonfx.contrib.plateau import ReduceOnPlateauState, reduce_on_plateau
 from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
 from muonfx.contrib.recipes import *  # noqa: F403 - a recipe has the name of a module that it replaces here
@@ -18,8 +27,10 @@ from muonfx.contrib.spectral import clip_singular_values, scale_by_dual_norm
 # fmt: off
 __all__ = [
     "DionState", "FactoredRmsState", "NamoState", "ProdigyState", "ReduceOnPlateauState", "ScheduleFreeState",
-    "clip_singular_values", "reduce_on_plateau", "sam", "sam_gradient", "scale_by_dion", "scale_by_dual_norm",
-    "scale_by_factored_rms", "scale_by_namo", "scale_by_prodigy", "schedule_free", "schedule_free_eval_params",
+    "WeightNormsState", "clip_singular_values", "keep_weight_norms", "match_weight_norms", "normalize_columns",
+    "normalize_leaves", "normalize_matrices", "normalize_rows", "reduce_on_plateau", "sam", "sam_gradient",
+    "scale_by_dion", "scale_by_dual_norm", "scale_by_factored_rms", "scale_by_namo", "scale_by_prodigy",
+    "schedule_free", "schedule_free_eval_params",
 ]
 # fmt: on
 __all__ += recipes.__all__

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.contrib.norms import norm
 from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
-from muonfx.transforms.weight_norm import norm
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 

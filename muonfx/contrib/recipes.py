@@ -7,6 +7,14 @@ from typing import Any
 
 from muonfx.contrib.dion import scale_by_dion
 from muonfx.contrib.namo import scale_by_namo
+from muonfx.contrib.norms import (
+    keep_weight_norms,
+    match_weight_norms,
+    normalize_columns,
+    normalize_leaves,
+    normalize_matrices,
+    normalize_rows,
+)
 from muonfx.contrib.prodigy import scale_by_prodigy
 from muonfx.contrib.spectral import scale_by_dual_norm
 from muonfx.core import Transform, add_updates, chain
@@ -16,13 +24,7 @@ from muonfx.select import MatrixView, default_labels, ndim
 from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
     add_decayed_weights,
-    keep_weight_norms,
-    match_weight_norms,
     momentum,
-    normalize_columns,
-    normalize_leaves,
-    normalize_matrices,
-    normalize_rows,
     orthogonalize,
     scale,
     scale_by_learning_rate,

@@ -41,7 +41,7 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
     >>> import warnings
     >>> import muonfx as mfx
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
-    ...     mfx.normalize_rows(view=mfx.MatrixView(blocks={"*.qvk": 3})).init({"h.qkv": torch.zeros(6, 2)})
+    ...     mfx.contrib.normalize_rows(view=mfx.MatrixView(blocks={"*.qvk": 3})).init({"h.qkv": torch.zeros(6, 2)})
     EmptyState()
     >>> str(caught[0].message)
     "blocks: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"

@@ -175,7 +175,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.ema_params: {"dtype": _STATE},
     tfs.master_params: {"dtype": st.sampled_from(("auto", torch.float32))},
     tfs.monitor: {"metrics": st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm")))},
-    tfs.normalize_columns: {"view": _BLOCK_VIEWS},
+    contrib.normalize_columns: {"view": _BLOCK_VIEWS},
     tfs.normalize_neurons: {"axis": st.sampled_from(("rows", "longer"))},
     tfs.orthogonalize: {
         "coefficients": st.sampled_from(("polar_express_5", "keller", "cubic")),

@@ -16,7 +16,6 @@ from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, mom
 from muonfx.transforms.monitor import Metric, MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
-from muonfx.transforms.normalize import normalize_columns, normalize_leaves, normalize_matrices, normalize_rows
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
 from muonfx.transforms.rms import DebiasedRmsState, RmsState, scale_by_rms
@@ -27,7 +26,6 @@ from muonfx.transforms.scale import (
     scale_by_shape,
     scale_by_sign,
 )
-from muonfx.transforms.weight_norm import WeightNormsState, keep_weight_norms, match_weight_norms
 
 __all__ = [
     "Metric",
@@ -51,7 +49,6 @@ __all__ = [
     "SkipNonfiniteState",
     "Slot",
     "StepCount",
-    "WeightNormsState",
     "accumulate",
     "add_decayed_weights",
     "cautious",
@@ -59,19 +56,13 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "ema_params",
-    "keep_weight_norms",
     "leafwise",
     "master_params",
-    "match_weight_norms",
     "matrixwise",
     "metrics",
     "momentum",
     "monitor",
-    "normalize_columns",
-    "normalize_leaves",
-    "normalize_matrices",
     "normalize_neurons",
-    "normalize_rows",
     "orthogonalize",
     "qk_clip",
     "scale",

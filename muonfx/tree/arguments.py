@@ -52,7 +52,7 @@ NAMES_HERE = {
         "clip_by_global_norm": "clip_grad_norm_",
         "ema_params": "incremental_update AveragedModel",
         "contrib.scale_by_factored_rms": "adafactor Adafactor",
-        "match_weight_norms": "lamb lars scale_by_trust_ratio",
+        "contrib.match_weight_norms": "lamb lars scale_by_trust_ratio",
         "scale_by_rms": "rmsprop RMSprop",
         "muon": "scale_by_muon",
         "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",

@@ -41,7 +41,7 @@ MATRIXWISE = {
     "dims of others": lambda chosen: mfx.muon_with_adamw(
         labels=chosen, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(dims={"another.*": STACK}))
     ),
-    "by leaf": lambda chosen: mfx.partition({"muon": mfx.normalize_leaves(), "adamw": mfx.identity()}, chosen),
+    "by leaf": lambda chosen: mfx.partition({"muon": mfx.contrib.normalize_leaves(), "adamw": mfx.identity()}, chosen),
     "dion": lambda chosen: mfx.partition({"muon": mfx.contrib.dion(0.1), "adamw": mfx.adamw()}, chosen),
 }
 

@@ -152,14 +152,14 @@ def test_each_way_to_wrap_a_chain(world: World, tx: mfx.Transform):
 
 
 BY_MATRICES = {
-    "normalize": mfx.chain(mfx.normalize_rows(), mfx.normalize_columns(), mfx.scale_by_shape("fan_in")),
-    "clip": mfx.chain(mfx.contrib.clip_singular_values(0.5), mfx.normalize_matrices()),
+    "normalize": mfx.chain(mfx.contrib.normalize_rows(), mfx.contrib.normalize_columns(), mfx.scale_by_shape("fan_in")),
+    "clip": mfx.chain(mfx.contrib.clip_singular_values(0.5), mfx.contrib.normalize_matrices()),
     "polar": mfx.contrib.scale_by_dual_norm(muon()),
     "namo": mfx.contrib.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
     "dion": mfx.contrib.scale_by_dion(2),
     "sum": mfx.add_updates(muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))),
-    "sphere": mfx.chain(muon(), mfx.match_weight_norms(), mfx.scale(-0.1), mfx.keep_weight_norms()),
-    "rest": mfx.chain(mfx.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
+    "sphere": mfx.chain(muon(), mfx.contrib.match_weight_norms(), mfx.scale(-0.1), mfx.contrib.keep_weight_norms()),
+    "rest": mfx.chain(mfx.contrib.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
 }
 NAMED = {"embed": "dion", "up": "sum", "down": "sphere", "odd": "clip", "conv": "polar"}
 NAMED |= {"norm": "rest", "scale": "rest"}

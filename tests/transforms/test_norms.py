@@ -11,13 +11,13 @@ from muonfx.testing.violation import is_close
 
 SHAPES = {"w": (4, 6), "b": (3,), "k": (2, 3, 5)}
 BY_MATRIX: dict[str, Any] = {
-    "rows": mfx.normalize_rows(),
-    "columns": mfx.normalize_columns(),
-    "matrices": mfx.normalize_matrices(),
-    "sphere": mfx.match_weight_norms(),
+    "rows": mfx.contrib.normalize_rows(),
+    "columns": mfx.contrib.normalize_columns(),
+    "matrices": mfx.contrib.normalize_matrices(),
+    "sphere": mfx.contrib.match_weight_norms(),
 }
 EACH: dict[str, Any] = BY_MATRIX | {
-    "leaves": mfx.normalize_leaves(),
+    "leaves": mfx.contrib.normalize_leaves(),
 }
 
 
@@ -49,7 +49,7 @@ def test_updates_of_any_size_give_the_same(name: str, exponent: int):
 @pytest.mark.parametrize("exponent", [-120, 120])
 def test_weights_keep_their_norm_at_any_size(exponent: int):
     params, grads = ({"w": matrices(seed)["w"] * 2.0**exponent} for seed in (0, 1))
-    tx = mfx.keep_weight_norms()
+    tx = mfx.contrib.keep_weight_norms()
     after = mfx.apply_updates(params, tx.update(grads, tx.init(params), params)[0])["w"]
     assert is_close((after * 2.0**-exponent).norm(), (params["w"] * 2.0**-exponent).norm(), 1e-6)
     assert not is_close(after * 2.0**-exponent, params["w"] * 2.0**-exponent, 0.1)

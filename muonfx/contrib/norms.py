@@ -1,0 +1,207 @@
+"""Norms of matrices and leaves: updates of a root mean square of 1, and weights that keep their Frobenius norm."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.core import EmptyState, Locality, transform
+from muonfx.polar.iteration import power_of_two
+from muonfx.select import MatrixView
+from muonfx.transforms.leafwise import WideStateDtype
+from muonfx.transforms.matrixwise import MatrixSlot, StateAndMatrixStep, matrixwise
+from muonfx.transforms.scale import of_leaves
+from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
+
+__all__ = ["WeightNormsState", "keep_weight_norms", "match_weight_norms", "norm"]
+__all__ += ["normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_rows"]
+
+
+@matrixwise(position="sets_size")
+def normalize_rows(*, view: MatrixView = MatrixView()):
+    r"""Divide each row of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_j(u_{ij}^2)}$.
+
+    A row belongs to an output feature; in an embedding, to a token. Zero rows stay zero. The result is bitwise the same
+    for $2^k u$, and NaN stays in its row.
+
+    Args:
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+
+    Follows Scion (arXiv 2502.07529): its ColNorm of a transposed embedding is this; its RowNorm is this and
+    ``scale_by_shape("fan_in")``.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> grads = {"w": torch.tensor([[3.0, -3.0], [0.0, 0.0]])}
+        >>> mfx.contrib.normalize_rows().update(grads, mfx.core.EmptyState())[0]["w"]
+        tensor([[ 1., -1.],
+                [ 0.,  0.]])
+    """
+    return _to_unit_rms_over(-1)
+
+
+@matrixwise(position="sets_size")
+def normalize_columns(*, view: MatrixView = MatrixView()):
+    r"""Divide each column of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_i(u_{ij}^2)}$.
+
+    A column belongs to an input feature. Zero columns stay zero, and NaN stays in its column.
+
+    Args:
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+
+    Follows Scion (arXiv 2502.07529): its ColNorm.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> grads = {"w": torch.tensor([[3.0, 0.0], [-3.0, 0.0]])}
+        >>> mfx.contrib.normalize_columns().update(grads, mfx.core.EmptyState())[0]["w"]
+        tensor([[ 1.,  0.],
+                [-1.,  0.]])
+    """
+    return _to_unit_rms_over(-2)
+
+
+@matrixwise(position="sets_size")
+def normalize_matrices(*, view: MatrixView = MatrixView()):
+    """Divide each matrix by its root mean square.
+
+    With ``scale(0.2)`` after it, updates have the usual size of AdamW's. A zero matrix stays zero, and NaN stays in its
+    matrix.
+
+    Args:
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+
+    Follows the RMS-aligned rescaling of AdaMuon (arXiv 2507.11005).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> grads = {"w": torch.tensor([[2.0, -2.0], [2.0, 2.0]])}
+        >>> mfx.contrib.normalize_matrices().update(grads, mfx.core.EmptyState())[0]["w"]
+        tensor([[ 1., -1.],
+                [ 1.,  1.]])
+    """
+    return _to_unit_rms_over(-2, -1)
+
+
+@transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
+def normalize_leaves():
+    """Divide each leaf by its root mean square: vectors and scalars too.
+
+    A zero leaf stays zero, and NaN stays in its leaf.
+
+    Follows Scion (arXiv 2502.07529): its norm for biases.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> mfx.contrib.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState())[0]
+        {'b': tensor([ 1., -1.])}
+    """
+    return of_leaves(lambda leaf: _to_unit_rms(leaf, tuple(range(leaf.ndim))))
+
+
+def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
+    return EmptyState(), lambda u, s: (_to_unit_rms(u, dim), s)
+
+
+def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Divide by the root mean square over some dims; zeros stay zero."""
+    if x.numel() == 0:
+        return x
+    wide = x.to(ew.wide_dtype(x.dtype))
+    # Scale by exact powers of two before squaring, so that no square overflows or underflows.
+    small = wide * power_of_two(wide.detach().abs().amax(dim, keepdim=True))
+    mean = small.square().mean(dim, keepdim=True)
+    return (small * torch.where(mean == 0, 1.0, mean).rsqrt()).to(x.dtype)
+
+
+class WeightNormsState(NamedTuple):
+    """State of `keep_weight_norms`."""
+
+    radius: PyTree
+    """The Frobenius norm that each matrix keeps, of shape (..., 1, 1), in ``dtype``."""
+
+
+@matrixwise(reads_params=True, position="sets_size")
+def match_weight_norms(*, view: MatrixView = MatrixView()):
+    """Scale each matrix's update to the Frobenius norm of its weight, so that the learning rate is a relative step.
+
+    The update of a matrix that is zero stays as it is, and a zero update is zero.
+
+    Args:
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: at `init`, a leaf is no matrix or does not fit the view; at `update`, ``params`` is missing.
+
+    Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025); the trust ratio
+    of LARS (arXiv 1708.03888), matrix by matrix.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> params = {"w": torch.full((2, 2), 3.0)}
+        >>> mfx.contrib.match_weight_norms().update({"w": torch.eye(2)}, mfx.core.EmptyState(), params)[0]["w"].norm()
+        tensor(6.)
+    """
+
+    def step(u: Tensor, s: EmptyState, p: Tensor):
+        size = norm(p) * (p.shape[-2] * p.shape[-1]) ** -0.5
+        return torch.where(size == 0, u, _to_unit_rms(u, (-2, -1)) * size), s
+
+    return EmptyState(), step
+
+
+@matrixwise(reads_params=True, position="last")
+def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()):
+    r"""Change each matrix's update so that its weight keeps the Frobenius norm that it had at `init`.
+
+    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w_0\|_F$. Put it after
+    `scale_by_learning_rate`. A matrix that was zero at `init` is not constrained.
+
+    Args:
+        dtype: storage dtype of the norms, as for `MatrixSlot`.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: ``dtype`` is a string other than "auto"; at `init`, a leaf is no matrix or does not fit the view; at
+            `update`, ``params`` is missing.
+
+    Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025), as ``MuonH`` of
+    Dion's repository has it, which refuses a zero matrix.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.scale_by_learning_rate(0.5), mfx.contrib.keep_weight_norms())
+        >>> params = {"w": torch.tensor([[3.0, 4.0]])}
+        >>> updates, _ = tx.update({"w": torch.tensor([[6.0, 0.0]])}, tx.init(params), params)
+        >>> mfx.apply_updates(params, updates)["w"]
+        tensor([[0., 5.]])
+    """
+
+    def step(u: Tensor, s: WeightNormsState, p: Tensor):
+        moved = p + u
+        found, target = norm(moved), s.radius
+        fixed = (found == 0) | (target == 0)
+        return torch.where(fixed, u, moved * (target / torch.where(fixed, 1.0, found)) - p), s
+
+    return WeightNormsState(MatrixSlot(norm, dtype)), step
+
+
+def norm(matrix: Tensor) -> Tensor:
+    """Return Frobenius norms as (..., 1, 1) in at least fp32, without overflow or underflow."""
+    wide = matrix.to(ew.wide_dtype(matrix.dtype))
+    if matrix.numel() == 0:
+        return wide.new_zeros((*matrix.shape[:-2], 1, 1))
+    power = power_of_two(wide.detach().abs().amax((-2, -1), keepdim=True))
+    return ew.safe_sqrt((wide * power).square().sum((-2, -1), keepdim=True)) / power
