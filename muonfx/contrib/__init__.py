@@ -1,4 +1,4 @@
-"""Variants of Muon and further transforms from Optax, imported on first use and not needed by most chains.
+"""Variants of Muon, their parts, and further transforms from Optax; imported on first use.
 
 `recipes` contains whole optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball and Prodigy. Each other
 module contains one family of transforms.

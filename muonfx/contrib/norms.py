@@ -31,9 +31,9 @@ def normalize_rows(*, view: MatrixView = MatrixView()):
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
-        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+        ValueError: at `init`, a leaf is not a matrix or does not fit the view.
 
-    Follows Scion (arXiv 2502.07529): its ColNorm of a transposed embedding is this; its RowNorm is this and
+    Follows Scion (arXiv 2502.07529). This is its ColNorm of a transposed embedding; its RowNorm is this followed by
     ``scale_by_shape("fan_in")``.
 
     Example:
@@ -56,7 +56,7 @@ def normalize_columns(*, view: MatrixView = MatrixView()):
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
-        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+        ValueError: at `init`, a leaf is not a matrix or does not fit the view.
 
     Follows Scion (arXiv 2502.07529): its ColNorm.
 
@@ -81,7 +81,7 @@ def normalize_matrices(*, view: MatrixView = MatrixView()):
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
-        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+        ValueError: at `init`, a leaf is not a matrix or does not fit the view.
 
     Follows the RMS-aligned rescaling of AdaMuon (arXiv 2507.11005).
 
@@ -143,7 +143,7 @@ def match_weight_norms(*, view: MatrixView = MatrixView()):
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
-        ValueError: at `init`, a leaf is no matrix or does not fit the view; at `update`, ``params`` is missing.
+        ValueError: at `init`, a leaf is not a matrix or does not fit the view; at `update`, ``params`` is missing.
 
     Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025); the trust ratio
     of LARS (arXiv 1708.03888), matrix by matrix.
@@ -174,8 +174,8 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
-        ValueError: ``dtype`` is a string other than "auto"; at `init`, a leaf is no matrix or does not fit the view; at
-            `update`, ``params`` is missing.
+        ValueError: ``dtype`` is a string other than "auto"; at `init`, a leaf is not a matrix or does not fit the view;
+            at `update`, ``params`` is missing.
 
     Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025), as ``MuonH`` of
     Dion's repository has it, which refuses a zero matrix.

@@ -50,10 +50,10 @@ def _check_boundary(boundary: object) -> None:
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
     """Accumulate the gradients of several micro-batches and run the inner transform after the last.
 
-    All other updates are zero. The extra ``boundary`` marks the last micro-batch: ``update(grads, state,
-    params, boundary=True)``; a plain bool is evaluated in Python. Without it a counter in the state decides: in Python
-    for a plain CPU tensor, by ``torch.cond`` under ``torch.compile``, and by selecting between both outcomes under
-    ``torch.func.vmap`` of the state and in ``make_fx``, so that the inner transform runs at every call.
+    All other updates are zero. By default, a counter in the state finds the last micro-batch. The extra
+    ``boundary`` marks it instead: ``update(grads, state, params, boundary=True)``. The choice is made in Python, or by
+    ``torch.cond`` under ``torch.compile``. Under ``torch.func.vmap`` of the state and in ``make_fx``, the inner
+    transform runs at every call, and one of both results is selected.
 
     A gradient of None counts as zero, unless it was None in all micro-batches: then the update is None.
 

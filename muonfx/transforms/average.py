@@ -56,7 +56,7 @@ class MasterParamsState(NamedTuple):
     """State of `master_params`."""
 
     master: PyTree
-    """The exact parameters, in the master dtype; the model's parameters are these, rounded."""
+    """The parameters in the master dtype; the model's parameters are their rounded values."""
     inner: PyTree
     """The inner transform's state, over the master."""
 
@@ -74,11 +74,11 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     smaller than half a unit in the last place of a bf16 parameter.
 
     Args:
-        inner: the whole chain, the learning rate included.
-        dtype: the master's dtype, as for `MatrixSlot`.
+        inner: the whole chain, including the learning rate.
+        dtype: the dtype of the master copy, as for `MatrixSlot`.
 
-    The next update overwrites parameters that were changed outside after `init`, for example by loading weights, with
-    the master. Load first, or `init` again.
+    If parameters are changed elsewhere after `init`, for example by loading weights, the next update overwrites them
+    with the master copy. Load weights first, or call `init` again.
 
     Returns:
         A transform whose updates have the dtype of the master copy, not of the gradients.

@@ -72,10 +72,11 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     """Scale all updates down together when the norm of the whole tree exceeds a bound.
 
     Args:
-        max_norm: positive; a bound of the 2-norm over all elements of all leaves. The norm is computed in fp64, and
-            does not overflow unless the norm itself does. A norm of more than 1e38 times ``max_norm`` costs fp32
-            updates their last digits. A NaN makes all updates NaN. An infinity makes its own element NaN and all
-            others zero: put `skip_nonfinite` around the chain.
+        max_norm: the bound of the 2-norm over all elements of all leaves, positive.
+
+    The norm is computed in fp64, so squares do not overflow. If the norm is above 1e38 times ``max_norm``, fp32 updates
+    lose their last digits. A NaN makes all updates NaN; an infinity makes its own element NaN and all others zero. Put
+    `skip_nonfinite` around the chain to skip such steps.
 
     Raises:
         ValueError: ``max_norm`` is not positive and finite.

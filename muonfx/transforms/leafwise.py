@@ -65,15 +65,15 @@ class Slot:
     """A tree of a transform's state, like the parameters, in a pinned dtype.
 
     Args:
-        dtype: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, None for each
-            parameter's own, or a quantized one such as `int8`.
-        argument: the argument that pins it, for errors.
+        dtype: the storage dtype. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
+            parameter. It may also be a quantized dtype such as `int8`.
+        argument: the name of the constructor's argument that sets the dtype; used in errors.
         start: "zeros", or "params" for a copy of the parameters.
-        signed: whether elements may be negative; only a quantized dtype cares.
+        signed: whether elements may be negative. It only affects quantized dtypes.
 
     Raises:
         TypeError: the dtype is neither floating point nor quantized nor None, or another argument has another type.
-        ValueError: the dtype is a string other than "auto", or ``start`` is another one than "zeros" and "params".
+        ValueError: the dtype is a string other than "auto", or ``start`` is neither "zeros" nor "params".
 
     >>> import muonfx as mfx
     >>> mfx.Slot(torch.bfloat16)
@@ -152,10 +152,9 @@ def leafwise(
     """Make a factory of transforms from a function that returns a state and the arithmetic of one leaf.
 
     The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters) and `StepCount` (a scalar). The
-    arithmetic is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``: the update of one leaf, its
-    state in the same containers, and its parameter, as `Leaf` values in the dtype to compute in: the widest of the
-    three and at least fp32. Counts are 0-d tensors. The results are rounded to the update's dtype and to the pinned
-    dtypes of the state.
+    arithmetic is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives the update of
+    one leaf, its state in the same containers, and its parameter. These are `Leaf` values in the widest of their
+    dtypes, at least fp32; counts are 0-d tensors. Results are rounded to the update's dtype and to the storage dtypes.
 
     Use `muonfx.transform` for transforms that need several leaves, shapes, named extras or other transforms.
 
@@ -168,14 +167,13 @@ def leafwise(
         short_names: as for `muonfx.transform`.
 
     Returns:
-        A factory with the constructor's name, signature and docstring. Its transforms leave absent leaves alone, keep
-        the donation promise and support ``torch.func`` and ``torch.compile``. Each operation is one call for all
-        leaves.
+        A factory with the constructor's name, signature and docstring. Its transforms skip gradients of None, support
+        donation, ``torch.func`` and ``torch.compile``, and run each operation on all leaves in one call.
 
     Raises:
-        TypeError: the constructor does not return a state of slots and counts and a step, or at `update` the step
-            returns other containers than it was given.
-        ValueError: at `update`, the parameters are missing that the step reads.
+        TypeError: the constructor does not return a state of slots and counts and a step; at `update`, the step
+            returns its state in other containers.
+        ValueError: at `update`, ``params`` is missing, if the step reads the parameters.
 
     Example:
         >>> import muonfx as mfx

@@ -82,12 +82,12 @@ class MatrixSlot:
     view has blocks of different sizes, the states of the blocks are flattened and concatenated: (..., elements).
 
     Args:
-        start: a function from a parameter's matrices (..., rows, columns) to their first state (..., any, any). Its
-            shape must depend on the shape of the matrices only. The default is a zero, (..., 1, 1).
-        dtype: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, or None for
-            each parameter's own.
-        saturates: whether a value beyond the range of the pinned dtype is stored as the largest number, not as an
-            infinity.
+        start: a function from a parameter's matrices (..., rows, columns) to their initial state (..., any, any). The
+            shape of the state must depend on the shape of the matrices only. The default is a zero, (..., 1, 1).
+        dtype: the storage dtype. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
+            parameter.
+        saturates: whether a value beyond the range of the storage dtype is stored as the largest finite number instead
+            of infinity.
 
     Raises:
         TypeError: the dtype is not floating point, or another argument has another type.
@@ -146,7 +146,7 @@ def matrixwise(
 ) -> Any:
     """Make a factory of transforms from a function that returns a state and the arithmetic of a stack of matrices.
 
-    The function has an argument ``view``, a `MatrixView` that says which matrices each parameter holds. It returns a
+    The function has an argument ``view``, a `MatrixView` that defines the matrices of each parameter. It returns a
     state and a step. The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters, split into
     matrices like them) and `MatrixSlot` (a state of its own shape for each matrix); ``EmptyState()`` if there is none.
 
@@ -165,13 +165,13 @@ def matrixwise(
         short_names: as for `muonfx.transform`.
 
     Returns:
-        A factory with the constructor's name, signature and docstring. Its transforms have locality MATRIX if the view
-        says that matrices are the last two dims, else LEAF.
+        A factory with the constructor's name, signature and docstring. Its transforms have locality MATRIX if matrices
+        are the last two dims in the view, else LEAF.
 
     Raises:
         TypeError: the function has no argument ``view``, or does not return a state of slots and a step.
-        ValueError: at `init`, a leaf is not a matrix or does not fit the view; at `update`, the parameters are missing
-            that the step reads, or an update has another shape than its matrix.
+        ValueError: at `init`, a leaf is not a matrix or does not fit the view; at `update`, ``params`` is missing, if
+            the step reads the parameters, or the step returns an update with another shape.
 
     Example:
         >>> import muonfx as mfx

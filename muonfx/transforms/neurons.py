@@ -45,15 +45,16 @@ def normalize_neurons(
     Args:
         decay: $\beta$, in [0, 1).
         eps: added to the root, not negative.
-        axis: "rows" as in the paper and Dion's "neuron", or "longer" for the columns of a matrix (or block) with more
-            columns than rows, and the rows of any other, as in modded-nanogpt, Emerging-Optimizers and Dion's
-            "short_axis". In an orthogonalized matrix the lines along the other axis all have norm 1.
+        axis: "rows" normalizes rows, as in the paper and Dion's "neuron". "longer" normalizes the columns of matrices
+            (or blocks) with more columns than rows, and the rows of all others, as in modded-nanogpt,
+            Emerging-Optimizers and Dion's "short_axis". In an orthogonalized matrix, all lines along the other axis
+            have norm 1.
         dtype: storage dtype of the second moment, as for `MatrixSlot`.
         view: which matrices a leaf consists of, as for `orthogonalize`. Each block keeps its own norm.
 
     Raises:
-        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
-            matrix.
+        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is
+            not a matrix.
 
     Follows NorMuon (arXiv 2510.05491), whose factor $0.2\sqrt{mn} / \|U\|_F$ equals
     ``scale_by_shape("match_rms_adamw")`` after this if the input is orthogonal.

@@ -119,7 +119,7 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
     "fan_in": lambda rows, columns: 1.0 / columns,
 }
-"""Factors by rows and columns: of Keller Jordan, Moonlight, Dion and Scion, and Scion for signs and rows."""
+"""Functions from rows and columns to a factor, from Keller Jordan's Muon, Moonlight, Dion and Scion, and Scion."""
 
 
 @transform(locality=Locality.ELEMENT)
@@ -174,7 +174,7 @@ def scale_by_shape(
         view: which matrices a leaf consists of; the same as for `orthogonalize`.
 
     Raises:
-        ValueError: an unknown ``lr_scaling`` (the message lists those known); at `update`, a leaf that is no matrix.
+        ValueError: ``lr_scaling`` is unknown; at `update`, a leaf is not a matrix.
 
     Follows ``torch.optim.Muon``'s ``adjust_lr_fn`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982), Dion,
     Scion (arXiv 2502.07529: "spectral", and "fan_in" for signs).
