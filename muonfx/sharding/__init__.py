@@ -9,7 +9,7 @@ from muonfx.sharding.cut import Buffer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
 from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.plan.assignment import Machine, Plan, plan_for
+from muonfx.sharding.plan.assignment import Plan, plan_for
 from muonfx.sharding.replicas import broadcast
 from muonfx.sharding.shards import Piece
 from muonfx.sharding.transform import sharded
@@ -33,7 +33,6 @@ __all__ = [
     # which rank computes which matrix
     "plan_for",
     "Plan",
-    "Machine",
     # checkpoints
     "to_global",
     "from_global",

@@ -20,7 +20,7 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.dtensors import local_tree, to_dtensors
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.assignment import Machine, Settings
+from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.replicas import verify_params
 from muonfx.sharding.state import state_to_dtensors, without_dtensors
 from muonfx.sharding.steps import agreed_call, next_serial, verify_ranks
@@ -83,8 +83,6 @@ def sharded(
     *,
     replicas: Replicas = "auto",
     bucket_bytes: int = 1 << 28,
-    exchange_dtype: torch.dtype | None = None,
-    machine: Machine | None = None,
 ):
     """Build a transform that runs ``tx`` on this rank's shards, with the same update as ``tx`` on whole tensors.
 
@@ -99,9 +97,6 @@ def sharded(
             others; "everyone": every rank, without communication; "auto": the faster of the two.
         bucket_bytes: the approximate memory for one exchange of matrices, message buffers included. A matrix that
             needs more is sent alone.
-        exchange_dtype: the dtype in which matrices are sent. None: the dtype to which the transform rounds them
-            anyway, so that sending changes no value.
-        machine: the speed of compute and communication, used by "auto". None: an estimate for the type of device.
 
     Returns:
         A transform on trees of local tensors or of DTensors. For DTensor parameters, the updates and the state of
@@ -131,13 +126,7 @@ def sharded(
         raise ValueError(f"replicas: found {replicas!r}, expected 'auto', 'split' or 'everyone'")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine)
-    if exchange_dtype is not None and not (
-        isinstance(exchange_dtype, torch.dtype) and exchange_dtype.is_floating_point
-    ):
-        raise ValueError(f"exchange_dtype: found {exchange_dtype!r}, expected a floating-point torch.dtype or None")
-    if machine is not None and not isinstance(machine, Machine):
-        raise TypeError(f"machine: found {machine!r}, expected a muonfx.sharding.Machine or None")
+    settings = Settings(replicas, bucket_bytes)
     inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:

@@ -163,11 +163,3 @@ def test_parameters_whose_placements_have_changed_are_an_error(world: World):
         assert isinstance(result, Failed)
         assert isinstance(result.error, ShardingError), result.trace
         assert "placed" in str(result.error)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"), [("exchange_dtype", torch.int8), ("exchange_dtype", "bf16"), ("machine", 3)]
-)
-def test_settings_are_looked_at_when_they_are_given(setting: str, value: Any):
-    with pytest.raises((TypeError, ValueError), match=setting):
-        sharding.sharded(mfx.momentum(), sharding.replicated({"w": torch.zeros(2)}, 2), **{setting: value})

@@ -47,13 +47,8 @@ class Machine(NamedTuple):
 
     @classmethod
     def of(cls, device: str, compute: torch.dtype = torch.float32) -> Machine:
-        """Return an estimate for a kind of device, right to an order of magnitude.
-
-        On a CPU the ranks are processes of one host that exchange by gloo.
-
-        >>> Machine.of("cpu").flops < Machine.of("cpu", torch.bfloat16).flops < Machine.of("cuda").flops
-        True
-        """
+        """Return an estimate for a kind of device, right to an order of magnitude."""
+        # On a CPU the ranks are processes of one host that exchange by gloo.
         if device == "cuda":
             return cls(4e14, 5e10, latency=5e-5, overhead=1e-5)
         return cls(6e11 if compute == torch.bfloat16 else 1e11, 7e8, latency=3.5e-4, overhead=5e-5)
@@ -74,10 +69,6 @@ class Settings(NamedTuple):
     """For matrices that several ranks hold whole: "split", "everyone" or "auto"."""
     bucket_bytes: int = 1 << 28
     """The approximate bytes of an exchange: matrices and messages of three buckets; a larger matrix is sent alone."""
-    exchange_dtype: torch.dtype | None = None
-    """The dtype in which matrices are sent; None: the dtype to which their transform rounds them."""
-    machine: Machine | None = None
-    """The rates by which routes are chosen; None: an estimate for the kind of device."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,6 @@ class RunPlan:
     """Indices of shares, all of one dtype, that are sent together, in this order."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
-    exchange_dtype: torch.dtype | None
     _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
     rank: int = field(default=0, repr=False, compare=False)
 
@@ -158,10 +148,9 @@ class RunPlan:
             sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes in which updates are sent to the owner and back, lossless by default."""
+        """Return the dtypes in which updates are sent to the owner and back, which change no value."""
         if dtype not in self._wire_dtypes:
-            asked = self.exchange_dtype
-            self._wire_dtypes[dtype] = (asked or self._narrowed(0, dtype), asked or self._narrowed(-1, dtype))
+            self._wire_dtypes[dtype] = self._narrowed(0, dtype), self._narrowed(-1, dtype)
         return self._wire_dtypes[dtype]
 
     def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
@@ -181,7 +170,7 @@ def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.devic
     specs = {name: layout.specs[name] for name in names}
     # "auto" does not stand for this machine's dtype here, because all ranks must make the same plan.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
-    machine = settings.machine or Machine.of(device.type, compute)
+    machine = Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
     cost = RunCost(run, device.type, compute)
@@ -195,8 +184,7 @@ def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.devic
         for p, owner, cost in zip(parts, owners, costs, strict=True)
     )
     buckets = tuple(_buckets(shares, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
-    exchange_dtype = settings.exchange_dtype
-    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, exchange_dtype, rank=layout.rank)
+    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, rank=layout.rank)
 
 
 def _owners(
