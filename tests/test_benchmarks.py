@@ -1,7 +1,5 @@
 """The benchmarks run, at tiny sizes, and their tables and plot say what the results say."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -7,7 +7,7 @@ CONTRIBUTING.md shows the table. Imports for types only (under `TYPE_CHECKING`) 
 import ast
 import re
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -94,33 +94,19 @@ def hidden_imports(package: Path, lazy: set[str]) -> list[str]:
     ]
 
 
-def circles(package: Path) -> set[frozenset[str]]:
-    """The groups of files that import each other, directly or not, counting imports for types only."""
-    neighbours: dict[str, set[str]] = {}
+def require_no_circle(package: Path) -> None:
+    """Raise `CycleError`, with the files, if files import each other, directly or not, counting imports for types."""
+    order: TopologicalSorter[str] = TopologicalSorter()
     for who, whom, _ in imported_files(package):
         if who != package.name:
-            neighbours.setdefault(who, set()).add(whom)
-
-    def reached_from(start: str) -> set[str]:
-        found: set[str] = set()
-        ahead = [start]
-        while ahead:
-            new = neighbours.get(ahead.pop(), set()) - found
-            found |= new
-            ahead += new
-        return found
-
-    reached = {file: reached_from(file) for file in neighbours}
-    groups = {
-        file: frozenset(other for other in found if file in reached.get(other, ())) for file, found in reached.items()
-    }
-    return {group for group in groups.values() if group}
+            order.add(who, whom)
+    order.prepare()
 
 
 def test_no_file_imports_in_a_circle_or_inside_a_function():
     found = hidden_imports(PACKAGE, LAZY)
     assert not found, "\n".join(found)
-    assert circles(PACKAGE) == set()
+    require_no_circle(PACKAGE)
 
 
 def toy(folder: Path, texts: dict[str, str]) -> Path:
@@ -137,13 +123,13 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from toy.{
 @pytest.mark.parametrize("text", ["import toy.b", "from toy.b import x", "from . import b", FOR_TYPES.format("b")])
 def test_a_circle_of_files_is_found(tmp_path: Path, text: str):
     texts = {"__init__": "import toy.a", "a": text, "b": "import toy.c", "c": FOR_TYPES.format("a"), "d": text}
-    assert circles(toy(tmp_path, texts)) == {frozenset({"toy.a", "toy.b", "toy.c"})}
+    with pytest.raises(CycleError, match=r"toy\.a.*toy\.b"):
+        require_no_circle(toy(tmp_path, texts))
 
 
 def test_a_hidden_import_is_found(tmp_path: Path):
     package = toy(tmp_path, {"__init__": "", "a": "def f():\n    from toy.b import x", "b": ""})
     assert hidden_imports(package, set()) == ["toy.a imports toy.b inside a function: import it at the top"]
-    assert not circles(package)
 
 
 def test_tests_mirror_the_package_the_benchmarks_and_the_documentation():

@@ -1,7 +1,5 @@
 """Recipes are made of their parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of polar share: matrices with a chosen spectrum, and settings."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is refused at the door, and in which words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Derivatives, and the transforms of torch.func."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The sets of coefficients: what they are, what they do to a singular value, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

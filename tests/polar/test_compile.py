@@ -1,7 +1,5 @@
 """torch.compile: one graph, the same numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

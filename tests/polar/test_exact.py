@@ -1,7 +1,5 @@
 """The polar factor by SVD."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

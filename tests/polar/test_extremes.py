@@ -1,7 +1,5 @@
 """Magnitudes, zeros, non-finite entries, and shapes at the edge."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

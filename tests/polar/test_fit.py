@@ -1,7 +1,5 @@
 """Fitted coefficients: the published tables again, and the equioscillation that makes a fit the best one."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The Gram form of the iteration, symmetric products by blocks, and results written in place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

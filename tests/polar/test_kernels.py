@@ -3,8 +3,6 @@
 The law is one: a result is the upper triangle of `alpha p p^T + beta addend + identity I`, mirrored.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

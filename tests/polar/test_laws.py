@@ -1,7 +1,5 @@
 """The laws of the polar iteration, on matrices with chosen spectra."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Many matrices at once equal one after another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which dtype the products run in."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ The bound: `max_scratch_bytes`, or what one matrix needs (`Plan.scratch_bytes`) 
 the dispatcher (`benchmarks.measure.PeakBytes`): what an operator takes and gives back inside itself is not among them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

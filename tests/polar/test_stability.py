@@ -1,7 +1,5 @@
 """Rounding pushes no singular value far beyond its band, whatever finite matrix comes in."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
