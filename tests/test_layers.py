@@ -1,7 +1,7 @@
-"""Imports between folders: each may import only the folders that `MAY_IMPORT` lists for it.
+"""Imports between folders: each may import only the folders that `MAY_IMPORT` lists for it; and who reads a clock.
 
 CONTRIBUTING.md shows the table. Imports for types only (under `TYPE_CHECKING`) count too. No folder imports
-`muonfx/__init__.py`.
+`muonfx/__init__.py`. No number depends on a clock.
 """
 
 import ast
@@ -180,3 +180,30 @@ def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str)
     assert complaints(package, table) == []
     (package / file).write_text(text)
     assert any(complaint in line for line in complaints(package, table))
+
+
+ALLOWED = {
+    "checkpoint/distributed.py": "a pause before a replaced checkpoint is read again",
+}
+CLOCKS = {"time", "timeit", "datetime", "sched"}
+
+
+def reads_a_clock(tree: ast.AST) -> bool:
+    """True if a module imports a clock, times events of a device or lets Triton time kernels."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and {name.name.partition(".")[0] for name in node.names} & CLOCKS:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module in CLOCKS:
+            return {name.name for name in node.names} != {"timedelta"}
+        if isinstance(node, ast.Attribute) and node.attr in ("elapsed_time", "autotune", "do_bench"):
+            return True
+    return False
+
+
+def test_only_the_listed_modules_read_a_clock():
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if reads_a_clock(ast.parse(path.read_text()))
+    }
+    assert found == set(ALLOWED)
