@@ -1,4 +1,4 @@
-"""Norms and mean squares: updates of any size give the same, NaN stays where it is, and definitions are followed."""
+"""Norms, mean squares and clipping: updates of any size give the same, NaN stays where it is, definitions hold."""
 
 from typing import Any
 
@@ -97,3 +97,32 @@ def test_what_is_factored_has_no_mean_squares_of_elements():
         "k": [(2, 3), (2, 5), (0,)],
         "thin": [(0,), (0,), (1, 9)],
     }
+
+
+SIZES = {
+    torch.float32: (1e-30, 1e-6, 1.0, 1e10, 1e19, 1e25, 1e37),
+    torch.bfloat16: (1e-30, 1.0, 1e25, 1e37),
+    torch.float64: (1e-300, 1e-30, 1.0, 1e25, 1e160, 1e300),
+}
+CASES = [(dtype, size) for dtype, sizes in SIZES.items() for size in sizes]
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize(("dtype", "size"), CASES, ids=str)
+def test_a_clipped_norm_is_the_bound_or_the_norm_itself_at_any_size(dtype: torch.dtype, size: float, max_norm: float):
+    plain = {"w": torch.randn(10, 4, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
+    norm = torch.cat([leaf.flatten() for leaf in plain.values()]).norm() * size
+    grads = {name: (leaf * size).to(dtype) for name, leaf in plain.items()}
+    updates, _ = mfx.clip_by_global_norm(max_norm).update(grads, mfx.core.EmptyState())
+    expected = min(float(norm), max_norm)
+    scaled = torch.cat([leaf.double().flatten() for leaf in updates.values()]) / expected
+    assert is_close(scaled.norm(), torch.ones((), dtype=torch.float64), 3e-3 if dtype != torch.float64 else 1e-12)
+    assert is_close(mfx.tree.norm(grads) / norm, torch.ones((), dtype=torch.float64), 3e-3)
+
+
+def test_second_moments_are_finite_behind_a_clipped_norm():
+    tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam())
+    params = {"w": torch.zeros(4)}
+    updates, state = tx.update({"w": torch.full((4,), 1e30)}, tx.init(params), params)
+    assert state["scale_by_adam"].nu["w"].isfinite().all()
+    torch.testing.assert_close(updates["w"], torch.ones(4))
