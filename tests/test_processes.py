@@ -43,11 +43,6 @@ def process(here: Here) -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_each_size_has_a_group_of_its_own(world: World, size: int):
-    assert world.check(size, add_up, start=1) == [(size + sum(range(size)), 1)] * size
-
-
 def test_an_error_comes_back_with_its_trace(world: World):
     before = world.check(2, process)
     for found in world.run(2, fail, on=None):
