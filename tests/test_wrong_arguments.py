@@ -21,8 +21,6 @@ NAMESPACE: dict[str, Any] = {
 WRONG = {
     # numbers outside their range
     "momentum(-0.1)": r"decay must be in \[0, 1\), found -0.1",
-    "momentum(float('nan'))": "decay must be finite, found nan",
-    "scale(float('inf'))": "factor must be finite",
     "scale_by_learning_rate(-1.0)": "learning_rate must be at least 0",
     "scale_by_adam(b2=1.0)": r"b2 must be in \[0, 1\)",
     "scale_by_adam(eps=-1.0)": "eps must be at least 0",
@@ -78,7 +76,6 @@ WRONG = {
     "monitor(metrics=('size',))": "unknown metrics",
     "contrib.scale_by_factored_rms(dtype='fp32')": 'dtype must be "auto"',
     "Slot(start='ones')": 'start must be "params" or "zeros", found .ones',
-    "onecycle_schedule(1.0, 4, 'cubic')": 'interpolation must be "cosine" or "linear"',
     "int8(code='log')": 'int8: code must be "dynamic" or "linear", found .log.',
     "fp8(format='e3m4')": 'fp8: format must be "e4m3" or "e5m2", found .e3m4.',
     "sharding.offload(momentum(), to='disk')": "to: found 'disk', expected \"cpu\" or the path of a folder",
@@ -87,7 +84,6 @@ WRONG = {
     # values of another kind, and arguments that contradict each other
     "sharding.offload(momentum(), to=3)": "to must be",
     "sharding.offload('momentum')": r"tx must be a muonfx\.Transform",
-    "momentum('0.9')": "decay must be a number",
     "momentum(lambda count: 0.9)": "turn a function of the step count into a schedule",
     "momentum(nesterov=linear_schedule(0.5, 0.9, 4))": "momentum: nesterov must be True or False, found linear",
     "momentum(dtype=torch.int8)": 'dtype must be "auto", a floating-point',
