@@ -19,13 +19,16 @@ def halved(rate: float) -> mfx.ScheduleFunction:
 def planted(model: nn.Module, params: dict[str, Tensor], updates: dict[str, Tensor]) -> None:
     mfx.momentum("0.9")  # wrong: reportArgumentType, arg-type
     mfx.momentum(dacay=0.9)  # wrong: reportCallIssue, call-arg
+    mfx.momentum(0.9, True)  # wrong: reportCallIssue, call-arg
     mfx.scale()  # wrong: reportCallIssue, call-arg
+    mfx.clip_by_global_norm(None)  # wrong: reportArgumentType, arg-type
     mfx.momentum(dtype="float32")  # wrong: reportArgumentType, arg-type
     mfx.int8(code="lin")  # wrong: reportArgumentType, arg-type
     mfx.orthogonalize(coefficients="polar_expres_5")  # wrong: reportArgumentType, arg-type
     mfx.scale_by_shape("match_rms_adam")  # wrong: reportArgumentType, arg-type
     mfx.monitor("updates", ("nrm",))  # wrong: reportArgumentType, arg-type
     mfx.chain(mfx.momentum)  # wrong: reportArgumentType, arg-type
+    mfx.chain([mfx.momentum(), mfx.scale(0.1)])  # wrong: reportArgumentType, arg-type
     mfx.partition({"muon": 0.1}, {"w": "muon"})  # wrong: reportArgumentType, dict-item
     mfx.momentum().updat(updates, None)  # wrong: reportAttributeAccessIssue, attr-defined
     mfx.momentum().update(updates)  # wrong: reportCallIssue, call-arg
