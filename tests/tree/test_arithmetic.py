@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
+import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
 
