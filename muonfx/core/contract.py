@@ -89,17 +89,17 @@ class Transform(Recorded):
 
     number_types = (Schedule,)
 
-    @property
+    @_derived
     def name(self) -> str:
         """The name of the factory. In a chain, it is the key of this transform's state."""
-        factory = self.structure.factory
+        factory = self.factory
         declared = factory.definition.name
         return factory.__name__ if declared is None else declared.rpartition(".")[2]
 
-    @property
+    @_derived
     def declaration(self) -> Declaration:
         """The options that the author passed to the `transform` decorator."""
-        return cast("Declaration", self.structure.factory.definition.declaration)
+        return cast("Declaration", self.factory.definition.declaration)
 
     @Lazy
     def children(self) -> tuple[Transform, ...]:

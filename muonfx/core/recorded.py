@@ -134,6 +134,8 @@ class Recorded:
     """A value defined by its factory and the arguments of the call; only factories create it."""
 
     structure: Structure
+    factory: Factory
+    """The factory that built this value."""
     parts: tuple[Any, ...]
     number_types: ClassVar[tuple[type, ...]] = ()
     """Types of values that are accepted in place of a number."""
@@ -173,6 +175,7 @@ class Recorded:
     def _from(cls, context: Structure, parts: Iterable[object]) -> Self:
         value = cast("Self", object.__new__(context.kind))
         object.__setattr__(value, "structure", context)
+        object.__setattr__(value, "factory", context.factory)
         object.__setattr__(value, "parts", tuple(parts))
         if not torch.compiler.is_compiling():
             value.__dict__.update(context.attributes)
@@ -200,15 +203,15 @@ class Recorded:
         )
 
     @property
-    def factory(self) -> Factory:
-        """The factory that built this value."""
-        return self.structure.factory
-
-    @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the call by name, including defaults."""
-        parts = iter(self.parts)
-        return {name: _join(skeleton, parts) for name, skeleton in self.structure.skeleton.items()}
+        parts, found = iter(self.parts), dict(self.structure.skeleton)
+        for name, skeleton in found.items():
+            if skeleton is _HOLE:
+                found[name] = next(parts)
+            elif type(skeleton) in (tuple, list, dict):
+                found[name] = _join(skeleton, parts)
+        return found
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function that has the factory's signature with recorded arguments."""
