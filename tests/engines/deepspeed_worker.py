@@ -40,34 +40,60 @@ class Net(nn.Module):
         return self.head(self.norm(h if self.is_short else h + self.down(torch.relu(self.up(h)))))
 
 
+OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 ZERO: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2, "reduce_scatter": True},
     "stage 2, small buckets": {"stage": 2, "reduce_bucket_size": 50, "allgather_bucket_size": 50},
-    "stage 2, offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "stage 2, offload": {"stage": 2, **OFFLOAD},
     "stage 3": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "stage 3, persistent": {"stage": 3},
     "stage 3, sub-groups": {"stage": 3, "sub_group_size": 20, "stage3_param_persistence_threshold": 0},
-    "stage 3, offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "stage 3, offload": {"stage": 3, **OFFLOAD},
     "stage 3, zero.Init": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
+SCATTERED: dict[str, Any] = {"stage": 2, "reduce_scatter": True}
+BLOCKS = {"*up.weight": (10, 13)}
+NO_MATRICES = ("emb.weight", "bias", "norm.weight", "head.weight")
+"""All parameters but the matrices of Muon."""
 CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.items()} | {
-    "bf16, stage 0": {"zero": ZERO["stage 0"], "bf16": {"enabled": True}},
-    "bf16, stage 2": {"zero": ZERO["stage 2"], "bf16": {"enabled": True}},
-    "bf16, stage 3": {"zero": ZERO["stage 3"], "bf16": {"enabled": True}},
+    "no options of ZeRO": {"zero": {}},
+    "stage 1, offload": {"zero": {"stage": 1, **OFFLOAD}},
+    "stage 1, scattered": {"zero": {"stage": 1, "reduce_scatter": True}},
+    "stage 1, whole gradients, offload": {"zero": {"stage": 1, "reduce_scatter": False, **OFFLOAD}, "accumulate": 2},
+    "stage 1, whole gradients": {"zero": {"stage": 1, "reduce_scatter": False}, "method": "standard"},
+    "stage 2, whole gradients": {"zero": {"stage": 2, "reduce_scatter": False}, "method": "gram"},
+    "stage 2, overlap": {"zero": {**SCATTERED, "overlap_comm": True}, "accumulate": 2},
+    "stage 2, buckets of a rank": {"zero": {**SCATTERED, "use_multi_rank_bucket_allreduce": False}, "accumulate": 2},
+    "stage 2, gradients apart": {"zero": {**SCATTERED, "contiguous_gradients": False}},
+    "stage 3, gram": {"zero": ZERO["stage 3"], "method": "gram"},
+    "stage 1, blocks": {"zero": ZERO["stage 1"], "blocks": BLOCKS},
+    "stage 2, blocks": {"zero": ZERO["stage 2"], "blocks": BLOCKS},
+    "stage 3, blocks": {"zero": ZERO["stage 3"], "blocks": BLOCKS},
+    "bf16, stage 0": {"zero": ZERO["stage 0"], **BF16},
+    "bf16, stage 1": {"zero": ZERO["stage 1"], **BF16, "clip": 1.0},
+    "bf16, stage 2": {"zero": ZERO["stage 2"], **BF16},
+    "bf16, stage 3": {"zero": ZERO["stage 3"], **BF16},
+    "bf16, stage 3, offload": {"zero": ZERO["stage 3, offload"], **BF16},
+    "bf16, sums in fp32": {"zero": ZERO["stage 2"], **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
     "accumulation, stage 3": {"zero": ZERO["stage 3"], "accumulate": 2},
-    "frozen, stage 2": {"zero": ZERO["stage 2"], "frozen": True},
+    "frozen, stage 2": {"zero": ZERO["stage 2"], "frozen": ("emb.weight",)},
+    "frozen but for matrices": {"zero": ZERO["stage 2"], "frozen": NO_MATRICES, "labels": ["muon"]},
+    "frozen matrices": {"zero": ZERO["stage 2"], "frozen": ("up.weight", "down.weight"), "labels": ["adamw"]},
     "normuon, stage 2": {"zero": ZERO["stage 2"], "normuon": True},
-    "from a file, stage 2": {"zero": ZERO["stage 2"], "bf16": {"enabled": True}, "warmup": True},
+    "from a file, stage 0": {"zero": ZERO["stage 0"], "warmup": True},
+    "from a file, stage 2": {"zero": ZERO["stage 2"], **BF16, "warmup": True},
     "clipping, stage 1": {"zero": ZERO["stage 1"], "clip": 0.05},
     "unused, stage 2": {"zero": ZERO["stage 2"], "unused": True},
 }
 ROUND_ROBIN = {"zero": {"stage": 2, "round_robin_gradients": True}}
 OVERFLOWS: dict[str, dict[str, Any]] = {
     "overflow, stage 1": {"zero": ZERO["stage 1"]},
-    "overflow, bf16, stage 0": {"zero": ZERO["stage 0"], "bf16": {"enabled": True}},
-    "overflow, bf16, stage 3": {"zero": ZERO["stage 3"], "bf16": {"enabled": True}},
+    "overflow, stage 2": {"zero": ZERO["stage 2"]},
+    "overflow, bf16, stage 0": {"zero": ZERO["stage 0"], **BF16},
+    "overflow, bf16, stage 3": {"zero": ZERO["stage 3"], **BF16},
 }
 OVERFLOWN = 2
 """The batch that has an infinite loss on rank 1."""
@@ -79,8 +105,8 @@ def made(case: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     model = Net()
     model.is_short = case.get("unused", False)
-    if case.get("frozen"):
-        model.emb.weight.requires_grad_(requires_grad=False)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith(case.get("frozen", ())))
     return model
 
 
@@ -92,9 +118,9 @@ def transform_for(model: nn.Module, case: dict[str, Any]) -> Any:
     if case.get("normuon"):
         matrices = mfx.normuon(RATES["lr"], weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
         return mfx.partition({"muon": matrices, "adamw": mfx.adamw(RATES["adamw_lr"], weight_decay=0.1)}, labels)
-    return mfx.muon_with_adamw(
-        RATES["lr"], RATES["adamw_lr"], labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
-    )
+    view = mfx.MatrixView(blocks=case.get("blocks"))
+    part = mfx.orthogonalize(dtype=torch.float32, method=case.get("method", "auto"), view=view)
+    return mfx.muon_with_adamw(RATES["lr"], RATES["adamw_lr"], labels=labels, orthogonalize=part)
 
 
 def batches() -> list[Tensor]:
@@ -132,7 +158,7 @@ class Run:
 
         self.deepspeed, self.rank, self.size, self.folder = deepspeed, rank, size, folder
         self.accumulate = case.get("accumulate", 1)
-        self.stage = case["zero"]["stage"]
+        self.stage = case["zero"].get("stage", 0)
         config = {
             "train_micro_batch_size_per_gpu": BATCH // size // self.accumulate,
             "gradient_accumulation_steps": self.accumulate,
@@ -140,7 +166,7 @@ class Run:
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": case.get("clip", 0.0),
             "zero_optimization": case["zero"],
-            **({"bf16": case["bf16"]} if "bf16" in case else {}),
+            **{key: case[key] for key in ("bf16", "data_types") if key in case},
         }
         if "zero.Init" in name:
             with deepspeed.zero.Init(config_dict_or_path=config):
@@ -153,7 +179,7 @@ class Run:
             entries = {"optimizer": {"type": "muonfx.Muon", "params": RATES}, "scheduler": warmup}
             path.write_text(json.dumps(config | entries))
             self.engine, wrapper, *_ = ours.initialize(model, path)
-            self.optimizer = wrapper.optimizer
+            self.optimizer = wrapper.optimizer if self.stage else wrapper
             return
         self.optimizer = ours.optimizer(model, transform_for(model, case))
         self.engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)[0]
@@ -199,7 +225,9 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         run.step(batch)
         rates.append(run.rates)
     whole = run.params()
-    state = run.full_state("up.weight", "muon/momentum/trace") if run.stage and not case.get("normuon") else None
+    is_kept = run.stage and not case.get("normuon") and "muon" in case.get("labels", ["muon"])
+    state = run.full_state("up.weight", "muon/momentum/trace") if is_kept else None
+    start = {name: (param, param.requires_grad) for name, param in made(case).named_parameters()}
     again = Run(name, case, rank, size, folder)
     again.engine.load_checkpoint(str(folder), tag=tag)
     for batch in words[SAVED_AFTER:]:
@@ -211,7 +239,7 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         "resumed": same(whole, resumed),
         "exported": exported,
         "state": None if state is None else list(state.shape),
-        "frozen moved": not torch.equal(whole["emb.weight"], made(case).get_parameter("emb.weight").detach()),
+        "wrong": [name for name, (value, moves) in start.items() if torch.equal(whole[name], value) == moves],
         "labels": [group["label"] for group in run.optimizer.param_groups],
         "rates": rates,
     }
@@ -274,7 +302,7 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
     words, found = batches(), {}
     for dtype in ("fp32", "bf16"):
         for name, stage in ZERO.items():
-            case = {"zero": stage, **({"bf16": {"enabled": True}} if dtype == "bf16" else {})}
+            case = {"zero": stage, **(BF16 if dtype == "bf16" else {})}
             run, other = (Run(name, case, *here) for _ in range(2))
             is_untouched = not any(
                 value.any() for entries in run.optimizer.state.values() for value in entries.values()

@@ -62,12 +62,14 @@ class TestReal:
         assert case["worst"] <= (BF16 if "bf16" in CASES[name] else FP32)
         assert case["resumed"]
         assert case["exported"] is (True if name in EXPORTED else None)
-        assert case["frozen moved"] is ("frozen" not in name)
-        assert case["labels"] == ["muon", "adamw"]
-        if group == "ranks_2" and "stage 0" not in name and "normuon" not in name:
+        assert not case["wrong"], "frozen and has moved, or trained and has not"
+        labels = CASES[name].get("labels", ["muon", "adamw"])
+        assert case["labels"] == labels
+        if group == "ranks_2" and CASES[name]["zero"].get("stage") and "normuon" not in name and "muon" in labels:
             assert case["state"] == [23, 7]  # DeepSpeed's own tool gathers the momentum
         shares = WARMUP[SAVED_AFTER:] if "warmup" in CASES[name] else [1.0, 1.0]
-        assert case["rates"] == [[0.02 * share, 0.003 * share] for share in shares] * 2
+        rates = [{"muon": 0.02, "adamw": 0.003}[label] for label in labels]
+        assert case["rates"] == [[rate * share for rate in rates] for share in shares] * 2
 
     def test_a_wrong_mapping_is_refused_by_name(self, found: Found) -> None:
         said = result_of(found["ranks_2"], "round robin")["refused"]

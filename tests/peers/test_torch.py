@@ -10,7 +10,6 @@ from torch.testing._internal.common_optimizers import OptimizerInfo
 
 from tests.peers import state_dicts as ranks
 from tests.peers.optimizers import inputs_of
-from tests.peers.registry import page_table
 from tests.peers.torch_optim import CHECKS, cases
 from tests.processes import World
 
@@ -28,6 +27,6 @@ def test_of_distributed_state_dicts(world: World, options: dict[str, bool]) -> N
     world.check(2, ranks.verified, options=options)
 
 
-def test_the_page_shows_the_checks_that_run() -> None:
+def test_the_page_shows_how_many_checks_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
-    assert page_table() in page, page_table()
+    assert f"re-implemented | {len(CHECKS)} |" in page
