@@ -78,6 +78,18 @@ def step_quietly(optimizer: Any, *arguments: Any) -> Any:
         return optimizer.step(*arguments)
 
 
+def require_twins(task: Task, optimizer: Any, twin: Task, other: Any) -> None:
+    """Require that an optimizer of equal parameters loads the state of another, and goes on as it does."""
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(10):
+        task.train(optimizer, 1)
+        twin.train(other, 1)
+        same(task.params, twin.params)
+    same(optimizer.state_dict(), other.state_dict())
+    other.param_groups.extend(other.param_groups)
+    same(optimizer.state_dict()["param_groups"][-1], other.state_dict()["param_groups"][-1])
+
+
 # --------------------------------------------------------------------------------------------------------- the checks
 
 
@@ -176,15 +188,7 @@ def test_state_dict_deterministic(info: OptimizerInfo, options: dict[str, Any]) 
     optimizer = info.optim_cls(task.params, **copy.deepcopy(options))
     task.train(optimizer, 10)
     twin = copy.deepcopy(task)
-    other = info.optim_cls(twin.params, **copy.deepcopy(options))
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for _ in range(10):
-        task.train(optimizer, 1)
-        twin.train(other, 1)
-        same(task.params, twin.params)
-    same(optimizer.state_dict(), other.state_dict())
-    other.param_groups.extend(other.param_groups)
-    same(optimizer.state_dict()["param_groups"][-1], other.state_dict()["param_groups"][-1])
+    require_twins(task, optimizer, twin, info.optim_cls(twin.params, **copy.deepcopy(options)))
 
 
 def test_can_load_older_state_dict(info: OptimizerInfo, options: dict[str, Any]) -> None:
