@@ -1,28 +1,246 @@
 """Many processes: what any number of ranks has saved, any other number loads, under any layout."""
 
+import os
+import random
 import re
+from datetime import timedelta
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
-from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data
-from tests.checkpoint import workers
-from tests.checkpoint.common import assert_same_tree, copies
-from tests.checkpoint.workers import SIZES, tree_of
-from tests.processes import World, errors_of
+from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data, distributed
+from muonfx.sharding import rendezvous
+from tests.checkpoint.common import assert_same_tree, bits, copies
+from tests.processes import Here, World, errors_of
 
 ck = mfx.checkpoint
-dist = pytest.mark.dist
+SIZES = (1, 2, 4)
 
 
-@dist
+def tree_of(seed: int) -> dict[str, Any]:
+    """A state of many kinds of leaves, the same in every process."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        if dtype in (torch.int8, torch.int64):
+            return torch.randint(-100, 100, shape, generator=draw, dtype=dtype)
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    side = random.Random(seed).randrange(1, 9)
+    return {
+        "momentum": mfx.transforms.MomentumState(
+            {
+                "matrix": some(8, 6),
+                "odd": some(7, 5, dtype=torch.bfloat16),
+                "any": some(side, 11 - side),
+                "thin": some(1, 9),
+                "stack": some(3, 4, 5),
+                "vector": some(13),
+                "empty": some(0, 3),
+                "codes": some(6, 10, dtype=torch.int8),
+                "double": some(4, 4, dtype=torch.float64),
+            }
+        ),
+        "count": some(dtype=torch.int64),
+        "fp8": some(5, 7).to(torch.float8_e4m3fn),
+    }
+
+
+def cuts(numel: int, size: int, seed: int | None) -> list[int]:
+    """Where to cut a flat buffer: evenly, or anywhere."""
+    if seed is None:
+        step = -(-numel // size)
+        return [min(numel, step * rank) for rank in range(size)] + [numel]
+    return [0, *sorted(random.Random(seed).randrange(numel + 1) for _ in range(size - 1)), numel]
+
+
+def laid_out(whole: Tensor, kind: str, here: Here, seed: int) -> Any:
+    """This rank's part of a tensor."""
+    if kind == "plain":
+        return whole.clone()
+    if kind == "flat" or whole.dtype is torch.float8_e4m3fn:
+        at = cuts(whole.numel(), here.size, seed if seed % 2 else None)
+        return FlatPiece.cut(whole.clone(), at[here.rank], at[here.rank + 1])
+    if kind == "grid" and here.size == 4 and whole.ndim >= 2:
+        placements = [Shard(0), Shard(1)] if seed % 2 else [Replicate(), Shard(1)]
+        return distribute_tensor(whole.clone(), here.grid, placements, src_data_rank=None)
+    dim = {"rows": 0, "columns": 1}.get(kind)
+    placement = Replicate() if dim is None or dim >= whole.ndim else Shard(dim)
+    return distribute_tensor(whole.clone(), here.mesh, [placement], src_data_rank=None)
+
+
+KINDS = ("plain", "flat", "rows", "columns", "replicated", "grid")
+
+
+def mixed(tree: Any, here: Here, kinds: tuple[str, ...], seed: int) -> Any:
+    """A tree whose leaves are laid out in drawn ways."""
+    draw = random.Random(seed)
+    leaves, treedef = mfx.tree.flatten(tree)
+    return mfx.tree.unflatten(
+        treedef, [laid_out(leaf, draw.choice(kinds), here, draw.randrange(99)) for leaf in leaves]
+    )
+
+
+def assert_is_layout_of(found: Any, whole: Any, wanted: Any) -> None:
+    """That each leaf is laid out as wanted, and holds this rank's part of the whole."""
+    for name, leaf, full, like in zip(
+        mfx.tree.names(whole), mfx.tree.leaves(found), mfx.tree.leaves(whole), mfx.tree.leaves(wanted), strict=True
+    ):
+        assert type(leaf) is type(like), name
+        if isinstance(like, FlatPiece):
+            assert (leaf.shape, leaf.start, leaf.stop) == (like.shape, like.start, like.stop), name
+            assert bits(leaf.data) == bits(full.reshape(-1)[like.start : like.stop]), name
+        elif isinstance(like, DTensor):
+            assert leaf.placements == like.placements, name
+            assert bits(leaf.to_local()) == bits(like.to_local()), name
+        else:
+            assert bits(leaf) == bits(full), name
+
+
+def save_mixed(here: Here, path: Path, seed: int, kinds: tuple[str, ...] = KINDS, **more: Any) -> Path:
+    state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
+    state, params = (mixed(tree, here, kinds, seed) for tree in (state, params))
+    return ck.save(path, state, params=params, group=here.group, **more)
+
+
+def load_mixed(here: Here, path: Path, seed: int, layout: int, kinds: tuple[str, ...] = KINDS, **more: Any) -> None:
+    state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
+    like = mixed(state, here, kinds, layout)
+    blank = mfx.tree.map(
+        lambda leaf: leaf.empty_like() if isinstance(leaf, FlatPiece) else torch.empty_like(leaf), like
+    )
+    assert_is_layout_of(ck.load(path, like=blank, group=here.group, **more), state, like)
+    like = mixed(params, here, kinds, layout + 1)
+    assert_is_layout_of(ck.load_params(path, like=like, group=here.group), params, like)
+
+
+def random_pieces(here: Here, path: Path, seeds: range) -> None:
+    """Arrays of drawn shapes, cut in drawn ways, saved and loaded under other cuts."""
+    for seed in seeds:
+        draw = random.Random(seed)
+        shapes = [[draw.choice(range(6)) for _ in range(draw.randrange(4))] for _ in range(6)]
+        whole = {str(place): torch.arange(float(prod(shape))).reshape(shape) for place, shape in enumerate(shapes)}
+        own = slice(here.rank, here.rank + 2)
+        one, other = (
+            {
+                name: FlatPiece.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
+                for name, leaf in whole.items()
+            }
+            for turn in (0, 1)
+        )
+        ck.save(path / str(seed), one, group=here.group)
+        assert_is_layout_of(ck.load(path / str(seed), like=other, group=here.group), whole, other)
+
+
+def save_in_background(here: Here, path: Path, seed: int) -> tuple[int, bool]:
+    """Save in the background, overwrite the state at once, and wait."""
+    state = mixed(tree_of(seed), here, KINDS, seed)
+    seen: list[tuple[int, int]] = []
+    saving = ck.save_async(
+        path, state, group=here.background, step=seed, progress=lambda done, total: seen.append((done, total))
+    )
+    for leaf in mfx.tree.leaves(state):
+        local = leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        local.copy_(torch.zeros_like(local))
+    assert saving.wait(60) == path
+    assert saving.done
+    assert all(done <= total for done, total in seen)
+    return (seen[-1][0] if seen else 0), seen == sorted(seen)
+
+
+def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) -> None:
+    """Save, with something wrong on one rank, or in the shards of all."""
+    state, original = mixed(tree_of(seed), here, ("plain", "flat"), seed), distributed.Draft.write
+
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    def elsewhere(draft: Any, where: Path, *more: Any) -> Any:
+        (other := where.parents[1] / f"elsewhere-{where.name}").mkdir()
+        return original(draft, other / where.name, *more)
+
+    if trouble in ("hole", "overlap"):
+        start, numel = {"hole": (4, 3), "overlap": (2, 5)}[trouble]
+        state["piece"] = FlatPiece((4, 2), start * here.rank, torch.zeros(numel))
+    elif here.rank == on and trouble in ("no space", "not shared"):
+        distributed.Draft.write = {"no space": full, "not shared": elsewhere}[trouble]
+    elif here.rank == on and trouble == "no tensor":
+        state["bad"] = 1.0
+    elif here.rank == on:
+        wrong = {"other shape": torch.zeros(9, 6), "other dtype": torch.zeros(8, 6, dtype=torch.float64)}
+        state["momentum"].trace["matrix"] = wrong[trouble]
+    try:
+        ck.save(path, state, group=here.group, step=seed + 1)
+    finally:
+        distributed.Draft.write = original
+
+
+def load_with_trouble(here: Here, path: Path, seed: int, on: int | None = None) -> None:
+    """Load, where one rank (or all) wants something else."""
+    like = mixed(tree_of(seed), here, ("plain", "flat"), seed)
+    if on in (None, here.rank):
+        like["new"] = torch.zeros(2)
+    ck.load(path, like=like, group=here.group)
+
+
+def load_plainly(here: Here, path: Path, seed: int) -> None:
+    """Load whole tensors on every rank."""
+    state = tree_of(seed)
+    found = ck.load(path, like=mfx.checkpoint.StateSpec.of(state), group=here.group)
+    assert_is_layout_of(found, state, state)
+
+
+def call_differently(here: Here, path: Path, what: str, argument: str) -> None:
+    """Save or load, with an argument that is another on the last rank."""
+    odd = here.rank == here.size - 1
+    where = path / ("two" if odd and argument == "path" else "one")
+    given: dict[str, Any] = (
+        {} if argument == "path" else {argument: {"step": int(odd), "extra": {"a": odd}}.get(argument, odd)}
+    )
+    if what == "save":
+        ck.save(where, tree_of(0), group=here.group, **given)
+    else:
+        ck.load(where, like=tree_of(0), group=here.group, **given)
+
+
+def one_alone(here: Here, path: Path, what: str) -> str:
+    """One rank alone saves or loads, while the others go on with other collectives; then all do it together."""
+    state = tree_of(1)
+    calls = {
+        "save": lambda: ck.save(path, state, group=here.group),
+        "load": lambda: ck.load(path, like=state, group=here.group),
+    }
+    calls["save"]()
+    kept, said = rendezvous._timeout, ""
+    if here.rank == 0:
+        rendezvous._timeout = lambda group: timedelta(seconds=0.2)
+        try:
+            calls[what]()
+        except ck.CheckpointError as error:
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            rendezvous._timeout = kept
+    dist.all_reduce(torch.ones(3), group=here.group)
+    calls[what]()
+    return said
+
+
+# --------------------------------------------------------------------------------------------------------- many ranks
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("savers", SIZES)
 def test_what_some_ranks_save_any_number_loads(world: World, tmp_path: Path, savers: int):
     for seed in range(3):
         path = tmp_path / str(seed)
-        world.check(savers, workers.save_mixed, path=path, seed=seed, step=seed, extra={"ranks": savers})
+        world.check(savers, save_mixed, path=path, seed=seed, step=seed, extra={"ranks": savers})
         state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
         # one process, no group
         assert_same_tree(ck.load(path, like=state), state)
@@ -30,15 +248,15 @@ def test_what_some_ranks_save_any_number_loads(world: World, tmp_path: Path, sav
         found = ck.verify(path)
         assert (found.step, found.extra) == (seed, {"ranks": savers})
         for loaders in SIZES:
-            world.check(loaders, workers.load_mixed, path=path, seed=seed, layout=10 * seed + loaders)
-        world.check(2, workers.load_plainly, path=path, seed=seed)
+            world.check(loaders, load_mixed, path=path, seed=seed, layout=10 * seed + loaders)
+        world.check(2, load_plainly, path=path, seed=seed)
 
 
-@dist
+@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["plain", "flat", "rows", "columns", "replicated", "grid"])
 def test_each_layout_stores_the_logical_tensors(world: World, tmp_path: Path, kind: str):
     """Names, shapes and dtypes are those that one process writes, and every element is stored once."""
-    world.check(4, workers.save_mixed, path=tmp_path / "many", seed=3, kinds=(kind,))
+    world.check(4, save_mixed, path=tmp_path / "many", seed=3, kinds=(kind,))
     ck.save(tmp_path / "one", tree_of(3), params=tree_of(4)["momentum"].trace)
     many, one = ck.inspect(tmp_path / "many"), ck.inspect(tmp_path / "one")
     assert {name: leaf.spec for name, leaf in many.leaves.items()} == {
@@ -48,21 +266,21 @@ def test_each_layout_stores_the_logical_tensors(world: World, tmp_path: Path, ki
     assert stored == one.nbytes
     assert_same_tree(dict(sorted(ck.read(tmp_path / "many").items())), dict(sorted(ck.read(tmp_path / "one").items())))
     for path in (tmp_path / "many", tmp_path / "one"):
-        world.check(4, workers.load_mixed, path=path, seed=3, layout=3, kinds=(kind,))
+        world.check(4, load_mixed, path=path, seed=3, layout=3, kinds=(kind,))
 
 
-@dist
+@pytest.mark.dist
 @pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("size", SIZES)
 def test_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: Path, size: int, number: int):
     for start in range(0, number, 50):
-        world.check(size, workers.random_pieces, path=tmp_path, seeds=range(start, min(number, start + 50)))
+        world.check(size, random_pieces, path=tmp_path, seeds=range(start, min(number, start + 50)))
 
 
-@dist
+@pytest.mark.dist
 def test_a_save_in_the_background_keeps_what_was_there_when_it_began(world: World, tmp_path: Path):
     for seed in (1, 2):
-        results = world.check(4, workers.save_in_background, path=tmp_path / str(seed), seed=seed)
+        results = world.check(4, save_in_background, path=tmp_path / str(seed), seed=seed)
         assert_same_tree(ck.load(tmp_path / str(seed), like=tree_of(seed)), tree_of(seed))
         assert sum(written for written, _ in results) == ck.inspect(tmp_path / str(seed)).nbytes
         assert all(in_order for _, in_order in results)
@@ -74,7 +292,7 @@ def errors(results: list[object]) -> list[BaseException]:
     return found
 
 
-@dist
+@pytest.mark.dist
 @pytest.mark.parametrize(
     ("trouble", "kind", "message"),
     [
@@ -89,32 +307,32 @@ def errors(results: list[object]) -> list[BaseException]:
 )
 def test_trouble_on_one_rank_is_an_error_on_all_and_changes_nothing(world: World, tmp_path, trouble, kind, message):
     path = tmp_path / "here"
-    world.check(2, workers.save_mixed, path=path, seed=4, kinds=("plain", "flat"))
+    world.check(2, save_mixed, path=path, seed=4, kinds=("plain", "flat"))
     before = copies(path)
-    error, _ = errors(world.run(2, workers.save_with_trouble, path=path, seed=4, trouble=trouble, on=1))
+    error, _ = errors(world.run(2, save_with_trouble, path=path, seed=4, trouble=trouble, on=1))
     assert type(error) is kind
     assert re.search(message, str(error))
     assert copies(path) == before
-    errors(world.run(2, workers.save_with_trouble, path=tmp_path / "new", seed=4, trouble=trouble, on=1))
+    errors(world.run(2, save_with_trouble, path=tmp_path / "new", seed=4, trouble=trouble, on=1))
     assert not list(tmp_path.glob("new/*"))
 
 
-@dist
+@pytest.mark.dist
 def test_a_load_that_does_not_fit_is_one_error_on_all(world: World, tmp_path: Path):
-    world.check(2, workers.save_mixed, path=tmp_path, seed=4, kinds=("plain", "flat"))
+    world.check(2, save_mixed, path=tmp_path, seed=4, kinds=("plain", "flat"))
     for on, ranks in ((None, "ranks 0, 1: "), (1, "rank 1: ")):
-        error, _ = errors(world.run(2, workers.load_with_trouble, path=tmp_path, seed=4, on=on))
+        error, _ = errors(world.run(2, load_with_trouble, path=tmp_path, seed=4, on=on))
         assert isinstance(error, MismatchError)
         assert str(error).startswith(ranks)
         assert error.problems == ("missing:   'new', (2,) float32, is not in the checkpoint",)
-    error, _ = errors(world.run(2, workers.load_with_trouble, path=tmp_path / "nowhere", seed=4))
+    error, _ = errors(world.run(2, load_with_trouble, path=tmp_path / "nowhere", seed=4))
     assert isinstance(error, ck.NotFoundError)
 
 
-@dist
+@pytest.mark.dist
 def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path, monkeypatch):
     path = tmp_path / "here"
-    world.check(4, workers.save_mixed, path=path, seed=4)
+    world.check(4, save_mixed, path=path, seed=4)
     monkeypatch.setattr(data, "_MOST_OPEN", 2)
     assert_same_tree(ck.load(path, like=tree_of(4)), tree_of(4))  # with fewer open files than ranks have written
     shards = sorted(path.glob("*.safetensors"))
@@ -122,7 +340,7 @@ def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path
     whole = shards[2].read_bytes()
     shards[2].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     for message in ("is damaged in", f"{shards[2].name}: the data file cannot be read"):
-        error, *_ = errors(world.run(4, workers.load_mixed, path=path, seed=4, layout=1, kinds=("plain",)))
+        error, *_ = errors(world.run(4, load_mixed, path=path, seed=4, layout=1, kinds=("plain",)))
         assert isinstance(error, CorruptError)
         assert message in str(error)
         shards[2].unlink(missing_ok=True)
@@ -130,29 +348,29 @@ def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path
         ck.load(path, like=tree_of(4))
 
 
-@dist
+@pytest.mark.dist
 @pytest.mark.parametrize(("what", "done"), [("save", "WriteError: .* written"), ("load", "CheckpointError: .* loaded")])
 def test_a_rank_that_calls_alone_is_told_which_ranks_did_not(world: World, tmp_path: Path, what: str, done: str):
-    said, other = world.check(2, workers.one_alone, path=tmp_path, what=what)
+    said, other = world.check(2, one_alone, path=tmp_path, what=what)
     together = rf": nothing.*all ranks must call checkpoint\.{what} together, but rank 1 did not.*"
     assert re.fullmatch(done.replace(".* ", ".* was not ") + together, said)
     assert not other
 
 
-@dist
+@pytest.mark.dist
 def test_the_newest_are_kept_by_ranks_too(world: World, tmp_path: Path):
     for step in range(4):
-        world.check(2, workers.save_mixed, path=ck.step_path(tmp_path, step), seed=4, step=step, keep=2)
+        world.check(2, save_mixed, path=ck.step_path(tmp_path, step), seed=4, step=step, keep=2)
     assert [path.name for path in ck.checkpoints(tmp_path)] == ["step-000000002", "step-000000003"]
     assert sorted(tmp_path.iterdir()) == ck.checkpoints(tmp_path)
     # at one path, more than once, by fewer ranks: nothing of the larger save is left
-    world.check(4, workers.save_mixed, path=tmp_path / "one", seed=1)
-    world.check(1, workers.save_mixed, path=tmp_path / "one", seed=2)
+    world.check(4, save_mixed, path=tmp_path / "one", seed=1)
+    world.check(1, save_mixed, path=tmp_path / "one", seed=2)
     assert len(list((tmp_path / "one").iterdir())) == 2
     assert_same_tree(ck.load(tmp_path / "one", like=tree_of(2)), tree_of(2))
 
 
-@dist
+@pytest.mark.dist
 @pytest.mark.parametrize(
     ("what", "argument"),
     [("save", "path"), ("save", "step"), ("save", "extra"), ("load", "path"), ("load", "allow_extra")],
@@ -161,7 +379,7 @@ def test_arguments_that_differ_are_named_with_the_ranks(world: World, tmp_path: 
     for name in ("one", "two"):
         ck.save(tmp_path / name, tree_of(0))
     before = sorted(tmp_path.rglob("*"))
-    error, *_ = errors(world.run(3, workers.call_differently, path=tmp_path, what=what, argument=argument))
+    error, *_ = errors(world.run(3, call_differently, path=tmp_path, what=what, argument=argument))
     assert f"the ranks {what} with different {argument}=" in str(error)
     assert "ranks 0, 1: " in str(error)
     assert "rank 2: " in str(error)
