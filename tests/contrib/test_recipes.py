@@ -24,7 +24,7 @@ def draw(steps: int = 4) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     return drawn[0], drawn[1:]
 
 
-def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9) -> None:
+def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9, atol: float = 1e-10) -> None:
     """Compare parameters after each step with ``step(t, x, g, memory)``, the next one, t from 1."""
     params, steps = draw()
     state, memory = tx.init(params), {name: {} for name in params}
@@ -34,7 +34,7 @@ def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9) -> None:
         params = mfx.apply_updates(params, updates)
         for name, x in theirs.items():
             theirs[name] = step(t, x, grads[name], memory[name])
-            torch.testing.assert_close(params[name], theirs[name], rtol=rtol, atol=1e-10)
+            torch.testing.assert_close(params[name], theirs[name], rtol=rtol, atol=atol)
 
 
 def average(memory: dict[str, Any], key: str, new: Tensor, beta: float = BETA) -> Tensor:

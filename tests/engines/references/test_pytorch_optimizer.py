@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
+from tests.contrib.test_recipes import BETA, DECAY, EXACT, RATE, SHAPES, assert_follows
 
 pytestmark = pytest.mark.engines
 theirs = pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer: make engines")
-
-EXACT = mfx.orthogonalize(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype=torch.float64)
-RATE, DECAY, BETA = 0.1, 0.3, 0.9
-SHAPES = {"tall": (6, 4), "wide": (3, 5)}
 
 
 @pytest.fixture(autouse=True)
@@ -30,19 +27,15 @@ def drawn(draw: torch.Generator, shapes: dict[str, tuple[int, ...]]) -> dict[str
 
 
 def assert_equal(tx: mfx.Transform, make: Any, bound: float) -> None:
-    draw = torch.Generator().manual_seed(0)
-    params = drawn(draw, SHAPES)
-    state = tx.init(params)
-    copies = {name: torch.nn.Parameter(value.clone()) for name, value in params.items()}
-    optimizer = make(list(copies.values()))
-    for _ in range(4):
-        grads = drawn(draw, SHAPES)
-        updates, state = tx.update(grads, state, params)
-        params = mfx.apply_updates(params, updates)
-        for name, own in copies.items():
-            own.grad = grads[name].clone()
-        optimizer.step()
-        torch.testing.assert_close(params, {n: own.detach() for n, own in copies.items()}, rtol=bound, atol=bound)
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        if t == 1:
+            memory["param"] = torch.nn.Parameter(x.clone())
+            memory["optimizer"] = make([memory["param"]])
+        memory["param"].grad = g.clone()
+        memory["optimizer"].step()
+        return memory["param"].detach().clone()
+
+    assert_follows(tx, step, bound, bound)
 
 
 NORMS = {
