@@ -115,13 +115,6 @@ def test_a_model_and_a_transform_that_it_cannot_step_are_refused() -> None:
     assert len(ours.optimizer(model, tx).param_groups) == 1
 
 
-def test_an_unknown_name_in_a_configuration_is_refused_with_the_names_that_there_are() -> None:
-    for unknown, meant in (("adam_lr", "adamw_lr"), ("decay", "momentum="), ("b1", "betas=")):
-        config = {"optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.1, unknown: 0.5}}}
-        with pytest.raises(TypeError, match=f"there is no argument '{unknown}'.*{meant}"):
-            ours.initialize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config)
-
-
 def test_numbers_of_a_configuration_are_those_of_the_groups() -> None:
     params: Any = {"lr": 0.1, "momentum": 0.8, "betas": [0.7, 0.6], "adamw_lr": 0.2, "weight_decay": 0.3}
     labels: Any = {"0.weight": "muon", "0.bias": "adamw"}

@@ -55,5 +55,8 @@ def test_every_engine_takes_parts_as_muon_does(make: Any):
         make(orthogonalize={"view": {"blcks": 3}})
     with pytest.raises(TypeError, match=r"there is no argument 'coefficients' \(here: orthogonalize=.*coefficients"):
         make(coefficients="keller")
+    for unknown, meant in (("adam_lr", "adamw_lr"), ("decay", "momentum="), ("b1", "betas=")):
+        with pytest.raises(TypeError, match=f"there is no argument '{unknown}'.*{meant}"):
+            make(**{unknown: 0.5})
     with pytest.raises(ValueError, match="dtype"):
         make(orthogonalize={"dtype": "float33"})

@@ -1,0 +1,58 @@
+"""`muonfx.Muon` under the real, unmodified accelerate and Lightning: parameters of one process, resumed to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engines.accelerate_worker import CASES as ACCELERATE
+from tests.engines.processes import launched, real, result_of
+
+LIGHTNING = {2: ["ddp", "ddp, replicated", "fsdp2", "fsdp2, one file"], 1: ["one process"]}
+MUON, ADAMW = ([rate * 0.5**step for step in range(5)] for rate in (0.02, 0.003))
+REST = {
+    "lr-Muon/muon-momentum": 0.95,
+    "lr-Muon/adamw-momentum": 0.9,
+    "lr-Muon/muon-weight_decay": 0.1,
+    "lr-Muon/adamw-weight_decay": 0.1,
+}
+pytestmark = pytest.mark.dist
+Found = Callable[[str, int], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The results of all cases of a framework, of each rank, by the number of ranks."""
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {}
+
+    def of(framework: str, size: int) -> list[dict[str, Any]]:
+        if (framework, size) not in results:
+            names = ACCELERATE if framework == "accelerate" else LIGHTNING[size]
+            folder = tmp_path_factory.mktemp(framework)
+            results[framework, size] = launched(f"{framework}_worker.py", size, names, folder)
+        return results[framework, size]
+
+    return of
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=real("accelerate")) for name in ACCELERATE])
+def test_accelerate(found: Found, name: str) -> None:
+    case = result_of(found("accelerate", 2), name)
+    assert case["strategy"] == ("FSDP" if "FSDP2" in name else "MULTI_CPU")
+    assert case["worst"] <= 2e-6
+    assert case["resumed"]
+    assert case["groups"] == [["muon", 0.01], ["adamw", 0.0015]]  # half of it, as the schedule says
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [pytest.param(size, name, marks=real("lightning")) for size, names in LIGHTNING.items() for name in names],
+)
+def test_lightning_whose_log_is_true(found: Found, size: int, name: str) -> None:
+    case = result_of(found("lightning", size), name)
+    assert case["worst"] <= 1e-6
+    assert case["resumed"]
+    assert case["logged"] == {"lr-Muon/muon": MUON, "lr-Muon/adamw": ADAMW, **REST}
+    assert case["logged again"] == {"lr-Muon/muon": MUON[3:], "lr-Muon/adamw": ADAMW[3:], **REST}
