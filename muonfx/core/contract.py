@@ -89,7 +89,7 @@ class Transform(Recorded):
 
     number_types = (Schedule,)
 
-    @_derived
+    @property
     def name(self) -> str:
         """The name of the factory. In a chain, it is the key of this transform's state."""
         factory = self.factory
