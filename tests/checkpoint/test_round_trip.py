@@ -128,34 +128,43 @@ def test_every_case_with_every_parameter_dtype(tx: mfx.Transform, tmp_path: Path
         continues(tx, example.map(lambda leaf: leaf.to(device)), tmp_path / str(dtype))
 
 
-TX = mfx.muon_with_adamw(
-    mfx.warmup_cosine_decay_schedule(0.1, 2, 10),
-    orthogonalize=mfx.orthogonalize(dtype=torch.float32),
-    labels={"embed.weight": "adamw", "blocks.0.up.weight": "muon", "blocks.0.up.bias": "adamw", "scale": "adamw"},
-)
+def chain_of() -> mfx.Transform:
+    return mfx.chain(
+        mfx.clip_by_global_norm(1.0),
+        mfx.partition(
+            {
+                "muon": mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32), mfx.scale_by_shape()),
+                "adamw": mfx.scale_by_adam(mu_dtype=torch.bfloat16),
+            },
+            {"embed.weight": "adamw", "blocks.0.up.weight": "muon", "blocks.0.up.bias": "adamw", "scale": "adamw"},
+        ),
+        mfx.add_decayed_weights(0.1, mask=mfx.select.ndim(min=2)),
+        mfx.accumulate(mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10)), 2),
+    )
 
 
 def take_a_step(folder: str) -> None:
     """Load, take a step, and save, in a process of its own."""
     for dtype in kit.DTYPES:
         params = ck.load_params(f"{folder}/{dtype}", like=small_params(dtype))
-        state = ck.load(f"{folder}/{dtype}", like=mfx.spec(TX, params))
-        updates, state = TX.update(grads_like(params, 7), state, params)
-        ck.save(f"{folder}/{dtype}-next", state, params=updates, tx=TX)
+        state = ck.load(f"{folder}/{dtype}", like=mfx.spec(chain_of(), params))
+        updates, state = chain_of().update(grads_like(params, 7), state, params)
+        ck.save(f"{folder}/{dtype}-next", state, params=updates, tx=chain_of())
 
 
 def test_a_fresh_process_takes_the_same_step(tmp_path: Path):
+    tx = chain_of()
     expected = {}
     for dtype in kit.DTYPES:
-        params, state = trained(TX, small_params(dtype))
-        ck.save(tmp_path / str(dtype), state, tx=TX, params=params, step=2)
-        expected[dtype] = TX.update(grads_like(params, 7), state, params)
+        params, state = trained(tx, small_params(dtype))
+        ck.save(tmp_path / str(dtype), state, tx=tx, params=params, step=2)
+        expected[dtype] = tx.update(grads_like(params, 7), state, params)
     code = f"import tests.checkpoint.test_round_trip as t; t.take_a_step({str(tmp_path)!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "77"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=Path(__file__).parents[2])
     for dtype, (updates, state) in expected.items():
         path = tmp_path / f"{dtype}-next"
-        assert_same_tree(ck.load(path, like=state, tx=TX), state)
+        assert_same_tree(ck.load(path, like=state, tx=tx), state)
         assert_same_tree(ck.load_params(path, like=updates), updates)
 
 

@@ -10,7 +10,7 @@ import torch
 import muonfx as mfx
 from muonfx.checkpoint import MismatchError, NotFoundError
 from muonfx.polar import policy
-from muonfx.tree.dtypes import NAMES, widens
+from muonfx.tree.dtypes import DTYPES, NAMES, SAFETENSORS_NAMES, widens
 from tests.checkpoint.common import assert_same_tree, grads_like, small_params, trained
 
 ck = mfx.checkpoint
@@ -88,6 +88,13 @@ def test_nothing_widens_into_another_kind_or_into_less():
                 assert new.itemsize > old.itemsize
                 assert old is not torch.bool
     assert not widens(torch.int64, torch.float64)
+
+
+def test_names_of_dtypes_read_back():
+    assert all(DTYPES[name] is dtype is getattr(torch, name) for dtype, name in NAMES.items())
+    assert len(ALL) == len(DTYPES) == 20
+    assert torch.qint8 not in NAMES
+    assert SAFETENSORS_NAMES[torch.float32] == "F32"
 
 
 @pytest.mark.parametrize(
@@ -266,18 +273,24 @@ def test_codes_are_never_taken_for_values(tmp_path: Path, dtype: mfx.QuantizedDt
 AUTO = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2)), mfx.scale(-0.1))
 
 
-def saved_there(path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype, **how: Any) -> Any:
-    """Save the state of a machine with or without bf16."""
-    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: how["has_bf16"])
+def saved_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype, *, has_bf16: bool, **more: Any
+) -> Any:
+    """Save the state of a machine with or without bf16; with more arguments, in the background or with parameters."""
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: has_bf16)
     params = {"w": torch.ones(2, 3, dtype=dtype)}
     state = tx.init(params)
-    ck.save_async(path, state, tx=tx, params=params if how.get("with_params") else None).wait()
+    save = ck.save_async if more.get("wait") else ck.save
+    made = save(path, state, tx=tx, params=params if more.get("with_params") else None)
+    if more.get("wait"):
+        made.wait()
     return state
 
 
+@pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("by_spec", [False, True])
-def test_another_dtype_is_a_warning_with_both(tmp_path: Path, monkeypatch, by_spec: bool):
-    like = saved_there(tmp_path, monkeypatch, AUTO, torch.float32, has_bf16=True)
+def test_another_dtype_is_a_warning_with_both(tmp_path: Path, monkeypatch, by_spec: bool, wait: bool):
+    like = saved_there(tmp_path, monkeypatch, AUTO, torch.float32, has_bf16=True, wait=wait)
     assert ck.inspect(tmp_path).products == {"masked.inner": "bfloat16"}
     like = mfx.spec(AUTO, {"w": torch.ones(2, 3)}) if by_spec else like
     with warnings.catch_warnings():
