@@ -16,8 +16,16 @@ from muonfx.transforms.scale import of_leaves
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["WeightNormsState", "keep_weight_norms", "match_weight_norms", "norm"]
-__all__ += ["normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_rows"]
+__all__ = [
+    "WeightNormsState",
+    "keep_weight_norms",
+    "match_weight_norms",
+    "norm",
+    "normalize_columns",
+    "normalize_leaves",
+    "normalize_matrices",
+    "normalize_rows",
+]
 
 
 @matrixwise(position="sets_size")

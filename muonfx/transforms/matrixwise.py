@@ -23,8 +23,15 @@ from muonfx.tree import Present, PyTree, Structure
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 
-__all__ = ["MatrixSlot", "MatrixStates", "StateAndMatrixStep"]
-__all__ += ["matrix_locality", "matrixwise", "name_patterns", "on_stacks"]
+__all__ = [
+    "MatrixSlot",
+    "MatrixStates",
+    "StateAndMatrixStep",
+    "matrix_locality",
+    "matrixwise",
+    "name_patterns",
+    "on_stacks",
+]
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
 """The pair that a function under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step of a stack."""
