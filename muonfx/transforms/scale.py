@@ -119,7 +119,7 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
     "fan_in": lambda rows, columns: 1.0 / columns,
 }
-"""Functions from rows and columns to a factor. In order, from Keller Jordan's Muon; Moonlight; Dion and Scion; Scion."""
+"""Functions from rows and columns to a factor. In order: Keller Jordan's Muon; Moonlight; Dion and Scion; Scion."""
 
 
 @transform(locality=Locality.ELEMENT)
