@@ -97,9 +97,11 @@ def run(folder: Path, work: Callable[[int, Any], Outcome], ranks: int) -> list[O
         if (child := os.fork()) == 0:
             group = None
             if ranks > 1:
-                dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-                )
+                shared, timeout = dist.FileStore(str(store), ranks), timedelta(seconds=60)
+                dist.init_process_group("gloo", store=shared, rank=rank, world_size=ranks, timeout=timeout)
+                # The other rank may still be connecting; it could not, if this rank were killed at once.
+                shared.set(f"connected {rank}", "")
+                shared.wait([f"connected {other}" for other in range(ranks)])
                 group = dist.group.WORLD
             try:
                 report.write_bytes(pickle.dumps(work(rank, group)))
