@@ -37,8 +37,7 @@ from muonfx.core import (
 )
 from muonfx.core.schedules import (
     Scalar, ScalarOrSchedule, Schedule, ScheduleFunction, constant_schedule, cosine_decay_schedule, exponential_decay,
-    join_schedules, linear_schedule, onecycle_schedule, polynomial_schedule, schedule, sgdr_schedule,
-    warmup_cosine_decay_schedule, warmup_stable_decay_schedule,
+    join_schedules, linear_schedule, schedule, warmup_cosine_decay_schedule, warmup_stable_decay_schedule,
 )
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
 from muonfx.select import Labels, MatrixView, default_labels, describe, labels
@@ -97,8 +96,7 @@ __all__ = [
     "StateAndStep",
     # schedules
     "Schedule", "constant_schedule", "cosine_decay_schedule", "exponential_decay", "join_schedules",
-    "linear_schedule", "onecycle_schedule", "polynomial_schedule", "schedule", "sgdr_schedule",
-    "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule",
+    "linear_schedule", "schedule", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule",
     # as a torch optimizer
     "Muon", "TransformOptimizer",
     # recipes

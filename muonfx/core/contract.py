@@ -31,8 +31,7 @@ from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.outline import outline
 from muonfx.core.patterns import NamePatterns, warn_of_unmatched
 from muonfx.core.recorded import Recorded
-from muonfx.core.scheduled import follow
-from muonfx.core.schedules import Schedule
+from muonfx.core.schedules import Schedule, follow
 from muonfx.core.signatures import (
     ON_PIECES,
     Extras,

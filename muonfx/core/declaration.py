@@ -26,6 +26,9 @@ Position = Literal[
 ]
 """The place of a transform in a chain; `muonfx.transform` documents each value."""
 
+InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, PyTree]]]
+"""The pair of functions ``init, update`` that a function under `transform` returns."""
+
 
 class Locality(IntEnum):
     """The part of the tree that a transform reads to compute one element of its output, from least to most.

@@ -9,10 +9,9 @@ from typing import Any, Concatenate, ParamSpec, cast, overload
 import torch
 
 from muonfx.core.contract import Transform
-from muonfx.core.declaration import Combinator, Declaration, Locality, Position
+from muonfx.core.declaration import Combinator, Declaration, InitAndUpdate, Locality, Position
 from muonfx.core.definition import Memory, make_factory
 from muonfx.core.patterns import NamePatterns
-from muonfx.core.scheduled import InitAndUpdate
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import bind
 

@@ -56,8 +56,9 @@ NAMES_HERE = {
         "scale_by_rms": "rmsprop RMSprop",
         "muon": "scale_by_muon",
         "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
-        "join_schedules": "piecewise_constant_schedule piecewise_interpolate_schedule",
-        "onecycle_schedule": "cosine_onecycle_schedule linear_onecycle_schedule",
+        "join_schedules": "piecewise_constant_schedule piecewise_interpolate_schedule cosine_onecycle_schedule "
+        "linear_onecycle_schedule sgdr_schedule",
+        "schedule": "polynomial_schedule",
         "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
         "tree": "tree_utils",
         "tree.norm": "global_norm tree_norm",

@@ -44,30 +44,3 @@ def test_an_exponential_stops_at_its_end(rate: float, end: float):
     bound = max if rate < 1 else min
     for count in STEPS:
         assert mfx.exponential_decay(1.0, 2, rate, end=end)(count) == pytest.approx(bound(end, rate ** (count / 2)))
-
-
-def test_a_polynomial_of_power_one_is_a_line():
-    for count in STEPS:
-        assert mfx.polynomial_schedule(1.0, 0.2, 9)(count) == pytest.approx(mfx.linear_schedule(1.0, 0.2, 9)(count))
-        left = 1 - min(max(count - 2, 0), 9) / 9
-        assert mfx.polynomial_schedule(1.0, 0.2, 9, 3.0, begin=2)(count) == pytest.approx(0.2 + 0.8 * left**3)
-
-
-@pytest.mark.parametrize("interpolation", ["linear", "cosine"])
-def test_a_cycle_begins_peaks_and_ends_where_it_says(interpolation: str):
-    cycle = mfx.onecycle_schedule(2.0, 20, interpolation, pct_start=0.25, div_factor=4.0, final_div_factor=10.0)
-    values = [cycle(count) for count in range(30)]
-    assert [values[0], values[5], values[20], values[29]] == pytest.approx([0.5, 2.0, 0.05, 0.05])
-    assert values[:6] == sorted(values[:6])
-    assert values[5:] == sorted(values[5:], reverse=True)
-
-
-def test_each_restart_is_a_cosine_of_its_own():
-    restarts = mfx.sgdr_schedule(1.0, 4, 3, growth=2, decay=0.5, warmup_steps=1, start=0.1, end=0.01)
-    first = 0
-    for cycle in range(3):
-        alone = mfx.warmup_cosine_decay_schedule(0.5**cycle, 1, 4 * 2**cycle, 0.1, 0.01)
-        for count in range(4 * 2**cycle):
-            assert restarts(first + count) == pytest.approx(alone(count))
-        first += 4 * 2**cycle
-    assert restarts(first + 100) == pytest.approx(0.01)

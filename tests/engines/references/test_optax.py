@@ -212,22 +212,6 @@ def test_polargrad_is_muon_of_optax_with_the_dual_norm():
 VALUES = st.floats(0.01, 4.0)
 LENGTHS = st.integers(1, 9)
 BEGINS = st.integers(0, 4)
-WAYS = st.sampled_from(("linear", "cosine"))
-
-
-def one_cycles(peak: float, steps: int, way: str, first: float, last: float) -> Any:
-    shares = {"pct_start": 0.3} | ({"pct_final": 0.85} if way == "linear" else {})
-    more = shares | {"div_factor": first, "final_div_factor": last}
-    theirs = optax.linear_onecycle_schedule if way == "linear" else optax.cosine_onecycle_schedule
-    return mfx.onecycle_schedule(peak, steps, way, **more), theirs(steps, peak, **more)
-
-
-def restarts(peak: float, steps: int, cycles: int, growth: int, decay: float, start: float, end: float) -> Any:
-    same = {"init_value": start, "warmup_steps": 1, "end_value": end}
-    each = [same | {"peak_value": peak * decay**n, "decay_steps": steps * growth**n} for n in range(cycles)]
-    ours = mfx.sgdr_schedule(peak, steps, cycles, growth=growth, decay=decay, warmup_steps=1, start=start, end=end)
-    return ours, optax.sgdr_schedule(each)
-
 
 SCHEDULES: dict[str, st.SearchStrategy[Any]] = {
     "exponential": st.builds(
@@ -236,18 +220,6 @@ SCHEDULES: dict[str, st.SearchStrategy[Any]] = {
             optax.exponential_decay(start, steps, rate, begin, stairs, end),
         ),
         *(VALUES, LENGTHS, VALUES, BEGINS, st.booleans(), st.none() | VALUES),
-    ),
-    "polynomial": st.builds(
-        lambda start, end, steps, power, begin: (
-            mfx.polynomial_schedule(start, end, steps, power, begin),
-            optax.polynomial_schedule(start, end, power, steps, begin),
-        ),
-        *(VALUES, VALUES, LENGTHS, st.sampled_from((1.0, 0.5, 3.0)), BEGINS),
-    ),
-    # From 4 steps on: with fewer steps two of Optax's boundaries coincide, and one of them is lost.
-    "one cycle": st.builds(one_cycles, VALUES, st.integers(4, 20), WAYS, VALUES, VALUES),
-    "sgdr": st.builds(
-        restarts, VALUES, st.integers(2, 6), st.integers(1, 3), st.integers(1, 2), VALUES, VALUES, VALUES
     ),
 }
 

@@ -1,17 +1,128 @@
-"""Constant, linear, cosine, polynomial, exponential and cyclic schedules, and sequences of schedules."""
+"""Schedules: a hyperparameter as a function of the step count.
+
+A `Schedule` is a recorded value like a transform: it prints as the code that built it, compares, pickles, and its
+numeric arguments are leaves that can be batched or differentiated. Called with the count of a transform's state (a 0-d
+integer tensor), it returns a 0-d tensor without Python branches. Called with an int, it returns a float, for example
+for a plot. Step 0 is the first update.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Literal
+from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
 from torch import Tensor
 
 from muonfx.core import checks
-from muonfx.core.schedules.base import Scalar, Schedule, ScheduleFunction, schedule
+from muonfx.core.declaration import InitAndUpdate
+from muonfx.core.definition import make_factory
+from muonfx.core.recorded import Recorded
+from muonfx.tree import PyTree, device_of
+from muonfx.tree.tracing import is_wrapped
+
+__all__ = [
+    "Scalar",
+    "ScalarOrSchedule",
+    "Schedule",
+    "ScheduleFunction",
+    "ScheduledState",
+    "constant_schedule",
+    "cosine_decay_schedule",
+    "exponential_decay",
+    "join_schedules",
+    "linear_schedule",
+    "schedule",
+    "warmup_cosine_decay_schedule",
+    "warmup_stable_decay_schedule",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+P = ParamSpec("P")
+
+Scalar = float | Tensor
+"""A number, which may be a 0-d tensor."""
+
+
+class Schedule(Recorded):
+    """A function of the step count that records its arguments; made by a factory that `schedule` decorates.
+
+    >>> import muonfx as mfx
+    >>> mfx.linear_schedule(1.0, 0.0, 10)
+    linear_schedule(start=1.0, end=0.0, steps=10)
+    >>> mfx.linear_schedule(1.0, 0.0, 10)(5)
+    0.5
+    """
+
+    def prepare(self) -> None:
+        """Call the constructor now, and require that it returns a function of the count."""
+        super().prepare()
+        if not callable(self.built):
+            name = self.factory.__name__
+            raise TypeError(f"{name}: the decorated function must return a function of the count, found {self.built!r}")
+
+    @overload
+    def __call__(self, count: int) -> float: ...
+
+    @overload
+    def __call__(self, count: Tensor) -> Tensor: ...
+
+    def __call__(self, count: int | Tensor) -> Any:
+        """Evaluate at a step count: a float for an int, a 0-d tensor for a tensor."""
+        function = self.built
+        if isinstance(count, Tensor):
+            return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))
+        value = function(torch.tensor(float(count), dtype=torch.float64))
+        is_recorded = isinstance(value, Tensor) and (value.requires_grad or is_wrapped(value))
+        return value if is_recorded else float(value)
+
+
+ScalarOrSchedule = float | Tensor | Schedule
+"""A number, a 0-d tensor, or a schedule that gives the number of each step.
+
+A constructor under `muonfx.transform` receives the number of the step for an argument of this type.
+"""
+
+ScheduleFunction = Callable[[Tensor], Any]
+"""A function of the step count, a 0-d floating tensor, as one under `schedule` returns it."""
+
+
+@overload
+def schedule(constructor: Callable[P, ScheduleFunction], /) -> Callable[P, Schedule]: ...
+
+
+@overload
+def schedule(*, name: str | None = None) -> Callable[[Callable[P, ScheduleFunction]], Callable[P, Schedule]]: ...
+
+
+def schedule(constructor: Callable[..., ScheduleFunction] | None = None, *, name: str | None = None) -> Any:
+    """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
+
+    Args:
+        constructor: takes the schedule's arguments, and returns a function from count to value.
+        name: a public name that stays when the function moves, as in `muonfx.transform`.
+
+    Raises:
+        ValueError: ``name`` is not made of identifiers and dots.
+
+    >>> @schedule
+    ... def inverse_sqrt(rate: float):
+    ...     return lambda count: rate / (count + 1).sqrt()
+    >>> inverse_sqrt(2.0)(3)
+    1.0
+    """
+
+    def decorate(constructor: Callable[..., ScheduleFunction]) -> Callable[..., Schedule]:
+        return make_factory(Schedule, constructor, name=name)
+
+    return decorate if constructor is None else decorate(constructor)
 
 
 @schedule
@@ -59,30 +170,6 @@ def cosine_decay_schedule(start: Scalar, steps: int, end: Scalar = 0.0) -> Sched
     checks.finite("end", end)
     checks.whole_number("steps", steps)
     return lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps)))
-
-
-@schedule
-def polynomial_schedule(
-    start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begin: int = 0
-) -> ScheduleFunction:
-    r"""Change from `start` to `end` in proportion to $(1 - t/T)^p$, then stay at `end`.
-
-    Args:
-        start: the value until step ``begin``.
-        end: the value ``steps`` later and after.
-        steps: the length in steps.
-        power: the exponent $p$, positive; 1 is linear.
-        begin: the step at which the change starts.
-
-    >>> [polynomial_schedule(1.0, 0.0, 4, power=2.0)(count) for count in (0, 2, 4, 9)]
-    [1.0, 0.25, 0.0, 0.0]
-    """
-    checks.finite("start", start)
-    checks.finite("end", end)
-    checks.positive("power", power)
-    checks.whole_number("steps", steps)
-    checks.whole_number("begin", begin)
-    return lambda count: end + (start - end) * torch.pow(1.0 - _fraction(count - begin, steps), _tensor(power, count))
 
 
 @schedule
@@ -214,103 +301,36 @@ def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor
     return value
 
 
-@schedule
-def onecycle_schedule(
-    peak: float,
-    total_steps: int,
-    interpolation: Literal["linear", "cosine"] = "linear",
-    *,
-    pct_start: float = 0.3,
-    pct_final: float = 0.85,
-    div_factor: float = 25.0,
-    final_div_factor: float = 1e4,
-):
-    """The 1cycle policy: rise to a peak, fall to the first value, then fall to the last; "cosine" falls directly.
+class ScheduledState(NamedTuple):
+    """State of a transform that was given schedules in place of numbers."""
 
-    Args:
-        peak: the largest value.
-        total_steps: the length in steps.
-        interpolation: "linear" or "cosine".
-        pct_start: the share of the steps after which the peak is reached.
-        pct_final: the share of the steps after which the first value is reached again; for lines only.
-        div_factor: the peak over the first value.
-        final_div_factor: the first value over the last.
-
-    Follows Smith and Topin (arXiv 1708.07120); ``linear_onecycle_schedule`` and ``cosine_onecycle_schedule`` of Optax.
-
-    >>> [onecycle_schedule(1.0, 100, div_factor=4.0, final_div_factor=5.0)(count) for count in (0, 15, 30, 85, 100)]
-    [0.25, 0.625, 1.0, 0.25, 0.05]
-    """
-    checks.finite("peak", peak)
-    checks.positive_int("total_steps", total_steps)
-    for name, share in {"pct_start": pct_start, "pct_final": pct_final}.items():
-        checks.at_least(name, share, 0.0)
-        if isinstance(share, float) and share > 1.0:
-            raise ValueError(f"{name} must be at most 1, found {share!r}")
-    checks.positive("div_factor", div_factor)
-    checks.positive("final_div_factor", final_div_factor)
-
-    def at(share: float | Tensor) -> float | Tensor:
-        return (share * total_steps).floor() if isinstance(share, Tensor) else math.floor(share * total_steps)
-
-    low = peak / div_factor
-    points = [(0, low), (at(pct_start), peak), (at(pct_final), low), (total_steps, low / final_div_factor)]
-    return _through(
-        [point for place, point in enumerate(points) if place != 2 or interpolation == "linear"], interpolation
-    )
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates so far, int64: the next update uses the schedules' values at this count."""
+    inner: PyTree
+    """The state that the transform has with plain numbers."""
 
 
-def _through(points: list[tuple[float | Tensor, float | Tensor]], interpolation: str) -> Callable[[Tensor], Tensor]:
-    """Return the function of the count that passes through values at given steps, and then stays."""
+def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
+    """Build the ``init`` and ``update`` that call the constructor with the scheduled numbers of each step."""
 
-    def value(count: Tensor) -> Tensor:
-        result = points[0][1] + 0.0 * count
-        for (begin, low), (end, high) in pairwise(points):
-            done = (count - begin) / _tensor(end - begin, count).clamp(min=1.0)
-            done = 0.5 - 0.5 * torch.cos(math.pi * done) if interpolation == "cosine" else done
-            result = torch.where(count >= begin, low + (high - low) * done, result)
-            result = torch.where(count >= end, high, result)
-        return result
+    def functions_at(count: Tensor) -> InitAndUpdate:
+        dtype = torch.float32 if count.device.type == "mps" else torch.float64
+        return build({name: schedule(count).to(dtype) for name, schedule in schedules.items()})
 
-    return value
+    def functions_at_start() -> InitAndUpdate:
+        # On the CPU, because a schedule that looks values up in a table cannot run on the meta device.
+        return functions_at(torch.zeros((), dtype=torch.int64, device="cpu"))
 
+    def init(params: PyTree) -> ScheduledState:
+        inner, _ = functions_at_start()
+        return ScheduledState(torch.zeros((), dtype=torch.int64, device=device_of(params)), inner(params))
 
-@schedule
-def sgdr_schedule(
-    peak: Scalar,
-    steps: int,
-    cycles: int,
-    *,
-    growth: int = 1,
-    decay: Scalar = 1.0,
-    warmup_steps: int = 0,
-    start: Scalar = 0.0,
-    end: Scalar = 0.0,
-):
-    """Repeat a cosine decay with warm restarts (SGDR).
+    def update(updates: PyTree, state: ScheduledState, params: PyTree = None, **extras: Any):
+        _, inner = functions_at(state.count)
+        updates, inner_state = inner(updates, state.inner, params, **extras)
+        return updates, ScheduledState(state.count + 1, inner_state)
 
-    Args:
-        peak: the largest value of the first cycle.
-        steps: the length of the first cycle.
-        cycles: the number of cycles; after the last one the value stays.
-        growth: the length of each cycle over the length of the previous cycle.
-        decay: the peak of each cycle over the peak of the previous cycle.
-        warmup_steps: the steps of each cycle in which it rises to its peak.
-        start: the value from which each cycle rises.
-        end: the value to which each cycle falls.
-
-    Follows Loshchilov and Hutter (arXiv 1608.03983); `join_schedules` combines any other cycles.
-
-    >>> [round(sgdr_schedule(1.0, 4, 2, growth=2)(count), 3) for count in (0, 2, 4, 8, 12)]
-    [1.0, 0.5, 1.0, 0.5, 0.0]
-    """
-    checks.positive_int("steps", steps)
-    checks.positive_int("cycles", cycles)
-    checks.positive_int("growth", growth)
-    checks.finite("decay", decay)
-    lengths = [steps * growth**cycle for cycle in range(cycles)]
-    parts = [
-        warmup_cosine_decay_schedule(peak * decay**cycle, warmup_steps, length, start, end)
-        for cycle, length in enumerate(lengths)
-    ]
-    return joined(parts, [sum(lengths[:cycle]) for cycle in range(1, cycles)])
+    if torch.compiler.is_compiling():  # the signature was read before tracing
+        return init, update
+    _, like = functions_at_start()
+    return init, functools.wraps(like)(update)
