@@ -56,7 +56,7 @@ def _inspect(path: Path) -> int:
         except CheckpointError as error:
             cells = "?", "?", "?", str(error)
         rows.append((inner.name, *cells))
-    print(Table.of(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3)).to_text())
+    print(Table(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3)).to_text())
     return 0
 
 

@@ -149,7 +149,7 @@ class Index(Shown):
             (name, str(spec.shape), str(spec.dtype).removeprefix("torch."), format_bytes(spec.nbytes), str(len(chunks)))
             for name, (spec, chunks) in self.leaves.items()
         ]
-        table = Table.of(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
+        table = Table(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
         return Report((heading, table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}"))
 
 

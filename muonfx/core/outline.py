@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx.core.identity import same
 from muonfx.core.recorded import Recorded, part_names
-from muonfx.tree.display import Column, Report, Row, Table
+from muonfx.tree.display import Report, Row, Table
 
 _LONGEST = 40
 """The most characters shown of one setting."""
@@ -21,7 +21,7 @@ def outline(tx: Any) -> Report:
     titles = ("transform", "locality", "numbers", "settings")
     if not _has_settings(tx):
         titles = titles[:3]
-    return Report((Table(tuple(map(Column, titles)), (_row(tx, tx.name, len(titles)),)),))
+    return Report((Table(titles, [_row(tx, tx.name, len(titles))]),))
 
 
 def _has_settings(tx: Any) -> bool:

@@ -21,7 +21,7 @@ from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, wi
 from muonfx.sharding.transform import Sharded
 from muonfx.sharding.views import binding_of, check_local, is_global
 from muonfx.tree import PyTree
-from muonfx.tree.display import Column, Report, Row, Shown, Table, format_bytes, format_shape
+from muonfx.tree.display import Report, Row, Shown, Table, format_bytes, format_shape
 
 __all__ = ["LeafSummary", "Summary", "summary"]
 
@@ -54,8 +54,8 @@ class LeafSummary:
 class Summary(Shown):
     """The leaves of a tree with their totals; made by `summary`, printed as a table.
 
-    ``str()`` is plain text, a notebook shows an HTML table. ``to_text(width=80, depth=1)`` narrows long names and
-    omits deeper levels.
+    ``str()`` is plain text, a notebook shows an HTML table. ``to_text(depth=1)`` omits deeper
+    levels.
 
     Attributes:
         leaves: every leaf, in the order of the tree.
@@ -129,8 +129,9 @@ class Summary(Shown):
         for dtype in kinds if len(kinds) > 1 else ():
             of_dtype = [leaf for leaf in tensors if leaf.dtype == dtype]
             footers.append(row(_counted(len(of_dtype), "tensor"), of_dtype, ("", dtype)))
-        columns = [Column(title) for title in ("leaf", *shown)] + [Column(title, right=True) for title in sizes]
-        return Report((Table(tuple(columns), tuple(rows(self.leaves, 0)), tuple(footers)), *self._compared()))
+        titles = ("leaf", *shown, *sizes)
+        right = range(1 + len(shown), len(titles))
+        return Report((Table(titles, rows(self.leaves, 0), right, footers), *self._compared()))
 
     def _compared(self) -> tuple[str, ...]:
         """Return a sentence that compares the bytes with the parameters, if these are known."""

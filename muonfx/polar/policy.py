@@ -97,7 +97,7 @@ class Plan(Shown):
         """Return a row for each choice."""
         taken = (str(self.dtype).removeprefix("torch."), self.method, self.products)
         rows = list(zip(("dtype", "method", "products"), taken, self.reasons, strict=True))
-        return Report((Table.of(("choice", "taken", "reason"), rows, title=format_shape(self.shape)),))
+        return Report((Table(("choice", "taken", "reason"), rows, title=format_shape(self.shape)),))
 
 
 def explain(

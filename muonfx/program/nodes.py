@@ -16,7 +16,7 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.tree import PyTree
-from muonfx.tree.display import Column, Report, Row, Shown, Table
+from muonfx.tree.display import Report, Row, Shown, Table
 
 __all__ = [
     "Around",
@@ -151,7 +151,7 @@ class Program(Shown):
     def report(self) -> Report:
         """Return the program as a table with a row for each node; the rows of its children are nested below it."""
         titles = ("node", "locality", "leaves", "state", "numbers")
-        return Report((Table(tuple(map(Column, titles)), (_row(self.root),)),))
+        return Report((Table(titles, [_row(self.root)]),))
 
 
 def _within(node: Node) -> Iterator[Node]:

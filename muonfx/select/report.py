@@ -39,7 +39,7 @@ class Routing(Shown):
         # Without views the columns "matrices" and "stored" have no information.
         columns = range(len(header)) if viewed else (0, 1, 2, 5)
         rows = [_row(info, self.labels.routes[info.name], viewed) for info in self.params]
-        table = Table.of([header[at] for at in columns], [[row[at] for at in columns] for row in rows])
+        table = Table([header[at] for at in columns], [[row[at] for at in columns] for row in rows])
         if self.groups is None:
             found = sorted({self.labels[info.name] for info in self.params}, key=lambda own: (own is None, own or ""))
             parts = [
@@ -62,7 +62,7 @@ class Routing(Shown):
             for words, inside in [*parts, (["total", *[""] * (len(titles) - 1)], list(self.params))]
         ]
         at = len(titles)
-        return Table.of([*titles, "tensors", "elements", "share"], rows, right=(at, at + 1, at + 2))
+        return Table([*titles, "tensors", "elements", "share"], rows, right=(at, at + 1, at + 2))
 
     def _hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> Table:
         shown = [
@@ -72,7 +72,7 @@ class Routing(Shown):
         ]
         keys = dict.fromkeys(key for numbers in shown for key, value in numbers.items() if value != "")
         rows = [[key, *(_number(numbers.get(key, "")) for numbers in shown)] for key in keys]
-        return Table.of(("number", *(f"group {at}" for at in range(len(groups)))), rows)
+        return Table(("number", *(f"group {at}" for at in range(len(groups)))), rows)
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:

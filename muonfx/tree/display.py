@@ -17,17 +17,6 @@ T = TypeVar("T")
 _LISTED = 10
 """Maximal number of list items in a message."""
 
-_LEAST = 8
-"""Minimal width in characters of a narrowed column."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a table; `right` aligns its cells right, as for numbers."""
-
-    title: str
-    right: bool = False
-
 
 @dataclass(frozen=True)
 class Row:
@@ -36,80 +25,63 @@ class Row:
     cells: tuple[str, ...]
     children: tuple[Row, ...] = ()
 
-    def walk(self, depth: int = 0) -> Iterator[tuple[int, Row]]:
-        """Yield the row and its descendants with their depths, parents first."""
-        yield depth, self
-        for child in self.children:
-            yield from child.walk(depth + 1)
-
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, rows with child rows, footers and a title."""
+    """Titles of columns, rows with child rows, footers and a title; a row without child rows may be a list of cells.
 
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-    footers: tuple[Row, ...] = ()
+    The columns at the indices in `right` are aligned right, as for numbers.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Row | Sequence[str]]
+    right: Sequence[int] = ()
+    footers: Sequence[Row] = ()
     title: str = ""
 
-    @classmethod
-    def of(cls, titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), title: str = ""):
-        """Build a table without child rows; `right` lists the indices of the right-aligned columns."""
-        columns = tuple(Column(text, at in right) for at, text in enumerate(titles))
-        return cls(columns, tuple(Row(tuple(row)) for row in rows), title=title)
-
-    def to_text(self, width: int | None = None, depth: int | None = None) -> str:
-        """Return plain text of at most `width` characters per line, with rows nested at most `depth` deep."""
-        head = [tuple(printable(column.title) for column in self.columns)]
+    def to_text(self, depth: int | None = None) -> str:
+        """Return plain text, with rows nested at most `depth` deep."""
         body, feet = _lines(self.rows, depth), _lines(self.footers, depth)
-        lines = head + body + feet
+        lines = [[printable(title) for title in self.titles], *body, *feet]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        if width is not None:
-            widths = self._narrowed(widths, width)
         text = [
             "  ".join(
-                _shortened(cell, wide).rjust(wide) if column.right else _shortened(cell, wide).ljust(wide)
-                for cell, wide, column in zip(line, widths, self.columns, strict=True)
+                cell.rjust(width) if at in self.right else cell.ljust(width)
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in lines
         ]
         if feet:
-            text.insert(len(head + body), "-" * max(map(len, text)))
+            text.insert(1 + len(body), "-" * max(map(len, text)))
         return "\n".join([printable(self.title)] * bool(self.title) + text)
-
-    def _narrowed(self, widths: list[int], width: int) -> list[int]:
-        """Narrow the widest left-aligned column by one character until the table fits."""
-        widths = list(widths)
-        left = [at for at, column in enumerate(self.columns) if not column.right]
-        while left and sum(widths) + 2 * (len(widths) - 1) > width:
-            widest = max(left, key=lambda at: widths[at])
-            if widths[widest] <= _LEAST:
-                break
-            widths[widest] -= 1
-        return widths
 
     def to_html(self) -> str:
         """Return an HTML table without style; child rows are indented by spaces, as in text."""
-        head = self._html_row(tuple(column.title for column in self.columns), 0, "th")
         body, foot = (
-            "".join(self._html_row(row.cells, depth) for top in rows for depth, row in top.walk())
-            for rows in (self.rows, self.footers)
+            "".join(self._html_row(cells, level) for level, cells in walk(rows)) for rows in (self.rows, self.footers)
         )
         foot = f"<tfoot>{foot}</tfoot>" if foot else ""
         title = f"<caption>{_escaped(self.title)}</caption>" if self.title else ""
-        return f"<table>{title}<thead>{head}</thead><tbody>{body}</tbody>{foot}</table>"
+        return f"<table>{title}<thead>{self._html_row(self.titles, 0, 'th')}</thead><tbody>{body}</tbody>{foot}</table>"
 
     def _html_row(self, cells: Sequence[str], depth: int, tag: str = "td") -> str:
         texts = [_escaped(cell) for cell in cells]
         texts[0] = "&nbsp;&nbsp;" * depth + texts[0]
-        kinds = [' class="mfx-right"' if column.right else "" for column in self.columns]
+        kinds = [' class="mfx-right"' if at in self.right else "" for at in range(len(texts))]
         return f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for text, kind in zip(texts, kinds, strict=True))}</tr>"
 
 
-def _lines(rows: Sequence[Row], depth: int | None) -> list[tuple[str, ...]]:
-    """Return the cells of rows and their descendants, with the first cell indented."""
-    walked = [found for row in rows for found in row.walk() if depth is None or found[0] <= depth]
-    return [("  " * level + printable(row.cells[0]), *map(printable, row.cells[1:])) for level, row in walked]
+def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[int, Sequence[str]]]:
+    """Yield the depth and the cells of rows and their descendants, parents first."""
+    for row in rows:
+        yield depth, row.cells if isinstance(row, Row) else row
+        yield from walk(row.children, depth + 1) if isinstance(row, Row) else ()
+
+
+def _lines(rows: Sequence[Row | Sequence[str]], depth: int | None) -> list[list[str]]:
+    """Return the printable cells of rows and their descendants, with the first cell indented."""
+    walked = [found for found in walk(rows) if depth is None or found[0] <= depth]
+    return [["  " * level + printable(cells[0]), *map(printable, cells[1:])] for level, cells in walked]
 
 
 class Shown:
@@ -117,16 +89,11 @@ class Shown:
 
     def report(self) -> Report:
         """Return the tables and notes as which the value is printed."""
-        raise NotImplementedError(f"{type(self).__name__} defines no report()")
+        raise NotImplementedError
 
-    def to_text(self, width: int | None = None, depth: int | None = None) -> str:
-        """Return plain text.
-
-        Args:
-            width: the maximal number of characters in a line, to which long cells are shortened; None: no limit.
-            depth: the maximal depth of nested rows; deeper rows are omitted. None: no limit.
-        """
-        return self.report().to_text(width, depth)
+    def to_text(self, depth: int | None = None) -> str:
+        """Return plain text, with rows nested at most `depth` deep; None: no limit."""
+        return self.report().to_text(depth)
 
     def to_html(self) -> str:
         """Return an HTML fragment with its own style and without scripts."""
@@ -152,10 +119,10 @@ class Report(Shown):
         """Return the report itself."""
         return self
 
-    def to_text(self, width: int | None = None, depth: int | None = None) -> str:
-        """Return plain text; the arguments are as in `Table.to_text`."""
+    def to_text(self, depth: int | None = None) -> str:
+        """Return plain text, with rows nested at most `depth` deep."""
         return "\n\n".join(
-            "\n".join(map(printable, part.split("\n"))) if isinstance(part, str) else part.to_text(width, depth)
+            "\n".join(map(printable, part.split("\n"))) if isinstance(part, str) else part.to_text(depth)
             for part in self.parts
         )
 
@@ -191,16 +158,6 @@ def format_shape(sides: Sequence[int]) -> str:
 def printable(text: object) -> str:
     """Escape the characters of a text that do not print in a terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
-
-
-def _shortened(text: str, width: int) -> str:
-    if len(text) <= width:
-        return text
-    indent = len(text) - len(text.lstrip())
-    end = (width - 3 - indent) // 2
-    if end < 1:
-        return text[:width]
-    return text[: width - 3 - end] + "..." + text[-end:]
 
 
 def _escaped(text: str) -> str:

@@ -324,12 +324,12 @@ class Plan:
                 for share in run.shares
             ]
             title = "run of " + ", ".join(name for name, _ in run.run) + f", {len(run.buckets)} buckets"
-            parts.append(Table.of(titles, rows, right=(2, 4, 5), title=title))
+            parts.append(Table(titles, rows, right=(2, 4, 5), title=title))
         rows = [
             (str(rank), f"{f / 1e9:.4g}", f"{b / 1024:.4g}")
             for rank, (f, b) in enumerate(zip(self.flops, self.sent, strict=True))
         ]
-        parts.append(Table.of(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
+        parts.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
         return Report((*parts, f"balance: the most that a rank computes is {self.balance:.3f} of the mean"))
 
     def __str__(self) -> str:
