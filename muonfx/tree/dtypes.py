@@ -35,25 +35,16 @@ NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*SAFETENSORS_NAM
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 """The dtype of each name."""
 
-_INTS = [torch.int8, torch.int16, torch.int32, torch.int64]
-_FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-_FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-
-# Every value of the key's dtype is a value of each listed dtype.
-_WIDER: dict[torch.dtype, set[torch.dtype]] = {
-    torch.uint8: {*_INTS[1:], torch.uint16, torch.uint32, torch.uint64},
-    torch.uint16: {*_INTS[2:], torch.uint32, torch.uint64},
-    torch.uint32: {torch.int64, torch.uint64},
-    **{dtype: set(_INTS[place + 1 :]) for place, dtype in enumerate(_INTS)},
-    **{dtype: set(_FLOATS) for dtype in _FP8},
-    torch.float8_e8m0fnu: set(_FLOATS[1:]),
-    torch.float16: {torch.float32, torch.float64},
-    torch.bfloat16: {torch.float32, torch.float64},
-    torch.float32: {torch.float64},
-    torch.complex64: {torch.complex128},
-}
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def widens(old: torch.dtype, new: torch.dtype) -> bool:
     """Return True if a cast between dtypes of one kind is exact for every value."""
-    return old == new or new in _WIDER.get(old, ())
+    if old == new or (old, new) == (torch.complex64, torch.complex128):
+        return True
+    if old.is_floating_point and new in _FLOATS:
+        a, b = torch.finfo(old), torch.finfo(new)
+        return a.eps >= b.eps and a.max <= b.max and a.tiny * a.eps >= b.tiny * b.eps  # the least subnormal numbers
+    if torch.bool in (old, new) or any(dtype.is_floating_point or dtype.is_complex for dtype in (old, new)):
+        return False
+    return torch.iinfo(new).min <= torch.iinfo(old).min and torch.iinfo(old).max <= torch.iinfo(new).max
