@@ -62,7 +62,8 @@ NAMES_HERE = {
         "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
         "tree": "tree_utils",
         "tree.norm": "global_norm tree_norm",
-        **{f"tree.{name}": f"tree_{name}" for name in ("add", "get", "map", "map_params", "scale", "set", "vdot")},
+        "tree.map": "tree_map tree_scale tree_vdot",
+        **{f"tree.{name}": f"tree_{name}" for name in ("add", "get", "map_params", "set")},
     }.items()
     for name in names.split()
 }

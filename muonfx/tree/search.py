@@ -1,16 +1,16 @@
-"""Find nodes of a tree by path, by type or by a predicate, and replace one of them."""
+"""Find nodes of a tree by path or by type, and replace one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
 from muonfx.tree.structure import PyTree, open_node
 
 Path = tuple[object, ...]
-Where = str | type | Callable[[str, PyTree], bool]
-"""Selects nodes by the end of their dotted path, by type, or by a function of dotted path and node."""
+Where = str | type
+"""Selects nodes by the end of their dotted path or by type."""
 
 
 def get(tree: PyTree, where: Where) -> PyTree:
@@ -18,8 +18,8 @@ def get(tree: PyTree, where: Where) -> PyTree:
 
     Args:
         tree: the tree, such as a state.
-        where: the dotted path of the node, or the last keys of the path, such as "momentum.trace"; the type of the
-            node, such as ``AdamState``; or a function of dotted path and node that returns True for the node.
+        where: the dotted path of the node, or the last keys of the path, such as "momentum.trace"; or the type of
+            the node, such as ``AdamState``.
 
     Raises:
         KeyError: no node matches, or several do; the message lists paths.
@@ -88,24 +88,23 @@ def _dotted(path: Path) -> str:
 def _find(tree: PyTree, where: Where) -> list[tuple[Path, PyTree]]:
     if isinstance(where, str):
         return [(path, node) for path, node in _nodes(tree) if f".{_dotted(path)}".endswith(f".{where}")]
-    if isinstance(where, type):
-        return [(path, node) for path, node in _nodes(tree) if isinstance(node, where)]
-    return [(path, node) for path, node in _nodes(tree) if where(_dotted(path), node)]
+    return [(path, node) for path, node in _nodes(tree) if isinstance(node, where)]
 
 
 def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
     found = _find(tree, where)
     if len(found) == 1:
         return found[0]
-    wanted = repr(where) if isinstance(where, str) else getattr(where, "__qualname__", repr(where))
-    if not found:
-        close = (
-            close_names(where, [_dotted(path) for path, _ in _nodes(tree) if path]) if isinstance(where, str) else []
-        )
-        said = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise KeyError(f"no node of the tree matches {wanted}{said}")
-    places = format_list([_dotted(path) or "the tree itself" for path, _ in found], str)
-    raise KeyError(f"{wanted} matches {len(found)} nodes: {places}; give a longer path")
+    if found:
+        places = format_list([_dotted(path) or "the tree itself" for path, _ in found], str)
+        raise KeyError(f"{_shown(where)} matches {len(found)} nodes: {places}; give a longer path")
+    close = close_names(where, [_dotted(path) for path, _ in _nodes(tree) if path]) if isinstance(where, str) else []
+    advice = f"; did you mean {' or '.join(close)}?" if close else ""
+    raise KeyError(f"no node of the tree matches {_shown(where)}{advice}")
+
+
+def _shown(where: Where) -> str:
+    return repr(where) if isinstance(where, str) else where.__qualname__
 
 
 def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:
