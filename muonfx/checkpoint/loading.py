@@ -62,7 +62,7 @@ def load(
         allow_extra: patterns of leaves of the checkpoint that may be missing in ``like``, or True for all leaves.
         allow_other_chain: True to skip the comparison of fingerprints.
         cast: a dict from patterns of leaves that may be rounded to their dtype in ``like``.
-        rename: a function or a dict from names in the checkpoint to names in ``like``. A key is a name, the first
+        rename: a dict from names in the checkpoint to names in ``like``. A key is a name, the first
             levels of names, or a pattern. Each ``*`` in a pattern matches any text, which replaces the ``*`` at the
             same place in the value: ``{"*/encoder.*": "*/model.encoder.*"}``. If several entries match a name, the
             most specific one applies. It is an error if an entry matches no leaf, or if two leaves get the same name.

@@ -7,55 +7,39 @@ from typing import Any
 
 from torch import Tensor
 
-from muonfx.tree.structure import PyTree, flatten, leaves, names, paths, subtrees, unflatten
+from muonfx.tree.structure import PyTree, flatten, leaves, names, paths, unflatten
 
 Path = tuple[Any, ...]
 
 
-def map_params(
-    function: Callable[..., Any],
-    state: PyTree,
-    params: PyTree,
-    *rest: PyTree,
-    others: Callable[[Any], Any] | None = None,
-) -> PyTree:
+def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTree) -> PyTree:
     """Apply a function to the state leaves that correspond to parameters, such as momenta.
 
-    Such a leaf is stored under a parameter's name and has its shape; counters and quantized codes are excluded.
+    Such a leaf is stored under a parameter's name and has its shape. All other leaves, such as counters and quantized
+    codes, are unchanged.
 
     Args:
-        function: called with the leaf, its parameter, and the corresponding subtree of each tree in ``rest``.
+        function: called with the leaf and its parameter.
         state: a state for these parameters.
         params: the parameters.
-        *rest: trees with the containers of ``params``, with any subtree in place of each parameter.
-        others: a function for all other leaves that are not None. By default they are unchanged.
-
-    Raises:
-        ValueError: a tree in ``rest`` has other containers than ``params``.
 
     Follows Optax's ``tree_map_params``, whose function gets no parameter.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.zeros(2), "b": torch.zeros(1)}
-    >>> specs = {"w": ("rows",), "b": ()}
     >>> state = mfx.scale_by_adam().init(params)
-    >>> map_params(lambda leaf, param, spec: spec, state, params, specs, others=lambda leaf: None)
-    AdamState(count=None, mu={'w': ('rows',), 'b': ()}, nu={'w': ('rows',), 'b': ()})
+    >>> map_params(lambda leaf, param: leaf + 1, state, params)
+    AdamState(count=tensor(0), mu={'w': tensor([1., 1.]), 'b': tensor([1.])}, nu={'w': tensor([1., 1.]), ...})
     """
-    weights, like = flatten(params)
-    columns = [weights, *[subtrees(like, tree) for tree in rest]]
-    at = dict(zip(names(params), zip(*columns, strict=True), strict=True))
+    like = dict(zip(names(params), leaves(params), strict=True))
 
     def mapped(leaf: Any, name: str | None) -> Any:
-        param = None if name is None else at[name][0]
-        if leaf is None:
-            return None
-        if name is not None and isinstance(param, Tensor) and isinstance(leaf, Tensor) and leaf.shape == param.shape:
-            return function(leaf, *at[name])
-        return leaf if others is None else others(leaf)
+        param = None if name is None else like[name]
+        fits = isinstance(param, Tensor) and isinstance(leaf, Tensor) and leaf.shape == param.shape
+        return function(leaf, param) if fits else leaf
 
     found, treedef = flatten(state)
-    owners = parameters_of(state, params) if at else [None] * len(found)
+    owners = parameters_of(state, params) if like else [None] * len(found)
     return unflatten(treedef, [mapped(leaf, name) for leaf, name in zip(found, owners, strict=True)])
 
 

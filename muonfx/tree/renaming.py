@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 
-Rename = Mapping[str, str] | Callable[[str], str]
-"""Mapping from old to new names, from leading levels or from patterns with ``*``; or a function of one name."""
+Rename = Mapping[str, str]
+"""Mapping from old to new names, from leading levels or from patterns with ``*``."""
 
 
 def new_names(
@@ -18,8 +18,8 @@ def new_names(
     # pattern, and each `*` of `new` is replaced by the text of the same `*` in `old`. Of several matching entries the
     # most exact one applies: the name itself, then the entry with the most characters other than `*`. `names` maps
     # each written name to the current one, and an entry may match either.
-    if callable(rename):
-        return _by_function(names, rename)
+    if not isinstance(rename, Mapping):
+        raise TypeError(f"rename must be a dict from old names to new ones, found {rename!r}")
     wrong: list[str] = []
     entries: dict[str, str] = {}
     for old, new in rename.items():
@@ -92,12 +92,3 @@ def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -
         if entries.setdefault(old, new) != new:
             return {}
     return entries if in_front or len(taken) == len(missing) else {}
-
-
-def _by_function(names: Mapping[str, str], rename: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
-    found = {written: rename(name) for written, name in names.items()}
-    for written, new in found.items():
-        if not isinstance(new, str):
-            raise TypeError(f"rename: the function must return a name, found {new!r} for {written!r}")
-    changed = any(found[written] != name for written, name in names.items())
-    return found, [] if changed or not names else ["the function changes no name"]

@@ -150,7 +150,7 @@ def test_an_optimizers_parameters_are_renamed_on_load():
             other.load_state_dict(saved, rename=rename)
         assert_same_tree(other.transform_state, before)
     levels = {"0": "first", "1": "second"}
-    for rename in (levels, {"0.*": "first.*", "1.*": "second.*"}, lambda name: levels[name[0]] + name[1:]):
+    for rename in (levels, {"0.*": "first.*", "1.*": "second.*"}):
         other.load_state_dict(saved, rename=rename)
         mine, theirs = one.state[old[1].weight], other.state[new.second.weight]
         assert torch.equal(mine["scale_by_adam/mu"], theirs["scale_by_adam/mu"])
@@ -159,7 +159,7 @@ def test_an_optimizers_parameters_are_renamed_on_load():
         other.load_state_dict({**saved, "param_groups": groups}, rename=levels)
 
 
-def test_leaves_are_renamed_by_patterns_and_functions(tmp_path: Path):
+def test_leaves_are_renamed_by_patterns(tmp_path: Path):
     tx, leaf = mfx.scale_by_adam(), torch.randn(3)
     state = tx.init({"encoder.a": leaf, "encoder.b": leaf, "head": leaf})._replace(
         mu=dict.fromkeys(("encoder.a", "encoder.b", "head"), leaf)
@@ -167,11 +167,10 @@ def test_leaves_are_renamed_by_patterns_and_functions(tmp_path: Path):
     path = ck.save(tmp_path / "a", state)
     like = tx.init({"model.enc.a": leaf, "model.enc.b": leaf, "model.head": leaf})
     by_patterns = {"*/encoder.*": "*/model.enc.*", "*/head": "*/model.head"}
-    for rename in (by_patterns, lambda name: name.replace("encoder", "enc").replace("u/", "u/model.")):
-        back = ck.load(path, like=like, rename=rename)
-        assert torch.equal(back.mu["model.enc.b"], leaf)
+    back = ck.load(path, like=like, rename=by_patterns)
+    assert torch.equal(back.mu["model.enc.b"], leaf)
     with pytest.raises(MismatchError, match=r"rename: .*both 'mu/encoder.a' and 'mu/encoder.b' would be 'mu/one'"):
-        ck.load(path, like=like, rename=lambda name: name.replace("encoder.a", "one").replace("encoder.b", "one"))
+        ck.load(path, like=like, rename={"*/encoder.a": "*/one", "*/encoder.b": "*/one"})
     with pytest.raises(MismatchError, match=r"rename: .* no leaf '_orig_mod"):
         ck.load(path, like=like, rename={"_orig_mod.x": "y"})
 

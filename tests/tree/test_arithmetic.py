@@ -59,8 +59,8 @@ PARAMS = {"h.w": torch.zeros(3, 2), "count": torch.zeros(4), "s": torch.zeros(()
 
 def marked(tx: mfx.Transform) -> dict[str, bool]:
     """By name, which leaves of a state are taken for those of parameters."""
-    found = tree.map_params(lambda leaf, param: True, tx.init(PARAMS), PARAMS, others=lambda leaf: False)
-    return dict(zip(tree.names(found), tree.leaves(found), strict=True))
+    found = tree.map_params(lambda leaf, param: True, tx.init(PARAMS), PARAMS)
+    return {name: leaf is True for name, leaf in tree.named_leaves(found)}
 
 
 def test_moments_are_like_parameters_and_counters_are_not():
@@ -74,17 +74,16 @@ def test_codes_without_the_parameters_shape_are_left_out():
     assert all(is_like == name.startswith("trace.codes") for name, is_like in found.items() if not name.endswith(".s"))
 
 
-def test_the_function_gets_the_leaf_the_parameter_and_the_rest():
+def test_the_function_gets_the_leaf_and_the_parameter():
     tx = mfx.partition({"a": mfx.momentum(), "b": mfx.scale_by_adam()}, {"h.w": "a", "count": "b", "s": None})
-    specs = {"h.w": ("rows", "columns"), "count": ("rows",), "s": ()}
     seen: list[tuple[object, ...]] = []
 
-    def look(leaf: torch.Tensor, param: torch.Tensor, spec: tuple[str, ...]) -> torch.Tensor:
-        seen.append((tuple(leaf.shape), tuple(param.shape), spec))
+    def look(leaf: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        seen.append((tuple(leaf.shape), tuple(param.shape)))
         return leaf + 1.0
 
-    changed = tree.map_params(look, tx.init(PARAMS), PARAMS, specs)
-    assert sorted(seen) == [((3, 2), (3, 2), ("rows", "columns")), *[((4,), (4,), ("rows",))] * 2]
+    changed = tree.map_params(look, tx.init(PARAMS), PARAMS)
+    assert sorted(seen) == [((3, 2), (3, 2)), *[((4,), (4,))] * 2]
     assert bool((tree.get(changed, "mu.count") == 1.0).all())
 
 
