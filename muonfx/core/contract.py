@@ -106,7 +106,7 @@ class Transform(Recorded):
         return tuple([part for part in self.parts if isinstance(part, Transform)])
 
     def tree(self) -> Report:
-        """Show the transform and the transforms that it calls as a table: localities, numbers and other settings.
+        """Show the transform and the transforms that it calls as a table of localities and arguments.
 
         Returns:
             A value that prints as text, and as an HTML table in a notebook. `muonfx.program.lower` shows how the
@@ -114,7 +114,7 @@ class Transform(Recorded):
 
         >>> import muonfx as mfx
         >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()
-        transform        locality  numbers
+        transform        locality  arguments
         chain            LEAF
           momentum       ELEMENT   decay=0.9
           orthogonalize  LEAF

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,48 +13,35 @@ from muonfx.core.recorded import Recorded, part_names
 from muonfx.tree.display import Report, Row, Table
 
 _LONGEST = 40
-"""The most characters shown of one setting."""
+"""The most characters shown of one argument."""
 
 
 def outline(tx: Any) -> Report:
     """Return a table with a row for a transform and for each transform that it calls, directly or indirectly."""
-    titles = ("transform", "locality", "numbers", "settings")
-    if not _has_settings(tx):
-        titles = titles[:3]
-    return Report((Table(titles, [_row(tx, tx.name, len(titles))]),))
+    return Report((Table(("transform", "locality", "arguments"), [_row(tx, tx.name)]),))
 
 
-def _has_settings(tx: Any) -> bool:
-    return bool(_describe_arguments(tx)[1]) or any(map(_has_settings, tx.children))
-
-
-def _row(tx: Any, title: str, columns: int) -> Row:
+def _row(tx: Any, title: str) -> Row:
     called, rows = set(map(id, tx.children)), list[Row]()
     for name, part in zip(part_names(tx), tx.parts, strict=True):
         if id(part) in called:
             last = name.rpartition(".")[2]
-            same = not last or last in (part.name, "tx")
-            rows.append(_row(part, part.name if same else f"{last}: {part.name}", columns))
-    cells = title, tx.locality.name, *map(", ".join, _describe_arguments(tx))
-    return Row(cells[:columns], tuple(rows))
+            rows.append(_row(part, part.name if last in ("", "tx", part.name) else f"{last}: {part.name}"))
+    return Row((title, tx.locality.name, ", ".join(_shown_arguments(tx))), tuple(rows))
 
 
-def _describe_arguments(tx: Recorded) -> tuple[list[str], list[str]]:
-    """Return the numbers of a transform, and its other arguments that differ from their defaults, as text.
+def _shown_arguments(tx: Recorded) -> Iterator[str]:
+    """Yield the numbers of a transform, and its other arguments that differ from their defaults.
 
     Arguments with transforms in them are left out.
     """
-    numbers: list[str] = []
-    settings: list[str] = []
     for name, parameter in tx.factory.definition.parameters.items():
         value = tx.arguments[name]
         if any(isinstance(part, type(tx)) for part in tx.parts_in(name)):
             continue
-        if isinstance(value, float | Tensor) or (isinstance(value, Recorded) and value.parts):  # such as a schedule
-            numbers.append(f"{name}={_written(value)}")
-        elif not same(value, parameter.default) and (value or parameter.default is not parameter.empty):
-            settings.append(f"{name}={_written(value)}")
-    return numbers, settings
+        is_number = isinstance(value, float | Tensor) or (isinstance(value, Recorded) and value.parts)  # a schedule
+        if is_number or (not same(value, parameter.default) and (value or parameter.default is not parameter.empty)):
+            yield f"{name}={_written(value)}"
 
 
 def _written(value: object) -> str:
