@@ -29,6 +29,9 @@ Position = Literal[
 InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, PyTree]]]
 """The pair of functions ``init, update`` that a function under `transform` returns."""
 
+LeafCost = Callable[[str, tuple[int, ...], torch.dtype], float]
+"""``(name, shape, dtype) -> operations`` for one leaf of the updates; a multiply-add counts as two operations."""
+
 
 class Locality(IntEnum):
     """The part of the tree that a transform reads to compute one element of its output, from least to most.
@@ -85,24 +88,22 @@ class Declaration:
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
     position: Position | Callable[..., Position | None] | None = None
+    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
     def __post_init__(self) -> None:
-        one_of = f"one of {', '.join(map(repr, get_args(Position)))}, None"
-        accepted: dict[str, tuple[object, str]] = {
-            "locality": (isinstance(self.locality, Locality), "a Locality, such as Locality.MATRIX"),
-            "reads_params": (isinstance(self.reads_params, bool), "True, False"),
-            "position": (self.position is None or self.position in get_args(Position), one_of),
+        functions = ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras", "cost")
+        position = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
+        accepted: dict[str, tuple[bool, str]] = {
+            "locality": (isinstance(self.locality, Locality), "a Locality, such as Locality.MATRIX, or a function"),
+            "reads_params": (isinstance(self.reads_params, bool), "True, False or a function of the arguments"),
+            "position": (self.position is None or self.position in get_args(Position), position),
+            **{option: (getattr(self, option) is None, "a function or None") for option in functions},
         }
         for option, (fits, words) in accepted.items():
             value = getattr(self, option)
             if not (fits or callable(value)):
                 wrong = ValueError if isinstance(value, str) and option == "position" else TypeError
-                words = f"{words} or a function of the arguments that returns one"
                 raise wrong(f"transform: {option} must be {words}, found {value!r}")
         if not isinstance(self.combinator, Combinator):
             raise TypeError(f"transform: combinator must be a Combinator, found {self.combinator!r}")
-        for option in ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras"):
-            function = getattr(self, option)
-            if function is not None and not callable(function):
-                raise TypeError(f"transform: {option} must be a function or None, found {function!r}")

@@ -60,25 +60,6 @@ class Factory(Protocol):
         ...
 
 
-def define(constructor: Callable[..., Any], declaration: object, *, name: str | None, transparent: bool) -> Definition:
-    """Parse a constructor's signature, and return its `Definition`."""
-    if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
-        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
-    parameters = dict(inspect.signature(constructor).parameters)
-    accepted = kinds_of(parameters, constructor)
-    return Definition(
-        constructor,
-        parameters,
-        tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
-        {name: kinds - _BY_STEP if _BY_STEP <= kinds <= _SCALAR else kinds for name, kinds in accepted.items()},
-        name,
-        getattr(constructor, "takes_memory", False),
-        transparent,
-        (constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
-        declaration,
-    )
-
-
 def make_factory(
     kind: Any,
     constructor: Callable[..., Any],
@@ -93,8 +74,22 @@ def make_factory(
     def call(*args: object, **kwargs: object) -> Any:
         return kind.record(factory, *args, **kwargs).prepare_all()
 
+    if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
+        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
+    parameters = dict(inspect.signature(constructor).parameters)
+    accepted = kinds_of(parameters, constructor)
     factory = cast("Factory", call)
-    factory.definition = define(constructor, declaration, name=name, transparent=transparent)
+    factory.definition = Definition(
+        constructor,
+        parameters,
+        tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
+        {argument: own - _BY_STEP if _BY_STEP <= own <= _SCALAR else own for argument, own in accepted.items()},
+        name,
+        getattr(constructor, "takes_memory", False),
+        transparent,
+        (constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
+        declaration,
+    )
     return factory
 
 

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, cast, overload
 import torch
 
 from muonfx.core.contract import Transform
-from muonfx.core.declaration import Combinator, Declaration, InitAndUpdate, Locality, Position
+from muonfx.core.declaration import Combinator, Declaration, InitAndUpdate, LeafCost, Locality, Position
 from muonfx.core.definition import Memory, make_factory
 from muonfx.core.patterns import NamePatterns
 from muonfx.tree import PyTree
@@ -36,6 +36,7 @@ def transform(
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
+    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
 
@@ -92,6 +93,9 @@ def transform(
             - "observer": it returns its updates unchanged. "last_observer" combines "last" and "observer".
             - "turns": it reverses the direction without being a learning rate, as a negative scale does.
             - "either_sign": the direction of its updates is unknown.
+        cost: ``(transform, device, dtype) -> cost``: the operations of the update as a function of a leaf's name,
+            shape and dtype, by which a sharded run assigns matrices to ranks. `device` is a kind of device, and `dtype`
+            the dtype in which "auto" computes. All ranks must find the same cost, so it must not depend on the machine.
         short_names: the numeric argument for a key of a torch optimizer's groups, or a tuple of several:
             ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without it, the key is the dotted name.
 

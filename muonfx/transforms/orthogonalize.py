@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
-from muonfx.core.costs import LeafCost, declare_cost
+from muonfx.core.declaration import LeafCost
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
 from muonfx.select.matrix_view import Matrices, MatrixView
@@ -30,6 +30,27 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
     return compute if polar.same_range(dtype, compute) else dtype
 
 
+def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
+    """Return the cost of the Newton-Schulz iterations of a leaf's matrices."""
+    given = tx.arguments
+    view: MatrixView = given["view"]
+    settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
+
+    def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+        (own,) = view.of([name])
+        chosen = given["dtype"]
+        if chosen == "auto":
+            chosen = torch.float64 if dtype == torch.float64 else compute
+        total = 0.0
+        for matrices in own.split(torch.empty(shape, device="meta"), name):
+            *batch, rows, columns = matrices.shape
+            one = newton_schulz_cost((rows, columns), device, dtype=chosen, **settings)
+            total += one.load * prod(batch)
+        return total
+
+    return cost
+
+
 @transform(
     locality=matrix_locality,
     reads_params=False,
@@ -37,6 +58,7 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
     on_stacks=on_stacks,
     name_patterns=name_patterns,
     position="sets_size",
+    cost=_cost,
 )
 def orthogonalize(
     *,
@@ -100,25 +122,3 @@ def orthogonalize(
         return at.fill(matrices.join(out, leaves)), state
 
     return init, update
-
-
-@declare_cost(orthogonalize)
-def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
-    """Return the cost of the Newton-Schulz iterations of a leaf's matrices."""
-    given = tx.arguments
-    view: MatrixView = given["view"]
-    settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
-
-    def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-        (own,) = view.of([name])
-        chosen = given["dtype"]
-        if chosen == "auto":
-            chosen = torch.float64 if dtype == torch.float64 else compute
-        total = 0.0
-        for matrices in own.split(torch.empty(shape, device="meta"), name):
-            *batch, rows, columns = matrices.shape
-            one = newton_schulz_cost((rows, columns), device, dtype=chosen, **settings)
-            total += one.load * prod(batch)
-        return total
-
-    return cost

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.core.contract import within
-from muonfx.core.costs import declared_cost
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.program.lower import lower_node
 from muonfx.program.nodes import Program, Stage
@@ -34,7 +33,7 @@ class RunCost:
         called = [tx for _, entry in run for tx in within(entry)]
         self._each = _PER_ELEMENT * len(called)
         # Bound to the transforms once, because a plan computes the cost of tens of thousands of matrices.
-        self._declared = [cost for tx in called if (cost := declared_cost(tx, device, compute)) is not None]
+        self._declared = [cost(tx, device, compute) for tx in called if (cost := tx.declaration.cost) is not None]
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the cost for a leaf of a shape, or for some of its matrices; `dtype` is the updates' dtype."""
