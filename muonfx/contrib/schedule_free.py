@@ -12,8 +12,8 @@ from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING, require_transform, within
+from muonfx.core.definition import Memory
 from muonfx.core.factory import with_memory
-from muonfx.core.recorded import Memory
 from muonfx.core.schedules import Scalar, Schedule, constant_schedule
 from muonfx.transforms.leafwise import WideStateDtype, copies, params_for
 from muonfx.tree import Present, PyTree, device_of

@@ -14,33 +14,24 @@ absent: it gets no update and its state does not change. Updates keep their dtyp
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import checks
+from muonfx.core import checks, signatures
 from muonfx.core.declaration import Declaration, Locality, Position
-from muonfx.core.definition import Lazy
+from muonfx.core.definition import Lazy, of_structure
 from muonfx.core.donation import NOTHING, Donation, unshared
+from muonfx.core.hyperparams import check_numbers
 from muonfx.core.outline import outline
 from muonfx.core.patterns import NamePatterns, warn_of_unmatched
 from muonfx.core.recorded import Recorded
 from muonfx.core.schedules import Schedule, follow
-from muonfx.core.signatures import (
-    ON_PIECES,
-    Extras,
-    Functions,
-    check_extras,
-    check_functions,
-    extras_of,
-    understood,
-)
+from muonfx.core.signatures import sum_over_leaves
 from muonfx.tree import PyTree, Structure
 from muonfx.tree.display import Report
 
@@ -49,28 +40,6 @@ V = TypeVar("V")
 
 class EmptyState(NamedTuple):
     """The state of a transform that keeps none."""
-
-
-def sum_over_leaves(scalars: PyTree) -> Tensor:
-    """Add up a tree of tensors of one shape, such as 0-d: the extra ``sum_over_leaves`` in a single process."""
-    found = list(tree.tensors(scalars))
-    if not found:
-        return torch.zeros(())
-    return torch.stack([scalar.to(found[0].device) for scalar in found], dim=-1).sum(-1)
-
-
-def _derived(find: Callable[[Any], V]) -> V:
-    """Make an attribute of a transform that follows from its structure: found once for all values of the structure."""
-    name = find.__name__
-
-    @functools.wraps(find)
-    def get(self: Transform) -> V:
-        found = self.structure.attributes
-        if name not in found:
-            found[name] = find(self)
-        return cast("V", found[name])
-
-    return cast("V", Lazy(get))
 
 
 class Transform(Recorded):
@@ -95,7 +64,7 @@ class Transform(Recorded):
         declared = factory.definition.name
         return factory.__name__ if declared is None else declared.rpartition(".")[2]
 
-    @_derived
+    @of_structure
     def declaration(self) -> Declaration:
         """The options that the author passed to the `transform` decorator."""
         return cast("Declaration", self.factory.definition.declaration)
@@ -108,9 +77,8 @@ class Transform(Recorded):
     def tree(self) -> Report:
         """Show the transform and the transforms that it calls as a table of localities and arguments.
 
-        Returns:
-            A value that prints as text, and as an HTML table in a notebook. `muonfx.program.lower` shows how the
-            transform runs on given parameters.
+        The table prints as text, and as HTML in a notebook. `muonfx.program.lower` shows how the transform runs on
+        given parameters.
 
         >>> import muonfx as mfx
         >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()
@@ -123,7 +91,6 @@ class Transform(Recorded):
         return outline(self)
 
     def _repr_html_(self) -> str:
-        """Show `tree` in a notebook; ``repr()`` stays the code that builds the transform."""
         return self.tree().to_html()
 
     def names_of_parts(self, argument: str) -> Iterable[str]:
@@ -135,7 +102,9 @@ class Transform(Recorded):
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """Return the same transform with a function applied to each of its children."""
-        return self.with_parts([function(part) if isinstance(part, Transform) else part for part in self.parts])
+        return self._from(
+            self.new_structure(), [function(part) if isinstance(part, Transform) else part for part in self.parts]
+        )
 
     @property
     def stays_outermost(self) -> bool:
@@ -144,12 +113,7 @@ class Transform(Recorded):
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """The schedules among the arguments for which the constructor takes numbers.
-
-        >>> import muonfx as mfx
-        >>> mfx.momentum(mfx.linear_schedule(0.85, 0.95, 300)).schedules
-        {'decay': linear_schedule(start=0.85, end=0.95, steps=300)}
-        """
+        """The schedules among the arguments for which the constructor takes numbers, by argument."""
         if not [part for part in self.parts if isinstance(part, Schedule)]:
             return {}
         kinds = self.factory.definition.plain
@@ -181,7 +145,7 @@ class Transform(Recorded):
             except ValueError as error:
                 raise ValueError(f"{self.name}: at step {count}, {error}") from error
 
-    @_derived
+    @of_structure
     def locality(self) -> Locality:
         """How much of the tree the transform reads to compute one output element (see `Locality`)."""
         declared = self.declaration.locality
@@ -198,12 +162,7 @@ class Transform(Recorded):
 
     @property
     def position(self) -> Position | None:
-        """The declared place of the transform in a chain, relative to the learning rate. None means any place.
-
-        >>> import muonfx as mfx
-        >>> mfx.scale_by_learning_rate(0.1).position, mfx.add_decayed_weights(0.1).position, mfx.momentum().position
-        ('learning_rate', 'before_learning_rate', None)
-        """
+        """The declared place of the transform in a chain, relative to the learning rate. None means any place."""
         declared = self.declaration.position
         return self._call(declared, self.arguments) if callable(declared) else declared
 
@@ -211,11 +170,6 @@ class Transform(Recorded):
         """Return the transform with arguments that depend on names and shapes evaluated for these parameters.
 
         For example, a predicate becomes a mask. The transforms that it calls are not resolved.
-
-        >>> import muonfx as mfx
-        >>> tx = mfx.masked(mfx.scale(2.0), mfx.select.ndim(min=2))
-        >>> tx.resolve({"w": torch.zeros(2, 2), "b": torch.zeros(2)})
-        masked(scale(factor=2.0), {'b': False, 'w': True})
         """
         declared = self.declaration.resolve
         return self if declared is None else cast("Transform", declared(self, params))
@@ -223,17 +177,8 @@ class Transform(Recorded):
     def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
         """Return an equal transform that takes leaves as stacks of matrices of shape ``(number, rows, columns)``.
 
-        Args:
-            shapes: the shapes of some leaves, by name.
-
-        Returns:
-            The transform, and the shape of one matrix for each leaf that is a stack.
-
-        >>> import muonfx as mfx
-        >>> mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv": 3})).on_stacks({"attn.qkv": (6, 4), "out": (4, 4)})[
-        ...     1
-        ... ]
-        {'attn.qkv': (2, 4)}
+        `shapes` are the shapes of some leaves by name. The second result has the shape of one matrix for each leaf
+        that is a stack.
         """
         declared = self.declaration.on_stacks
         if declared is not None:
@@ -241,14 +186,9 @@ class Transform(Recorded):
         of_matrices = self.locality is Locality.MATRIX
         return self, {n: (s[-2], s[-1]) for n, s in shapes.items() if of_matrices and len(s) > 2}
 
-    @_derived
+    @of_structure
     def name_patterns(self) -> tuple[NamePatterns, ...]:
-        """The parameter name globs in the arguments of this transform and of transforms within it.
-
-        >>> import muonfx as mfx
-        >>> mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv.weight": 3})).name_patterns
-        (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True, required=False),)
-        """
+        """The parameter name globs in the arguments of this transform and of transforms within it."""
         declared = self.declaration.name_patterns
         found = list(declared(self)) if declared is not None else []
         for part in self.children:
@@ -256,51 +196,41 @@ class Transform(Recorded):
         return tuple(dict.fromkeys(found))
 
     @Lazy
-    def functions(self) -> Functions:
+    def functions(self) -> signatures.Functions:
         """The functions that the constructor returned for the arguments."""
-        return Functions(*self.built)
+        return signatures.Functions(*self.built)
 
-    @_derived
-    def extras(self) -> Extras:
+    @of_structure
+    def extras(self) -> signatures.Extras:
         """The named extras in the signature of the update function."""
-        return extras_of(self.functions.update, [part.extras for part in self.children])
+        return signatures.extras_of(self.functions.update, [part.extras for part in self.children])
 
-    @_derived
+    @of_structure
     def understood_extras(self) -> frozenset[str] | None:
         """The named extras that this transform and transforms within it read. None: any is accepted.
 
         A transform with ``**extras`` forwards all extras to the transforms within it. Without inner transforms, it
         may read any extra itself.
-
-        >>> import muonfx as mfx
-        >>> sorted(mfx.chain(mfx.accumulate(mfx.momentum(), 2), mfx.scale(-0.1)).understood_extras)
-        ['boundary']
         """
         if self.extras.takes_all and not (self.children or self.declaration.combinator.in_sequence):
             return None
-        return understood(self.extras, [part.understood_extras for part in self.children])
+        return signatures.understood(self.extras, [part.understood_extras for part in self.children])
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
         """Raise if a required extra is missing, or if no transform reads a given extra.
 
         Raises:
             TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
-            TypeError, ValueError: a transform within rejects the value.
         """
         if extras or self.extras.required:
-            check_extras(list(within(self)), extras)
+            signatures.check_extras(list(within(self)), extras)
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if its update takes an extra such as ``sum_over_leaves``, so it can run on shards of leaves.
+        """True if its update takes an extra such as ``sum_over_leaves``, so it can run on shards of leaves."""
+        return not signatures.ON_PIECES.isdisjoint(self.extras.named)
 
-        >>> import muonfx as mfx
-        >>> mfx.clip_by_global_norm(1.0).works_on_pieces, mfx.stateless(abs).works_on_pieces
-        (True, False)
-        """
-        return not ON_PIECES.isdisjoint(self.extras.named)
-
-    @_derived
+    @of_structure
     def keeps_donation_promise(self) -> bool:
         """True if this transform and all within it take ``donate``, and so keep the promise of `Donation`."""
         return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
@@ -311,7 +241,7 @@ class Transform(Recorded):
             self._check_schedules()
         super().prepare()
         if not torch.compiler.is_compiling():
-            check_functions(self.factory.__name__, self.built)
+            signatures.check_functions(self.factory.__name__, self.built)
         _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -391,7 +321,7 @@ class Transform(Recorded):
         # The state may hold the numbers, so their shapes matter.
         numbers = tuple([part.shape for part in self.tensors]) if self.tensors else ()
         if any(numbers):
-            _check_numbers(self)
+            check_numbers(self)
         key = treedef, tuple(specs), numbers
         known: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
         found = known.get(key)
@@ -431,20 +361,6 @@ def within(tx: Transform) -> Iterator[Transform]:
         yield from within(part)
 
 
-def _check_numbers(value: Recorded) -> None:
-    """Require that each number of a transform and of its parts is a Python number or a 0-d tensor."""
-    for name, kinds in sorted(value.factory.definition.plain.items()):
-        number = value.arguments[name] if "float" in kinds else None
-        if isinstance(number, Tensor) and number.ndim:
-            raise ValueError(
-                f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
-                f"{tuple(number.shape)}; several at once: torch.func.vmap over a muonfx.stack"
-            )
-    for part in value.parts:
-        if isinstance(part, Recorded):
-            _check_numbers(part)
-
-
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
     """Name each transform: its explicit name, or its own name with a suffix if that name repeats."""
     entries: dict[str, Transform] = {}
@@ -475,8 +391,8 @@ def require_transform(name: str, value: object) -> None:
     found = repr(value) if len(repr(value)) < 80 else kind
     if isinstance(value, torch.nn.Module):
         found = f"the model {kind}; the model comes first, then the transform"
+    elif isinstance(value, type):
+        found = f"the class {value.__name__}"
     elif callable(value) and hasattr(value, "__name__"):
-        called = value.__name__
-        found = f"the {'class' if isinstance(value, type) else 'function'} {called}"
-        found += "" if isinstance(value, type) else f"; call it to get a transform: {called}(...)"
+        found = f"the function {value.__name__}; call it to get a transform: {value.__name__}(...)"
     raise TypeError(f"{name} must be a muonfx.Transform, found {found}")

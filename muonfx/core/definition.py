@@ -15,7 +15,7 @@ from muonfx.tree.arguments import kinds_of
 V = TypeVar("V")
 
 Memory = dict[object, Any]
-"""A constructor's cache: its keys determine the cached results."""
+"""A constructor's cache, which exists as long as the structure of the value; its keys determine the results."""
 
 
 # The kinds of a `ScalarOrSchedule`. Its constructor gets the number of each step, a float or a 0-d tensor.
@@ -37,13 +37,18 @@ class Definition:
     name: str | None
     """The declared public name."""
     remembers: bool
-    """True if the constructor takes `Structure.memory` as its first argument."""
+    """True if the constructor takes a `Memory` as its first argument."""
     transparent: bool
     """True if a value represents its only part and adds nothing to that part's name."""
     is_ours: bool
     """True if the constructor belongs to this package, whose tests check what its functions return."""
     declaration: object
     """Further options of the decorator, such as a `Declaration`."""
+
+    def as_float(self, name: str, value: Any) -> object:
+        """Convert an int to a float if the annotation of the parameter is float."""
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        return float(value) if is_int and "float" in self.plain[name] else value
 
 
 class Factory(Protocol):
@@ -107,3 +112,17 @@ class Lazy(Generic[V]):
         if not torch.compiler.is_compiling():
             value.__dict__[self._name] = found
         return found
+
+
+def of_structure(find: Callable[[Any], V]) -> V:
+    """Make an attribute that follows from the structure of a value; all values of the structure share it."""
+    name = find.__name__
+
+    @functools.wraps(find)
+    def get(self: Any) -> V:
+        found = self.structure.attributes
+        if name not in found:
+            found[name] = find(self)
+        return cast("V", found[name])
+
+    return cast("V", Lazy(get))

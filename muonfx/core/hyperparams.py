@@ -114,3 +114,17 @@ def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.devic
 
 def _tensor(value: object) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def check_numbers(value: Recorded) -> None:
+    """Require that each number of a transform and of its parts is a Python number or a 0-d tensor."""
+    for name, kinds in sorted(value.factory.definition.plain.items()):
+        number = value.arguments[name] if "float" in kinds else None
+        if isinstance(number, Tensor) and number.ndim:
+            raise ValueError(
+                f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
+                f"{tuple(number.shape)}; several at once: torch.func.vmap over a muonfx.stack"
+            )
+    for part in value.parts:
+        if isinstance(part, Recorded):
+            check_numbers(part)

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar, cast
 
@@ -27,7 +27,7 @@ import torch.utils._pytree as torch_pytree
 from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.core.definition import Definition, Factory, Lazy, Memory
+from muonfx.core.definition import Definition, Factory, Lazy
 from muonfx.core.identity import code_of_value, public_name, same, text_of
 from muonfx.tree import NAMESPACE
 from muonfx.tree.arguments import bind, check_plain, did_you_mean
@@ -95,12 +95,6 @@ def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
 R = TypeVar("R", bound="Recorded")
 
 
-def _as_float(definition: Definition, name: str, value: Any) -> object:
-    """Convert an int to a float if the annotation of the parameter is float."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_int and "float" in definition.plain[name] else value
-
-
 @dataclass(frozen=True, eq=False)
 class Structure:
     """A recorded value without its parts: the context of its pytree node."""
@@ -113,8 +107,6 @@ class Structure:
     attributes: dict[str, object] = field(default_factory=dict, repr=False)
     """Attributes that follow from the structure alone, by name: each new value of the structure has them from the
     start. A compiled graph would otherwise be compiled again when eager code reads one of them for the first time."""
-    memory: Memory = field(default_factory=dict, repr=False)
-    """Results that a constructor caches for as long as the structure exists."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):
@@ -155,7 +147,7 @@ class Recorded:
                 value = check_plain(factory.__name__, name, value, kinds)
             if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
                 raise TypeError(f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}")
-            skeleton[name] = _split(_as_float(definition, name, value), parts)
+            skeleton[name] = _split(definition.as_float(name, value), parts)
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     def names_of_parts(self, argument: str) -> Iterable[str]:
@@ -236,7 +228,7 @@ class Recorded:
         definition = self.factory.definition
         constructor = definition.constructor
         if definition.remembers:
-            constructor = functools.partial(constructor, self.structure.memory)
+            constructor = functools.partial(constructor, self.structure.derived.setdefault("memory", {}))
         return self._call(constructor, arguments)
 
     @Lazy
@@ -260,12 +252,9 @@ class Recorded:
         """A cache of results that other modules compute from this value. A copy starts with an empty cache."""
         return {}
 
-    def _new_structure(self) -> Structure:
+    def new_structure(self) -> Structure:
+        """Return an equal structure without cached results."""
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
-
-    def with_parts(self, parts: Sequence[object]) -> Self:
-        """Return a value of the same factory with other parts, which may have another structure."""
-        return self._from(self._new_structure(), parts)
 
     def prepare(self) -> None:
         """Call the constructor now, so that bad arguments raise early and tracing uses the cached result."""
@@ -323,7 +312,7 @@ class Recorded:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as factory, skeleton and parts; closures cannot be pickled and are rebuilt on first use."""
-        return Recorded._from, (self._new_structure(), self.parts)
+        return Recorded._from, (self.new_structure(), self.parts)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -404,5 +393,5 @@ def _default_text(definition: Definition, name: str) -> str:
     if parameter.default is parameter.empty:
         return _NUMBER
     parts: list[object] = []
-    skeleton = _split(_as_float(definition, name, parameter.default), parts)
+    skeleton = _split(definition.as_float(name, parameter.default), parts)
     return _text(skeleton, iter(parts))

@@ -7,9 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from muonfx import tree
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import did_you_mean
+
+
+def sum_over_leaves(scalars: PyTree) -> Tensor:
+    """Add up a tree of tensors of one shape, such as 0-d: the extra ``sum_over_leaves`` in a single process."""
+    found = list(tree.tensors(scalars))
+    if not found:
+        return torch.zeros(())
+    return torch.stack([scalar.to(found[0].device) for scalar in found], dim=-1).sum(-1)
 
 
 class Functions(NamedTuple):

@@ -18,9 +18,9 @@ from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING, within
+from muonfx.core.definition import Memory
 from muonfx.core.factory import with_memory
 from muonfx.core.patterns import NamePatterns
-from muonfx.core.recorded import Memory
 from muonfx.select.matrix_view import MatrixView, is_set_for
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns

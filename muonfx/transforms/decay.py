@@ -10,9 +10,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING, require_transform
+from muonfx.core.definition import Memory
 from muonfx.core.factory import with_memory
 from muonfx.core.order import signs
-from muonfx.core.recorded import Memory
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.select.partition import mask_patterns, resolve_mask
 from muonfx.select.predicates import Predicate
