@@ -173,18 +173,8 @@ def cosine_decay_schedule(start: Scalar, steps: int, end: Scalar = 0.0) -> Sched
 
 
 @schedule
-def exponential_decay(
-    start: Scalar, steps: int, rate: Scalar, *, begin: int = 0, staircase: bool = False, end: Scalar | None = None
-):
-    """Decay exponentially: the value is multiplied by `rate` in every `steps` steps, smoothly or in a staircase.
-
-    Args:
-        start: the value until step ``begin``.
-        steps: the number of steps in which the value is multiplied by ``rate``; 1 or more.
-        rate: the factor, positive.
-        begin: the step at which the change starts.
-        staircase: change at multiples of ``steps`` instead of at every step.
-        end: the bound of the value: a lower bound if ``rate`` is below 1, else an upper bound. None: no bound.
+def exponential_decay(start: Scalar, steps: int, rate: Scalar) -> ScheduleFunction:
+    """Decay exponentially: the value is multiplied by `rate` in every `steps` steps.
 
     >>> [exponential_decay(1.0, 2, 0.25)(count) for count in (0, 1, 2, 4)]
     [1.0, 0.5, 0.25, 0.0625]
@@ -192,24 +182,7 @@ def exponential_decay(
     checks.finite("start", start)
     checks.positive_int("steps", steps)
     checks.positive("rate", rate)
-    checks.whole_number("begin", begin)
-    if end is not None:
-        checks.finite("end", end)
-
-    def value(count: Tensor) -> Tensor:
-        times = ((count - begin) / steps).clamp(min=0.0)
-        factor = _tensor(rate, count)
-        found = start * torch.pow(factor, times.floor() if staircase else times)
-        if end is None:
-            return found
-        bound = _tensor(end, count)
-        return torch.where(factor < 1.0, torch.maximum(found, bound), torch.minimum(found, bound))
-
-    return value
-
-
-def _tensor(number: Scalar, like: Tensor) -> Tensor:
-    return number if isinstance(number, Tensor) else torch.full((), number, dtype=like.dtype, device=like.device)
+    return lambda count: start * rate ** (count / steps)
 
 
 @schedule

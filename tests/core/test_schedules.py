@@ -29,18 +29,7 @@ def test_numbers_as_tensors_give_the_same_and_have_derivatives(schedule: mfx.Sch
     assert all(math.isfinite(slope) for slope in mfx.hyperparams(slopes).values())
 
 
-@pytest.mark.parametrize("begin", [0, 3])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_an_exponential_is_a_power_of_its_rate(begin: int, steps: int):
+def test_an_exponential_is_a_power_of_its_rate(steps: int):
     for count in STEPS:
-        times = max(0, count - begin) / steps
-        assert mfx.exponential_decay(2.0, steps, RATE, begin=begin)(count) == pytest.approx(2.0 * RATE**times)
-        stairs = mfx.exponential_decay(2.0, steps, RATE, begin=begin, staircase=True)(count)
-        assert stairs == pytest.approx(2.0 * RATE ** math.floor(times))
-
-
-@pytest.mark.parametrize(("rate", "end"), [(0.5, 0.3), (2.0, 3.0)])
-def test_an_exponential_stops_at_its_end(rate: float, end: float):
-    bound = max if rate < 1 else min
-    for count in STEPS:
-        assert mfx.exponential_decay(1.0, 2, rate, end=end)(count) == pytest.approx(bound(end, rate ** (count / 2)))
+        assert mfx.exponential_decay(2.0, steps, RATE)(count) == pytest.approx(2.0 * RATE ** (count / steps))

@@ -211,15 +211,14 @@ def test_polargrad_is_muon_of_optax_with_the_dual_norm():
 
 VALUES = st.floats(0.01, 4.0)
 LENGTHS = st.integers(1, 9)
-BEGINS = st.integers(0, 4)
 
 SCHEDULES: dict[str, st.SearchStrategy[Any]] = {
     "exponential": st.builds(
-        lambda start, steps, rate, begin, stairs, end: (
-            mfx.exponential_decay(start, steps, rate, begin=begin, staircase=stairs, end=end),
-            optax.exponential_decay(start, steps, rate, begin, stairs, end),
+        lambda start, steps, rate: (
+            mfx.exponential_decay(start, steps, rate),
+            optax.exponential_decay(start, steps, rate),
         ),
-        *(VALUES, LENGTHS, VALUES, BEGINS, st.booleans(), st.none() | VALUES),
+        *(VALUES, LENGTHS, VALUES),
     ),
 }
 
