@@ -94,23 +94,8 @@ ScheduleFunction = Callable[[Tensor], Any]
 """A function of the step count, a 0-d floating tensor, as one under `schedule` returns it."""
 
 
-@overload
-def schedule(constructor: Callable[P, ScheduleFunction], /) -> Callable[P, Schedule]: ...
-
-
-@overload
-def schedule(*, name: str | None = None) -> Callable[[Callable[P, ScheduleFunction]], Callable[P, Schedule]]: ...
-
-
-def schedule(constructor: Callable[..., ScheduleFunction] | None = None, *, name: str | None = None) -> Any:
+def schedule(constructor: Callable[P, ScheduleFunction]) -> Callable[P, Schedule]:
     """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
-
-    Args:
-        constructor: takes the schedule's arguments, and returns a function from count to value.
-        name: a public name that stays when the function moves, as in `muonfx.transform`.
-
-    Raises:
-        ValueError: ``name`` is not made of identifiers and dots.
 
     >>> @schedule
     ... def inverse_sqrt(rate: float):
@@ -118,11 +103,7 @@ def schedule(constructor: Callable[..., ScheduleFunction] | None = None, *, name
     >>> inverse_sqrt(2.0)(3)
     1.0
     """
-
-    def decorate(constructor: Callable[..., ScheduleFunction]) -> Callable[..., Schedule]:
-        return make_factory(Schedule, constructor, name=name)
-
-    return decorate if constructor is None else decorate(constructor)
+    return make_factory(Schedule, constructor)
 
 
 @schedule
