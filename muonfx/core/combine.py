@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from muonfx.core.factory import transform, with_memory
 from muonfx.core.order import check_order
 from muonfx.core.recorded import part_names
 from muonfx.tree import PyTree
+from muonfx.tree.elementwise import wide_dtype
 
 T = TypeVar("T")
 
@@ -199,14 +201,24 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
         new_state: dict[str, PyTree] = {}
-        total: PyTree = None
+        outputs: list[PyTree] = []
         for name, tx in entries.items():
             # Every transform gets the same updates, so none may overwrite them.
             out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
-            total = out if total is None else tree.add(total, out)
-        return total, new_state
+            outputs.append(out)
+        treedef = tree.flatten(updates)[1]
+        columns = zip(*[tree.subtrees(treedef, out) for out in outputs], strict=True)
+        return tree.unflatten(treedef, [functools.reduce(_sum, column) for column in columns]), new_state
 
     return init, update
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Add two updates in at least fp32 and round once, to the dtype of the first."""
+    if a is None or b is None:
+        return b if a is None else a
+    wide = wide_dtype(a.dtype, b.dtype)
+    return (a.to(wide) + b.to(wide)).to(a.dtype)
 
 
 def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:

@@ -1,4 +1,4 @@
-"""Functions on pytrees of tensors: flatten, map, name and search leaves, and do arithmetic on whole trees.
+"""Functions on pytrees of tensors: flatten, map, name and search leaves.
 
 The folder also contains utilities that use no transform: checks of plain arguments, tables as text and
 HTML, names of dtypes, and the detection of ``torch.func`` and ``torch.compile``.
@@ -8,7 +8,7 @@ The terms are optree's. A *tree* is a nest of dicts, tuples, lists and NamedTupl
 order of their keys, so two trees that differ only in insertion order are equal. An ``OrderedDict`` keeps its own order.
 """
 
-from muonfx.tree.arithmetic import add, norm
+from muonfx.tree.arithmetic import norm
 from muonfx.tree.members import map_params
 from muonfx.tree.search import get, get_all, set
 from muonfx.tree.structure import (
@@ -35,7 +35,7 @@ from muonfx.tree.structure import named_leaves as named_leaves
 
 # fmt: off
 __all__ = [
-    "NAMESPACE", "Present", "PyTree", "Spec", "add", "device_of", "flatten", "get", "get_all", "leaves", "map",
+    "NAMESPACE", "Present", "PyTree", "Spec", "device_of", "flatten", "get", "get_all", "leaves", "map",
     "map_params", "names", "norm", "paths", "same_structure", "set", "spec", "subtrees", "tensors", "unflatten",
 ]
 # fmt: on

@@ -62,8 +62,8 @@ NAMES_HERE = {
         "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
         "tree": "tree_utils",
         "tree.norm": "global_norm tree_norm",
-        "tree.map": "tree_map tree_scale tree_vdot",
-        **{f"tree.{name}": f"tree_{name}" for name in ("add", "get", "map_params", "set")},
+        "tree.map": "tree_map tree_add tree_scale tree_vdot",
+        **{f"tree.{name}": f"tree_{name}" for name in ("get", "map_params", "set")},
     }.items()
     for name in names.split()
 }

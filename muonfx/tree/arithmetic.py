@@ -1,43 +1,12 @@
-"""Sums and norms of trees of floating-point tensors, computed in at least fp32. A None leaf counts as zero."""
+"""The norm of a tree of floating-point tensors."""
 
 from __future__ import annotations
-
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from muonfx.tree import elementwise as ew
-from muonfx.tree.structure import Present, PyTree, device_of, flatten, subtrees, unflatten
-
-T = TypeVar("T")
-
-
-def add(first: T, *others: PyTree) -> T:
-    """Add trees leaf by leaf.
-
-    Each sum is rounded once, to the dtype of the first tree that has the leaf. A leaf that is None in every tree stays
-    None.
-
-    Raises:
-        ValueError: the structures of the trees differ.
-
-    >>> add({"w": torch.ones(1), "b": None}, {"w": torch.ones(1), "b": torch.ones(1)})
-    {'w': tensor([2.]), 'b': tensor([1.])}
-    """
-    leaves, treedef = flatten(first)
-    columns = zip(leaves, *[subtrees(treedef, other) for other in others], strict=True)
-    return unflatten(treedef, [_sum([leaf for leaf in column if leaf is not None]) for column in columns])
-
-
-def _sum(present: list[Tensor]) -> Tensor | None:
-    if not present:
-        return None
-    wide = ew.wide_dtype(*[leaf.dtype for leaf in present])
-    total = present[0].to(wide)
-    for leaf in present[1:]:
-        total = total + leaf
-    return total.to(present[0].dtype)
+from muonfx.tree.structure import Present, PyTree, device_of
 
 
 def norm(tree: PyTree) -> Tensor:

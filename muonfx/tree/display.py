@@ -115,10 +115,6 @@ class Report(Shown):
 
     parts: tuple[str | Table, ...]
 
-    def report(self) -> Report:
-        """Return the report itself."""
-        return self
-
     def to_text(self, depth: int | None = None) -> str:
         """Return plain text, with rows nested at most `depth` deep."""
         return "\n\n".join(

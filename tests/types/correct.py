@@ -121,7 +121,7 @@ def values() -> str:
 def sharding(params: dict[str, Tensor]) -> mfx.Transform:
     layout = mfx.sharding.zero(params, 1, partition="flat")
     whole: dict[str, Tensor] = layout.gather(layout.shard(params))
-    whole = mfx.tree.add(whole, whole)
+    whole = mfx.apply_updates(whole, whole)
     away = mfx.sharding.offload(mfx.momentum(), "cpu", compute="device")
     return mfx.sharding.sharded(away, layout, replicas="split")
 
