@@ -27,7 +27,7 @@ import torch.utils._pytree as torch_pytree
 from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.core.definition import Definition, Factory, Lazy
+from muonfx.core.definition import Definition, Factory, Lazy, Memory
 from muonfx.core.identity import code_of_value, public_name, same, text_of
 from muonfx.tree import NAMESPACE
 from muonfx.tree.arguments import bind, check_plain, did_you_mean
@@ -102,6 +102,8 @@ class Structure:
     kind: type[Recorded]
     factory: Factory
     skeleton: dict[str, object]
+    memory: Memory = field(default_factory=dict, repr=False)
+    """The cache of the constructor. It is separate from `derived`, because a compiled step depends on what it reads."""
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """Results that follow from the structure, computed once and shared by all values of this structure."""
     attributes: dict[str, object] = field(default_factory=dict, repr=False)
@@ -228,7 +230,7 @@ class Recorded:
         definition = self.factory.definition
         constructor = definition.constructor
         if definition.remembers:
-            constructor = functools.partial(constructor, self.structure.derived.setdefault("memory", {}))
+            constructor = functools.partial(constructor, self.structure.memory)
         return self._call(constructor, arguments)
 
     @Lazy
