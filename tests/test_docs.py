@@ -117,23 +117,6 @@ def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest
     run_page(path, alone=path.name == "README.md")  # a visitor copies one block of the front page
 
 
-WIDE, WIDEST = 88, 96  # columns: what is read closely, and what a page's box shows without a bar to scroll
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_code_is_no_wider_than_the_page(path: Path):
-    wrong: list[str] = []
-    language: str | None = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if fence := re.match(r" *(?:```|~~~)([^`\s]*)", line):
-            language = fence[1] if language is None else None
-        elif language is not None:
-            is_code = language == "python" or bool(re.match(r" *(?:>>>|\.\.\.) ", line))
-            bound = WIDE if is_code else WIDEST
-            wrong += [f"line {number} has {len(line)} columns, of at most {bound}"] if len(line) > bound else []
-    assert not wrong, f"{path.relative_to(ROOT)}: " + "; ".join(wrong)
-
-
 NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
 
 
