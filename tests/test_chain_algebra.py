@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
-from muonfx.testing.violation import bits_equal
+from muonfx.testing.violation import require_same
 from tests.public import NAMES
 
 pytestmark = [
@@ -27,20 +27,11 @@ members = kit.transforms()
 
 
 def updates_of(tx: mfx.Transform, example: kit.Example) -> list[Any]:
-    state = tx.init(example.params)
-    found = []
-    for grads in example.steps:
-        updates, state = tx.update(grads, state, example.params)
-        found.append(updates)
-    return found
+    return kit.examples.updates_of(tx, *example)
 
 
-def assert_same(a: Any, b: Any) -> None:
-    found, found_def = tree.flatten(a)
-    expected, expected_def = tree.flatten(b)
-    assert found_def == expected_def
-    for name, x, y in zip(tree.names(b), found, expected, strict=True):
-        assert (x is None and y is None) or bits_equal(x, y), f"{name}: {x} is not {y}"
+def assert_same(found: Any, expected: Any) -> None:
+    require_same("the updates", found, expected, "those of the other form")
 
 
 def bracketed(members: Sequence[mfx.Transform], cuts: Sequence[int]) -> mfx.Transform:
@@ -69,18 +60,6 @@ def test_a_chain_is_the_fold_of_its_members(members: list[mfx.Transform], exampl
 @given(kit.chains(min_size=1))
 def test_a_chain_is_as_wide_as_its_widest_member(members: list[mfx.Transform]):
     assert mfx.chain(*members).locality == max(tx.locality for tx in members)
-
-
-@given(kit.chains(), kit.chains(), examples)
-def test_a_chain_of_two_chains_feeds_one_into_the_other(
-    first: list[mfx.Transform], second: list[mfx.Transform], example: kit.Example
-):
-    try:
-        both = mfx.chain(*first, *second)
-    except (UserWarning, ValueError):  # an order that is refused, or warned of
-        reject()
-    between = kit.Example(example.params, updates_of(mfx.chain(*first), example))
-    assert_same(updates_of(both, example), updates_of(mfx.chain(*second), between))
 
 
 LABELS = ("left", "right", None)

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import muonfx as mfx
+from muonfx import testing as kit
+from muonfx.testing.violation import require_close
 
 GATHERED = mfx.accumulate(mfx.scale(-0.1), 2)
 UPHILL = mfx.accumulate(mfx.identity(), 2)
@@ -25,25 +26,15 @@ AROUND = {
 
 
 def run(tx: mfx.Transform, zeros: bool) -> Any:
-    """Four micro-batches; the second has no gradient for `b`, or zeros."""
-    generator = torch.Generator().manual_seed(0)
-    params = {name: torch.randn(3, 4, generator=generator) for name in "ab"}
-    state, history = tx.init(params), []
-    for turn in range(4):
-        grads: dict[str, Tensor | None] = {n: torch.randn(3, 4, generator=generator) for n in "ab"}
-        if turn == 1:
-            grads["b"] = torch.zeros(3, 4) if zeros else None
-        updates, state = tx.update(grads, state, params)
-        history.append(updates)
-    return history, state
+    """The history of four micro-batches; the second has no gradient for `b`, or zeros."""
+    params, steps = kit.Example.of({"a": (3, 4), "b": (3, 4)}, steps=4)
+    steps[1]["b"] = torch.zeros(3, 4) if zeros else None
+    return kit.examples.history(tx, params, steps)
 
 
 @pytest.mark.parametrize("name", AROUND)
 def test_a_gathered_gradient_is_not_lost_where_the_last_one_is_none(name: str):
-    found, expected = run(AROUND[name], zeros=False), run(AROUND[name], zeros=True)
-    assert mfx.tree.same_structure(found, expected)
-    for where, one, other in zip(mfx.tree.names(found), mfx.tree.leaves(found), mfx.tree.leaves(expected), strict=True):
-        assert torch.equal(one, other), where
+    require_close("the run", run(AROUND[name], zeros=False), run(AROUND[name], zeros=True), "with zeros", 0.0)
 
 
 def test_namo_says_that_it_has_no_scale_for_a_gathered_gradient():
@@ -70,14 +61,3 @@ def test_qk_clip_refuses_half_of_a_pair(seen: str, around: str):
     optimized = mfx.chain(mfx.scale_by_learning_rate(0.1), tx)
     with pytest.raises(ValueError, match=message):
         mfx.TransformOptimizer(params.items(), optimized)
-
-
-def test_a_sum_of_partial_trees_is_the_sum_of_what_is_there():
-    only_a = mfx.stateless(lambda updates, params: {"a": updates["a"], "b": None, "c": None})
-    only_b = mfx.stateless(lambda updates, params: {"a": None, "b": updates["b"], "c": None})
-    updates = {name: torch.full((2,), 1.5, dtype=torch.bfloat16) for name in "abc"}
-    tx = mfx.add_updates(only_a, only_b, only_a)
-    found = tx.update(updates, tx.init(updates))[0]
-    assert found["c"] is None
-    assert torch.equal(found["a"], 2 * updates["a"])
-    assert torch.equal(found["b"], updates["b"])

@@ -10,7 +10,7 @@ import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
 from muonfx.testing.examples import copied_tree
-from muonfx.testing.violation import bits_equal
+from muonfx.testing.violation import require_same
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 inner_transforms = kit.transforms(
@@ -39,11 +39,6 @@ def poisoned(grads: Any, place: int, element: int, bad: float) -> Any:
     return tree.unflatten(treedef, [leaf if i == at else other for i, other in enumerate(leaves)])
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
-        assert a is b or bits_equal(a, b)
-
-
 @given(inner_transforms, kit.params_and_grads(), st.integers(0, 99), st.integers(0, 99), st.sampled_from(BAD))
 def test_a_bad_step_updates_nothing_and_the_run_is_that_of_the_inner_transform_without_it(
     inner: mfx.Transform, example: kit.Example, place: int, element: int, bad: float
@@ -58,14 +53,14 @@ def test_a_bad_step_updates_nothing_and_the_run_is_that_of_the_inner_transform_w
             before = copied_tree(state.inner)
             updates, state = tx.update(spoilt, state, params)
             skipped += 1
-            assert_same(state.inner, before)
+            require_same("the inner state", state.inner, before, "before the bad step")
             for update, grad in zip(tree.leaves(updates), tree.leaves(grads), strict=True):
                 assert (update is None) == (grad is None)
                 assert update is None or (update.dtype == grad.dtype and not update.any())
             assert (int(state.skipped), int(state.in_a_row)) == (skipped, 1)
         updates, state = tx.update(grads, state, params)
         expected, inner_state = inner.update(grads, inner_state, params)
-        assert_same((updates, state.inner), (expected, inner_state))
+        require_same("the run", (updates, state.inner), (expected, inner_state), "without the bad step")
         assert (int(state.skipped), int(state.in_a_row)) == (skipped, 0)
 
 
