@@ -26,18 +26,6 @@ def tree_of(seed: int = 0, steps: int = 6) -> tuple[dict[str, Tensor], list[dict
     return kit.Example.of({"w": (70, 90), "b": (9,)}, steps=steps, seed=seed)
 
 
-def after(tx: mfx.Transform, params: Any, steps: Any) -> tuple[Any, Any]:
-    state, updates = tx.init(params), None
-    for grads in steps:
-        updates, state = tx.update(grads, state, params)
-    return updates, state
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    pairs = zip(mfx.tree.leaves(one), mfx.tree.leaves(other), strict=True)
-    return all(kit.violation.bits_equal(a, b) for a, b in pairs)
-
-
 # ------------------------------------------------------------------------------------------------------- as a value
 
 
@@ -101,7 +89,7 @@ def test_a_small_leaf_is_as_in_fp32(dtype: mfx.QuantizedDtype):
         lambda d: mfx.scale_by_lion(mu_dtype=d),
         lambda d: mfx.ema_params(0.9, dtype=d),
     ):
-        (updates, _), (expected, _) = after(make(dtype), params, steps), after(make(torch.float32), params, steps)
+        updates, expected = (kit.examples.updates_of(make(d), params, steps)[-1] for d in (dtype, torch.float32))
         assert torch.equal(updates["b"], expected["b"])
 
 
@@ -204,7 +192,7 @@ def test_a_state_of_another_dtype_is_not_loaded(saved: Any, own: Any):
     before = new.state_dict()
     with pytest.raises(ValueError, match="nothing was loaded"):
         new.load_state_dict(old.state_dict())
-    assert same_bits(before["state"], new.state_dict()["state"])
+    kit.violation.require_same("the state", new.state_dict()["state"], before["state"], "before the load")
 
 
 def test_compact_states_survive_fake_tensors():

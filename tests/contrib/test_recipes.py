@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
+from muonfx import testing as kit
 
 EXACT = mfx.orthogonalize(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype=torch.float64)
 RATE, DECAY, BETA = 0.1, 0.3, 0.9
@@ -15,18 +16,9 @@ SHAPES = {"tall": (6, 4), "wide": (3, 5)}
 Step = Callable[[int, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
-def draw(steps: int = 4) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    generator = torch.Generator().manual_seed(0)
-    drawn = [
-        {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
-        for _ in range(steps + 1)
-    ]
-    return drawn[0], drawn[1:]
-
-
 def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9, atol: float = 1e-10) -> None:
     """Compare parameters after each step with ``step(t, x, g, memory)``, the next one, t from 1."""
-    params, steps = draw()
+    params, steps = kit.Example.of(SHAPES, steps=4, dtype=torch.float64)
     state, memory = tx.init(params), {name: {} for name in params}
     theirs = dict(params)
     for t, grads in enumerate(steps, start=1):

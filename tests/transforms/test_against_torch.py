@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
+from muonfx import testing as kit
 
 SHAPES = {"square": (16, 16), "wide": (8, 24), "tall": (24, 8), "row": (1, 12), "big": (64, 48)}
 STEPS = 10
 
 
-def draw(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    generator = torch.Generator().manual_seed(1)
-    params = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
-    steps = [
-        {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
-        for _ in range(STEPS)
-    ]
-    return params, steps
+def draw(dtype: torch.dtype = torch.float32) -> kit.Example:
+    return kit.Example.of(SHAPES, steps=STEPS, dtype=dtype, seed=1)
 
 
 def run_torch(make, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

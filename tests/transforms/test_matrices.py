@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import muonfx as mfx
-from muonfx.testing import check_transform
+from muonfx import testing as kit
+from muonfx.testing.examples import updates_of
 from muonfx.testing.violation import is_close
 from tests.public import NAMES
 
@@ -38,22 +39,6 @@ TAKE_BLOCKS = {
 }
 
 
-def steps_of(seed: int, shapes: dict[str, tuple[int, int]]) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
-        for _ in range(4)
-    ]
-
-
-def run(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    found, state = [], tx.init(params)
-    for grads in steps:
-        updates, state = tx.update(grads, state, params)
-        found.append(updates)
-    return found
-
-
 def fuse(values: dict[str, Tensor], axis: int) -> dict[str, Tensor]:
     return {"attn.qkv": torch.cat([values[name] for name in "qkv"], dim=axis), "out": values["out"]}
 
@@ -64,11 +49,11 @@ def test_blocks_are_as_separate_parameters(name: str, seed: int, sizes: Any, cou
     make = TAKE_BLOCKS[name]
     equal = len(set(sizes)) == 1
     shapes = {n: (size, 5) if axis == -2 else (5, size) for n, size in zip("qkv", sizes, strict=True)} | {"out": (5, 5)}
-    params, *steps = steps_of(seed, shapes)
-    apart = run(make(), params, steps)
+    params, steps = kit.Example.of(shapes, steps=3, dtype=torch.float64, seed=seed)
+    apart = updates_of(make(), params, steps)
     blocks = 3 if counted and equal else sizes
     view = mfx.MatrixView(blocks={"*.qkv": blocks}, block_axis=axis)
-    together = run(make(view=view), fuse(params, axis), [fuse(grads, axis) for grads in steps])
+    together = updates_of(make(view=view), fuse(params, axis), [fuse(grads, axis) for grads in steps])
     for step, (mine, expected) in enumerate(zip(together, apart, strict=True)):
         for leaf, want in fuse(expected, axis).items():
             assert is_close(mine[leaf], want, 1e-12), (step, leaf)
@@ -85,10 +70,11 @@ def test_every_transform_with_a_view_is_held_to_it():
 
 @given(st.integers(0, 99))
 def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
-    params, *steps = steps_of(seed, {"wide": (3, 5), "tall": (5, 3), "square": (4, 4)})
+    shapes = {"wide": (3, 5), "tall": (5, 3), "square": (4, 4)}
+    params, steps = kit.Example.of(shapes, steps=3, dtype=torch.float64, seed=seed)
     turned, *turned_steps = ({**values, "wide": values["wide"].mT} for values in (params, *steps))
-    longer = run(mfx.normalize_neurons(axis="longer"), params, steps)
-    for mine, rows in zip(longer, run(mfx.normalize_neurons(), turned, turned_steps), strict=True):
+    longer = updates_of(mfx.normalize_neurons(axis="longer"), params, steps)
+    for mine, rows in zip(longer, updates_of(mfx.normalize_neurons(), turned, turned_steps), strict=True):
         assert is_close(mine["wide"], rows["wide"].mT, 1e-12)
         assert all(torch.equal(mine[name], rows[name]) for name in ("tall", "square"))
 
@@ -156,7 +142,7 @@ def returns_its_inputs(*, view: mfx.MatrixView = VIEW):
 
 @pytest.mark.parametrize("tx", [with_both_slots(), returns_its_inputs(view=mfx.MatrixView(((-2,), (-1,))))])
 def test_a_transform_of_ones_own_obeys_the_laws(tx: mfx.Transform):
-    check_transform(tx, max_examples=5)
+    kit.check_transform(tx, max_examples=5)
 
 
 def test_blocks_of_any_sizes_have_the_state_that_they_have_as_parameters():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
+from muonfx import testing as kit
 from muonfx.testing.violation import is_close
 
 SHAPES = {"w": (4, 6), "b": (3,), "k": (2, 3, 5)}
@@ -66,10 +67,7 @@ def test_nan_stays_in_its_matrix(name: str):
 
 
 def after(tx: mfx.Transform, steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    state = tx.init(steps[0])
-    for grads in steps:
-        updates, state = tx.update(grads, state, grads)
-    return updates
+    return kit.examples.updates_of(tx, steps[0], steps)[-1]
 
 
 def test_debiased_it_is_adam_without_a_first_moment():
