@@ -40,24 +40,3 @@ def test_a_gathered_gradient_is_not_lost_where_the_last_one_is_none(name: str):
 def test_namo_says_that_it_has_no_scale_for_a_gathered_gradient():
     with pytest.raises(ValueError, match=r"scale_by_namo: inner returns an update for 'b'.*accumulate\(scale_by_namo"):
         run(mfx.contrib.scale_by_namo(UPHILL), zeros=False)
-
-
-@pytest.mark.parametrize("seen", ["q_proj", "k_proj"])
-@pytest.mark.parametrize("around", ["masked", "partition"])
-def test_qk_clip_refuses_half_of_a_pair(seen: str, around: str):
-    clip = mfx.qk_clip(mfx.AttentionHeads("h.*.attn", heads=2))
-    names = [f"h.{layer}.attn.{part}.weight" for layer in (0, 1) for part in ("q_proj", "k_proj")]
-    params = {name: torch.ones(4, 2) for name in names}
-    is_seen = {name: name.startswith("h.0") or seen in name for name in names}
-    tx = mfx.masked(clip, is_seen)
-    if around == "partition":
-        tx = mfx.partition(
-            {"clip": clip, "rest": mfx.scale(1.0)}, {n: "clip" if own else "rest" for n, own in is_seen.items()}
-        )
-    hidden = "k_proj" if seen == "q_proj" else "q_proj"
-    message = rf"'h\.1\.attn\.{seen}\.weight' and no \w+ weights 'h\.1\.attn\.{hidden}'"
-    with pytest.raises(ValueError, match=message):
-        tx.init(params)
-    optimized = mfx.chain(mfx.scale_by_learning_rate(0.1), tx)
-    with pytest.raises(ValueError, match=message):
-        mfx.TransformOptimizer(params.items(), optimized)
