@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import muonfx as mfx
+from tests.processes import Here, World
 
 PARAMS = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64), "b": torch.tensor([3.0], dtype=torch.float64)}
 ONES = {"w": torch.ones(2)}
@@ -56,3 +58,131 @@ def test_the_estimate_of_prodigy_does_not_jump_when_a_leaf_has_no_gradient():
     grads = {"w": None, "b": torch.full((1,), 1e-9, dtype=torch.float64)}
     _, state = tx.update(grads, state, params)
     assert before <= float(state["scale_by_prodigy"].estim_lr) < 1.01 * before
+
+
+# ------------------------------------------------------------------------------------------------------- schedule_free
+
+DESCENT = mfx.scale(-0.1)
+
+
+def test_a_constant_rate_gives_the_plain_average_of_the_iterates():
+    tx = mfx.contrib.schedule_free(DESCENT, 0.1, b1=0.6)
+    state, params, iterates = tx.init(PARAMS), PARAMS, []
+    for _ in range(5):
+        updates, state = tx.update(params, state, params)
+        params = mfx.apply_updates(params, updates)
+        iterates.append(state.z)
+    average = mfx.tree.map(lambda *zs: torch.stack(zs).mean(0), *iterates)
+    evaluated = mfx.contrib.schedule_free_eval_params(state, params)
+    for name in PARAMS:
+        torch.testing.assert_close(evaluated[name], average[name])
+        torch.testing.assert_close(params[name], 0.4 * state.z[name] + 0.6 * average[name])
+
+
+def test_the_average_stays_where_it_is_when_the_interpolation_changes():
+    tx = mfx.contrib.schedule_free(mfx.scale(0.0), 0.1, b1=0.9)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    apart = state._replace(z=mfx.tree.map(lambda z: z + 1.0, state.z), weight_sum=state.weight_sum * 1e12)
+    before = mfx.contrib.schedule_free_eval_params(apart, PARAMS)
+    updates, after = tx.replace(b1=0.5).update(PARAMS, apart, PARAMS)
+    moved = mfx.apply_updates(PARAMS, updates)
+    for name, average in mfx.contrib.schedule_free_eval_params(after, moved).items():
+        torch.testing.assert_close(average, before[name])
+        torch.testing.assert_close(moved[name], 0.5 * apart.z[name] + 0.5 * before[name])
+
+
+def test_parameters_to_evaluate_are_found_within_chains_routes_and_optimizers():
+    model = nn.ParameterDict({name: nn.Parameter(p.clone()) for name, p in PARAMS.items()})
+    tx = mfx.partition(
+        {"slow": mfx.contrib.schedule_free(DESCENT, 0.1, b1=0.5), "rest": DESCENT}, {"w": "slow", "b": "rest"}
+    )
+    optimizer = mfx.TransformOptimizer(model, mfx.skip_nonfinite(mfx.chain(tx, mfx.identity())))
+    for _ in range(3):
+        for parameter in model.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    evaluated = mfx.contrib.schedule_free_eval_params(optimizer.transform_state, params)
+    assert torch.equal(evaluated["b"], params["b"])
+    torch.testing.assert_close(evaluated["w"], PARAMS["w"] - 0.2)  # of 0.1, 0.2, 0.3
+
+
+def run_fully_sharded(here: Here) -> list[float]:
+    torch.manual_seed(0)
+    models = [nn.Linear(6, 5, dtype=torch.float64) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fully_shard(models[0], mesh=here.mesh)
+    found: list[dict[str, torch.Tensor]] = []
+    for model in models:
+        inner = mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(0.1))
+        optimizer = mfx.TransformOptimizer(model, mfx.contrib.schedule_free(inner, 0.1))
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 6), step + 1.0, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        found.append(mfx.contrib.schedule_free_eval_params(optimizer.transform_state, params))
+    return [float((p.full_tensor() - found[1][name]).abs().max()) for name, p in found[0].items()]
+
+
+@pytest.mark.dist
+def test_pieces_of_the_parameters_to_evaluate_are_those_of_the_whole(world: World):
+    assert max(max(errors) for errors in world.check(2, run_fully_sharded)) <= 1e-12
+
+
+def test_a_state_without_an_average_is_refused():
+    with pytest.raises(ValueError, match="no ScheduleFreeState"):
+        mfx.contrib.schedule_free_eval_params(mfx.momentum().init(PARAMS), PARAMS)
+
+
+def test_another_rate_and_a_momentum_within_are_warned_of():
+    rate, other = mfx.linear_schedule(0.0, 0.1, 5), mfx.linear_schedule(0.1, 0.0, 5)
+    plain = mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(rate))
+    for given in (0.5, other):
+        with pytest.warns(UserWarning, match=r"^schedule_free: learning_rate is .* Give both the same") as caught:
+            mfx.contrib.schedule_free(plain, given)
+        assert [found.filename for found in caught] == [__file__]
+    for part, name in ((mfx.scale_by_adam(), "b1=0.9"), (mfx.momentum(), "decay=0.95")):
+        with pytest.warns(
+            UserWarning, match=rf"^schedule_free: {part.name} in the inner transform has a momentum, {name}"
+        ):
+            mfx.contrib.schedule_free(mfx.skip_nonfinite(mfx.chain(part, mfx.scale_by_learning_rate(0.1))), 0.1)
+    groups = {"a": plain, "b": mfx.scale_by_learning_rate(0.2)}
+    mfx.contrib.schedule_free(mfx.partition(groups, {"w": "a"}), rate)
+    mfx.contrib.schedule_free(plain, other, weight_lr_power=0.0)  # the rate is not read
+    mfx.contrib.schedule_free(mfx.scale(-0.1), 0.5)
+
+
+# ----------------------------------------------------------------------------------------------------------------- sam
+
+
+def gradient(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: p**3 - p for name, p in params.items()}
+
+
+def test_the_step_has_its_length_and_the_gradient_is_the_one_behind_it():
+    grads = gradient(PARAMS)
+    step, _ = mfx.contrib.sam(0.25).update(grads, mfx.core.EmptyState())
+    torch.testing.assert_close(float(mfx.tree.norm(step)), 0.25)
+    behind = gradient(mfx.apply_updates(PARAMS, step))
+    sharded = mfx.sharding.sharded(mfx.contrib.sam(0.25), mfx.sharding.zero(PARAMS, 1))
+    for tx in (mfx.contrib.sam(0.25), sharded):
+        for name, found in mfx.contrib.sam_gradient(gradient, PARAMS, tx).items():
+            assert torch.equal(found, behind[name])
+
+
+def test_a_gradient_of_zero_gives_no_step_and_a_nan_shows():
+    zero = {"w": torch.zeros(2)}
+    assert torch.equal(mfx.contrib.sam().update(zero, mfx.core.EmptyState())[0]["w"], torch.zeros(2))
+    bad = {"w": torch.tensor([float("nan"), 1.0])}
+    assert mfx.contrib.sam().update(bad, mfx.core.EmptyState())[0]["w"].isnan().all()
+
+
+def test_what_comes_beside_the_gradient_is_that_of_the_parameters_themselves():
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return params["w"].square().sum()
+
+    given = {"w": PARAMS["w"]}
+    grads, value = mfx.contrib.sam_gradient(torch.func.grad_and_value(loss), given, has_aux=True)
+    assert float(value) == float(loss(given))
+    torch.testing.assert_close(grads, mfx.contrib.sam_gradient(torch.func.grad(loss), given))
