@@ -1,6 +1,8 @@
-"""Schedules by their closed forms; counts as ints and as tensors give the same."""
+"""Schedules: their values, and a schedule in the place of a number."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from hypothesis import strategies as st
 import muonfx as mfx
 from muonfx import testing as kit
 
-STEPS = range(14)
 RATE = 0.7
 
 
@@ -31,5 +32,72 @@ def test_numbers_as_tensors_give_the_same_and_have_derivatives(schedule: mfx.Sch
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_an_exponential_is_a_power_of_its_rate(steps: int):
-    for count in STEPS:
+    for count in range(14):
         assert mfx.exponential_decay(2.0, steps, RATE)(count) == pytest.approx(2.0 * RATE ** (count / steps))
+
+
+RISING = mfx.linear_schedule(0.5, 0.9, 4)
+PARAMS, GRADS = kit.Example.of({"w": (3, 2), "b": (3,)}, steps=6)
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def shifted(amount: float, *, often: float = 1.0):
+    def init(params: Any) -> mfx.core.EmptyState:
+        return mfx.core.EmptyState()
+
+    def update(updates: Any, state: mfx.core.EmptyState, params: Any = None, *, more: float = 0.0):
+        return mfx.tree.map(lambda u: u + often * (amount + more), updates), state
+
+    return init, update
+
+
+MAKERS: dict[str, Callable[[Any], mfx.Transform]] = {
+    "momentum": mfx.momentum,
+    "adam": lambda number: mfx.scale_by_adam(b1=number, b2=number, eps=number),
+    "rms": lambda number: mfx.scale_by_rms(number, nu_dtype=mfx.int8(block=4, min_size=0)),
+    "clip": mfx.clip_by_global_norm,
+    "neurons": lambda number: mfx.masked(mfx.normalize_neurons(number), mfx.select.ndim(min=2)),
+    "wrapper": lambda number: mfx.cautious(mfx.momentum(number), min_share=number),
+    "average": mfx.ema_params,
+    "own": lambda number: shifted(number, often=number),
+    "rate": mfx.scale_by_learning_rate,
+    "decoupled decay": mfx.add_decayed_weights,
+    "independent decay": mfx.subtract_decayed_weights,
+    "factor": mfx.scale,
+    "estimate": mfx.contrib.scale_by_prodigy,
+    "recipe": lambda number: mfx.lion(0.1, b1=number, weight_decay=number),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_step_uses_the_schedules_number(name: str):
+    """As a loop does that gives the transform that number before each step."""
+    followed = kit.examples.updates_of(MAKERS[name](RISING), PARAMS, GRADS)
+    tx = mfx.as_tensors(MAKERS[name](0.5))
+    state = tx.init(PARAMS)
+    scheduled = [own for own, number in mfx.hyperparams(tx).items() if float(number) == 0.5]
+    assert scheduled
+    for step, grads in enumerate(GRADS):
+        number = torch.tensor(RISING(step), dtype=torch.float64)
+        now = mfx.with_hyperparams(tx, dict.fromkeys(scheduled, number))
+        updates, state = now.update(grads, state, PARAMS)
+        torch.testing.assert_close(followed[step], updates)
+
+
+def test_localities_extras_and_promises_are_those_of_the_transform():
+    for plain, tx in ((make(0.5), make(RISING)) for make in MAKERS.values()):
+        assert (tx.locality, tx.reads_params) == (plain.locality, plain.reads_params)
+        assert (tx.extras, tx.keeps_donation_promise) == (plain.extras, plain.keeps_donation_promise)
+    updates, _ = shifted(RISING).update(PARAMS, shifted(RISING).init(PARAMS), more=1.0)
+    assert torch.equal(updates["b"], PARAMS["b"] + 1.5)
+
+
+def test_a_rate_that_would_overflow_after_the_run_is_accepted():
+    rate = mfx.exponential_decay(1e-6, 10, 1.5)
+    assert rate(1_000_000) == float("inf")
+    assert mfx.scale_by_learning_rate(rate).arguments["learning_rate"] == rate
+
+
+def test_a_rate_that_becomes_nan_is_refused():
+    with pytest.raises(ValueError, match="at step 10000, learning_rate must be finite, found nan"):
+        mfx.scale_by_learning_rate(mfx.exponential_decay(0.0, 1, 2.0))
