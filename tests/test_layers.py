@@ -110,11 +110,12 @@ def test_no_file_imports_in_a_circle_or_inside_a_function():
 
 
 def toy(folder: Path, texts: dict[str, str]) -> Path:
-    package = folder / "toy"
-    package.mkdir()
-    for name, text in texts.items():
-        (package / f"{name}.py").write_text(text)
-    return package
+    """A package of files by name."""
+    for name, text in {"__init__": "", **texts}.items():
+        file = folder / "toy" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return folder / "toy"
 
 
 FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from toy.{} import x"
@@ -128,7 +129,7 @@ def test_a_circle_of_files_is_found(tmp_path: Path, text: str):
 
 
 def test_a_hidden_import_is_found(tmp_path: Path):
-    package = toy(tmp_path, {"__init__": "", "a": "def f():\n    from toy.b import x", "b": ""})
+    package = toy(tmp_path, {"a": "def f():\n    from toy.b import x", "b": ""})
     assert hidden_imports(package, set()) == ["toy.a imports toy.b inside a function: import it at the top"]
 
 
@@ -160,26 +161,19 @@ def test_no_implementation_file_is_directly_in_the_package_but_the_recipes():
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [
-        ("low.py", "from toy.high import x", "the row of low does not list high"),
-        ("low.py", "from toy import high", "the row of low does not list high"),
-        ("low.py", "def f():\n    from .high.part import x", "the row of low does not list high"),
-        ("low.py", "import toy.high.part", "the row of low does not list high"),
-        ("low.py", "if TYPE_CHECKING:\n    from toy.high import x", "the row of low does not list high"),
-        ("low.py", "import toy", "imports toy itself"),
-        ("high/part.py", "from .. import chain", "imports toy itself"),
-        ("new.py", "", "has no row for 'new'"),
+        ("low", "from toy import high", "the row of low does not list high"),
+        ("low", "def f():\n    from .high.part import x", "the row of low does not list high"),
+        ("low", "if TYPE_CHECKING:\n    import toy.high.part", "the row of low does not list high"),
+        ("low", "import toy", "imports toy itself"),
+        ("high/part", "from .. import chain", "imports toy itself"),
+        ("new", "", "has no row for 'new'"),
     ],
 )
 def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str):
-    package = tmp_path / "toy"
-    (package / "high").mkdir(parents=True)
-    for name in ("__init__.py", "low.py", "high/__init__.py"):
-        (package / name).write_text("")
-    (package / "high" / "part.py").write_text("from ..low import y\nfrom . import z\nimport torch")
+    texts = {"low": "", "high/__init__": "", "high/part": "from ..low import y\nfrom . import z\nimport torch"}
     table: dict[str, set[str]] = {"low": set(), "high": {"low"}}
-    assert complaints(package, table) == []
-    (package / file).write_text(text)
-    assert any(complaint in line for line in complaints(package, table))
+    assert complaints(toy(tmp_path, texts), table) == []
+    assert any(complaint in line for line in complaints(toy(tmp_path, {**texts, file: text}), table))
 
 
 ALLOWED = {
