@@ -51,15 +51,6 @@ def test_links_of_the_readme_are_absolute_and_lead_to_files_that_exist(metadata:
     assert all(picture.startswith(RAW) for picture in pictures)
 
 
-def test_project_urls_name_one_repository(metadata: Message):
-    urls = dict(entry.split(", ", 1) for entry in metadata.get_all("Project-URL", []))
-    assert list(urls) == ["Documentation", "Source", "Issues", "Changelog"]
-    assert all(url.startswith(REPOSITORY) for url in urls.values())
-    for url in urls.values():
-        if url.startswith(BLOB):
-            assert (ROOT / url.removeprefix(BLOB)).exists()
-
-
 TRY_TO_IMPORT = """
 import sys, torch
 for torch.__version__ in sys.argv[1:]:

@@ -45,16 +45,6 @@ def test_what_a_state_means_is_in_the_fingerprint():
     assert len({mfx.momentum(dtype=dtype).fingerprint for dtype in told}) == len(told)
 
 
-def test_where_eight_bits_would_do_harm_or_no_good_they_are_refused():
-    for make in (
-        lambda dtype: mfx.normalize_neurons(dtype=dtype),
-        lambda dtype: mfx.accumulate(mfx.scale(1.0), 2, dtype=dtype),
-        lambda dtype: mfx.master_params(mfx.scale(1.0), dtype=dtype),
-    ):
-        with pytest.raises(TypeError, match=r'"auto", a floating-point torch.dtype or None, found int8\(\)'):
-            make(mfx.int8())
-
-
 # ------------------------------------------------------------------------------------------------------ as a state
 
 
@@ -124,20 +114,6 @@ def test_noise_differs_by_name_by_role_and_by_step_and_not_by_company():
     _, beside = tx.update({"v": one, "w": one}, tx.init({"v": one, "w": one}))
     assert torch.equal(alone.mu.codes["w"], beside.mu.codes["w"])
     assert not torch.equal(beside.mu.codes["v"], beside.mu.codes["w"])
-
-
-@pytest.mark.parametrize(("stochastic", "moves"), [(False, False), (True, True)])
-def test_a_slow_average_moves_in_the_mean_only_if_rounding_is_stochastic(stochastic: bool, moves: bool):
-    # Half of each block falls from 1 to 0.25 while the other half holds the scale at 1.
-    grads = {"w": torch.cat([torch.ones(32, 64), torch.full((32, 64), 0.5)])}
-    start = {"w": torch.ones(64, 64)}
-    tx = mfx.ema_params(0.999, dtype=mfx.int8(block=4096, min_size=0, stochastic=stochastic))
-    state = tx.init(start)
-    for _ in range(1000):
-        _, state = tx.update({"w": torch.zeros(64, 64)}, state, grads)
-    average = float((state.average.codes["w"][32:].float() / 127).mean())
-    expected = 0.5 + 0.5 * 0.999**1000
-    assert average == pytest.approx(expected if moves else 1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("dtype", [mfx.int8(min_size=0), mfx.int8(min_size=0, code="dynamic"), mfx.fp8(min_size=0)])

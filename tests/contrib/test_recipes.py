@@ -11,29 +11,16 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import testing as kit
+from tests import formulas
+from tests.formulas import EXACT, Step, average
 
-EXACT = mfx.orthogonalize(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype=torch.float64)
 RATE, DECAY, BETA = 0.1, 0.3, 0.9
 SHAPES = {"tall": (6, 4), "wide": (3, 5)}
-Step = Callable[[int, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
-def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9, atol: float = 1e-10) -> None:
-    """Compare parameters after each step with ``step(t, x, g, memory)``, the next one, t from 1."""
-    params, steps = kit.Example.of(SHAPES, steps=4, dtype=torch.float64)
-    state, memory = tx.init(params), {name: {} for name in params}
-    theirs = dict(params)
-    for t, grads in enumerate(steps, start=1):
-        updates, state = tx.update(grads, state, params)
-        params = mfx.apply_updates(params, updates)
-        for name, x in theirs.items():
-            theirs[name] = step(t, x, grads[name], memory[name])
-            torch.testing.assert_close(params[name], theirs[name], rtol=rtol, atol=atol)
-
-
-def average(memory: dict[str, Any], key: str, new: Tensor, beta: float = BETA) -> Tensor:
-    memory[key] = beta * memory.get(key, torch.zeros_like(new)) + (1 - beta) * new
-    return memory[key]
+def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9) -> None:
+    example = kit.Example.of(SHAPES, steps=4, dtype=torch.float64)
+    formulas.assert_follows(tx, step, example, rtol=rtol, atol=1e-10)
 
 
 def polar(x: Tensor) -> Tensor:

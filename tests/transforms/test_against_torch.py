@@ -9,6 +9,7 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import testing as kit
+from tests.formulas import EXACT, Step, assert_follows, average
 
 SHAPES = {"square": (16, 16), "wide": (8, 24), "tall": (24, 8), "row": (1, 12), "big": (64, 48)}
 STEPS = 10
@@ -44,6 +45,10 @@ def assert_close(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]],
         for name in a:
             where = f"step {step}, {name}: "
             torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, where=where: where + m)
+
+
+def follows(tx: mfx.Transform, step: Step, rtol: float = 1e-14, atol: float = 1e-14) -> None:
+    assert_follows(tx, step, draw(torch.float64), rtol=rtol, atol=atol)
 
 
 PRECISIONS = pytest.mark.parametrize(
@@ -97,56 +102,41 @@ def test_heavy_ball_is_torch_optim_sgd(nesterov, dtype, bound):
 def test_debiased_momentum_follows_optax_definition(nesterov):
     """optax.contrib.muon: mu_hat = beta * mu / (1 - beta**(t + 1)) + (1 - beta) * g / (1 - beta**t), t from 1."""
     beta = 0.9
-    params, steps = draw(torch.float64)
-    tx = mfx.momentum(beta, nesterov=nesterov, debias=True, dtype=None)
-    state = tx.init(params)
-    mu = {name: torch.zeros_like(value) for name, value in params.items()}
-    for t, grads in enumerate(steps, start=1):
-        updates, state = tx.update(grads, state, params)
-        for name, g in grads.items():
-            mu[name] = beta * mu[name] + (1 - beta) * g
-            expected = mu[name] / (1 - beta**t)
-            if nesterov:
-                expected = beta * mu[name] / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
-            torch.testing.assert_close(updates[name], expected, rtol=1e-12, atol=1e-14)
+
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        mu = average(memory, "mu", g, beta)
+        if nesterov:
+            return x + beta * mu / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
+        return x + mu / (1 - beta**t)
+
+    follows(mfx.momentum(beta, nesterov=nesterov, debias=True, dtype=None), step, rtol=1e-12)
 
 
 def test_lion_follows_its_definition():
-    params, steps = draw(torch.float64)
-    tx = mfx.chain(
-        mfx.scale_by_lion(0.9, 0.99, mu_dtype=None), mfx.add_decayed_weights(0.1), mfx.scale_by_learning_rate(1e-3)
-    )
-    ours = run_ours(tx, params, steps)
-    m = {name: torch.zeros_like(value) for name, value in params.items()}
-    for step, grads in enumerate(steps):
-        for name, g in grads.items():
-            update = (0.9 * m[name] + 0.1 * g).sign() + 0.1 * params[name]
-            params[name] = params[name] - 1e-3 * update
-            m[name] = 0.99 * m[name] + 0.01 * g
-            torch.testing.assert_close(ours[step][name], params[name], rtol=1e-12, atol=1e-14)
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        ahead = 0.9 * memory.get("m", 0.0) + 0.1 * g
+        average(memory, "m", g, 0.99)
+        return x - 1e-3 * (ahead.sign() + 0.1 * x)
+
+    follows(mfx.lion(1e-3, b1=0.9, b2=0.99, weight_decay=0.1), step, rtol=1e-12)
 
 
 def test_normuon_follows_its_definition():
     """NorMuon, algorithm 1: rows over the root of their second moment, then 0.2 sqrt(mn) / norm."""
-    params, steps = draw(torch.float64)
+
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        o = mfx.polar.polar_factor(average(memory, "m", g, 0.95))
+        v = average(memory, "v", o.square().mean(dim=1, keepdim=True))
+        normalized = o / (v.sqrt() + 1e-12)
+        return x + normalized * 0.2 * normalized.numel() ** 0.5 / torch.linalg.matrix_norm(normalized)
+
     tx = mfx.chain(
         mfx.momentum(0.95, nesterov=False, dtype=None),
-        mfx.orthogonalize(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype=torch.float64),
+        EXACT,
         mfx.normalize_neurons(0.9, 1e-12, dtype=None),
         mfx.scale_by_shape("match_rms_adamw"),
     )
-    state = tx.init(params)
-    m = {name: torch.zeros_like(value) for name, value in params.items()}
-    v = {name: torch.zeros(value.shape[0], 1, dtype=torch.float64) for name, value in params.items()}
-    for grads in steps:
-        updates, state = tx.update(grads, state, params)
-        for name, g in grads.items():
-            m[name] = 0.95 * m[name] + 0.05 * g
-            o = mfx.polar.polar_factor(m[name])
-            v[name] = 0.9 * v[name] + 0.1 * o.square().mean(dim=1, keepdim=True)
-            normalized = o / (v[name].sqrt() + 1e-12)
-            expected = normalized * 0.2 * normalized.numel() ** 0.5 / torch.linalg.matrix_norm(normalized)
-            torch.testing.assert_close(updates[name], expected, rtol=1e-6, atol=1e-8)
+    follows(tx, step, rtol=1e-6, atol=1e-8)
 
 
 # ------------------------------------------------------------------------------------------------------ weight decay
@@ -154,28 +144,18 @@ def test_normuon_follows_its_definition():
 RATE, DECAY = 0.1, 0.3
 
 
-def assert_follows(tx: mfx.Transform, step: Any) -> None:
-    """Compare with ``step(t, x, g)``, the next parameter."""
-    params, steps = draw(torch.float64)
-    found = run_ours(tx, params, steps)[-1]
-    for name, x in params.items():
-        for t, grads in enumerate(steps):
-            x = step(t, x, grads[name])
-        torch.testing.assert_close(found[name], x, rtol=1e-14, atol=1e-14)
-
-
 def test_cautious_decay_is_algorithm_1_of_its_paper():
-    def step(t: int, x: Tensor, u: Tensor) -> Tensor:
+    def step(t: int, x: Tensor, u: Tensor, memory: dict[str, Any]) -> Tensor:
         return x - RATE * (u + DECAY * x * (u * x >= 0))
 
     tx = mfx.chain(mfx.add_decayed_weights(DECAY, cautious=True), mfx.scale_by_learning_rate(RATE))
-    assert_follows(tx, step)
+    follows(tx, step)
 
 
 def test_independent_decay_does_not_know_the_learning_rate():
     decay = mfx.subtract_decayed_weights(DECAY)
-    assert_follows(mfx.chain(mfx.scale_by_learning_rate(RATE), decay), lambda t, x, g: x - RATE * g - DECAY * x)
-    assert_follows(mfx.chain(mfx.scale_by_learning_rate(0.0), decay), lambda t, x, g: (1 - DECAY) * x)
+    follows(mfx.chain(mfx.scale_by_learning_rate(RATE), decay), lambda t, x, g, memory: x - RATE * g - DECAY * x)
+    follows(mfx.chain(mfx.scale_by_learning_rate(0.0), decay), lambda t, x, g, memory: (1 - DECAY) * x)
 
 
 def test_decay_with_the_square_of_the_learning_rate_is_a_schedule_of_its_shape():
@@ -184,11 +164,11 @@ def test_decay_with_the_square_of_the_learning_rate_is_a_schedule_of_its_shape()
         mfx.scale_by_learning_rate(mfx.cosine_decay_schedule(RATE, steps=8)),
     )
 
-    def step(t: int, x: Tensor, g: Tensor) -> Tensor:
-        rate = RATE * (1 + math.cos(math.pi * min(t, 8) / 8)) / 2
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        rate = RATE * (1 + math.cos(math.pi * min(t - 1, 8) / 8)) / 2
         return x - rate * g - DECAY * rate**2 / RATE * x
 
-    assert_follows(tx, step)
+    follows(tx, step)
 
 
 @pytest.mark.parametrize("make", [mfx.add_decayed_weights, mfx.subtract_decayed_weights])

@@ -116,11 +116,3 @@ def test_a_clipped_norm_is_the_bound_or_the_norm_itself_at_any_size(dtype: torch
     scaled = torch.cat([leaf.double().flatten() for leaf in updates.values()]) / expected
     assert is_close(scaled.norm(), torch.ones((), dtype=torch.float64), 3e-3 if dtype != torch.float64 else 1e-12)
     assert is_close(mfx.tree.norm(grads) / norm, torch.ones((), dtype=torch.float64), 3e-3)
-
-
-def test_second_moments_are_finite_behind_a_clipped_norm():
-    tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam())
-    params = {"w": torch.zeros(4)}
-    updates, state = tx.update({"w": torch.full((4,), 1e30)}, tx.init(params), params)
-    assert state["scale_by_adam"].nu["w"].isfinite().all()
-    torch.testing.assert_close(updates["w"], torch.ones(4))

@@ -134,9 +134,3 @@ def test_each_transform_has_a_row_with_its_locality(tx: mfx.Transform):
     inside, rows = transforms_in(tx), rows_of(tx)
     assert [row[0].rpartition(": ")[2] for row in rows] == [one.name for one in inside]
     assert [row[1] for row in rows] == [one.locality.name for one in inside]
-
-
-def test_names_and_numbers_are_shown():
-    text = str(CHAINS[2].tree())
-    assert "momentum_2: momentum" in text
-    assert "decay=0.5" in text
