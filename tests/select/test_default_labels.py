@@ -28,8 +28,8 @@ class Conv1D(nn.Module):
 
     def __init__(self, out: int, inp: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(inp, out))
-        self.bias = nn.Parameter(torch.zeros(out))
+        torch.manual_seed(0)
+        self.weight, self.bias = nn.Parameter(torch.randn(inp, out)), nn.Parameter(torch.zeros(out))
 
 
 class LlamaRMSNorm(nn.Module):
@@ -47,8 +47,9 @@ class Holder(nn.Module):
 
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         super().__init__()
+        torch.manual_seed(0)
         for name, size in shapes.items():
-            setattr(self, name, nn.Parameter(torch.zeros(size)))
+            setattr(self, name, nn.Parameter(torch.randn(size)))
 
 
 class TokenEmbedding(Holder):

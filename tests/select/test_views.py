@@ -15,36 +15,17 @@ import muonfx as mfx
 from muonfx.select import Labels, Route, default_labels, default_labels_by_name, labels, path
 from muonfx.select.views import patterns
 from muonfx.tree.tracing import matches
+from tests.select.test_default_labels import Conv1D, Holder
 
 STACK, TRANSPOSED_STACK = ((-2,), (-1,)), ((-1,), (-2,))
 
 
-class Experts(nn.Module):
+class Experts(Holder):
     """Four experts as transformers stores them: (out, in), or (in, out) as in gpt-oss."""
 
     def __init__(self, transposed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        up, down = (4, 12, 8), (4, 8, 6)
-        if transposed:
-            up, down = (4, 8, 12), (4, 6, 8)
-        self.gate_up_proj = nn.Parameter(torch.randn(up))
-        self.down_proj = nn.Parameter(torch.randn(down))
-
-
-class Conv1D(nn.Module):
-    """GPT-2's linear layer, whose weight is (in, out)."""
-
-    def __init__(self, out: int, inp: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(inp, out))
-
-
-class Odd(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = nn.Parameter(torch.randn(4, 40, 64))
+        up, down = ((4, 8, 12), (4, 6, 8)) if transposed else ((4, 12, 8), (4, 8, 6))
+        super().__init__(gate_up_proj=up, down_proj=down)
 
 
 def held(**children: nn.Module) -> nn.Module:
@@ -184,7 +165,7 @@ def test_labels_without_views_see_each_parameter_as_before():
 
 
 def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
-    model = held(odd=Odd())
+    model = held(odd=Holder(kernels=(4, 40, 64)))
     said = (
         r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon's orthogonalize, .*dims=.*\(\(-2,\), \(-1,\)\)"
     )
