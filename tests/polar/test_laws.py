@@ -151,14 +151,6 @@ def test_no_set_amplifies_rounding_without_bound(name: str) -> None:
     assert steepest(name) < 1e5
 
 
-def test_strides_do_not_matter() -> None:
-    x = problem(0, 12, 18).x.float()
-    wide = torch.zeros(24, 36)
-    wide[::2, ::2] = x
-    for view in (wide[::2, ::2], x.mT.contiguous().mT, x.unsqueeze(1).expand(12, 1, 18).squeeze(1)):
-        assert gap(orthogonalize(view, dtype=torch.float32), orthogonalize(x, dtype=torch.float32)) < 2e-5
-
-
 def test_more_steps_repeat_the_last_polynomial_and_fewer_take_the_first() -> None:
     x = problem(0, 6, 9).x
     a, b = (3.4445, -4.7750, 2.0315), (1.5, -0.5)
@@ -255,8 +247,7 @@ def test_one_group_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_order_of_memory_changes_no_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape)
-    other = x.mT.contiguous().mT
-    assert not other.is_contiguous()
-    (wanted,) = orthogonalize_many([x], dtype=dtype)
-    (found,) = orthogonalize_many([other], dtype=dtype)
-    assert torch.equal(found, wanted)
+    gaps = torch.zeros([2 * side for side in shape])[(slice(None, None, 2),) * x.ndim].copy_(x)
+    for other in (x.mT.contiguous().mT, gaps, x.unsqueeze(1).expand(shape[0], 1, *shape[1:]).squeeze(1)):
+        assert torch.equal(orthogonalize(other, dtype=dtype), orthogonalize(x, dtype=dtype))
+        assert torch.equal(orthogonalize_many([other], dtype=dtype)[0], orthogonalize_many([x], dtype=dtype)[0])
