@@ -18,8 +18,7 @@ import torch
 
 pytest.importorskip("expecttest")
 
-from tests.peers.optimizers import INFOS
-from tests.peers.torch_optim import Task, require_twins
+from tests.peers.torch_optim import INFOS, Task, require_twins
 
 pytestmark = [
     pytest.mark.engines,

@@ -16,8 +16,7 @@ from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
 import muonfx as mfx
-from tests.peers.optimizers import inputs_of
-from tests.peers.torch_optim import CHECKS, cases
+from tests.peers.torch_optim import CHECKS, cases, inputs_of
 from tests.processes import Here, World
 
 pytestmark = pytest.mark.engines

@@ -11,33 +11,15 @@ from muonfx import testing as kit
 from muonfx.testing.laws.compiling import Counter
 
 
-def muon_like(rate: Any = 0.1, decay: Any = 0.9) -> mfx.Transform:
+def muon_like(rate: Any = 0.1) -> mfx.Transform:
     return mfx.chain(
         mfx.clip_by_global_norm(5.0),
-        mfx.momentum(decay, dtype=None),
+        mfx.momentum(0.9, dtype=None),
         mfx.orthogonalize(coefficients="cubic", dtype=torch.float64),
         mfx.scale_by_shape(),
         mfx.add_decayed_weights(0.1),
         mfx.scale_by_learning_rate(rate),
     )
-
-
-def adam_like(rate: Any = 0.1, b1: Any = 0.9) -> mfx.Transform:
-    scale = mfx.scale_by_adam(b1, 0.95, eps_root=1e-12, mu_dtype=None, nu_dtype=None)
-    return mfx.chain(scale, mfx.add_decayed_weights(0.1), mfx.scale_by_learning_rate(rate))
-
-
-def nor_like(rate: Any = 0.1, decay: Any = 0.9) -> mfx.Transform:
-    return mfx.chain(
-        mfx.momentum(decay, debias=True, dtype=None),
-        mfx.orthogonalize(coefficients="keller", steps=3, dtype=torch.float64),
-        mfx.normalize_neurons(0.9, dtype=None),
-        mfx.scale_by_learning_rate(rate),
-        mfx.ema_params(0.9, dtype=None),
-    )
-
-
-BUILDERS = [muon_like, adam_like, nor_like]
 
 
 def regression() -> tuple[dict[str, Tensor], Any, Any]:
@@ -72,22 +54,19 @@ def differences(function: Any, tx: mfx.Transform) -> dict[str, float]:
     """Central differences with respect to each number of a transform."""
     found = {}
     for name, value in mfx.hyperparams(tx).items():
-        if name.endswith((".eps", ".eps_root")):  # a step of 1e-6 around 1e-8 is no small step
-            continue
         step = 1e-6 * max(1.0, abs(float(value)))
         up, down = (function(mfx.with_hyperparams(tx, {name: value + sign * step})) for sign in (1, -1))
         found[name] = float(up - down) / (2 * step)
     return found
 
 
-@pytest.mark.parametrize("build", BUILDERS)
-def test_grad_of_a_validation_loss_by_the_transform_is_a_transform_of_derivatives(build: Any):
+def test_grad_of_a_validation_loss_by_the_transform_is_a_transform_of_derivatives():
     params, loss, validation = regression()
 
     def after_training(tx: mfx.Transform) -> Tensor:
         return validation(trained(tx, params, loss))
 
-    tx = build()
+    tx = muon_like()
     slope = torch.func.grad(after_training)(mfx.as_tensors(tx))
     assert isinstance(slope, mfx.Transform)
     found = mfx.hyperparams(slope)
@@ -97,12 +76,11 @@ def test_grad_of_a_validation_loss_by_the_transform_is_a_transform_of_derivative
     assert any(float(value) for value in found.values())
 
 
-@pytest.mark.parametrize("build", BUILDERS)
-def test_grad_through_three_steps_by_the_initial_parameters(build: Any):
+def test_grad_through_three_steps_by_the_initial_parameters():
     params, loss, validation = regression()
 
     def after_training(first: Tensor) -> Tensor:
-        return validation(trained(build(), {**params, "first": first}, loss))
+        return validation(trained(muon_like(), {**params, "first": first}, loss))
 
     slope = torch.func.grad(after_training)(params["first"])
     direction = torch.randn(slope.shape, dtype=torch.float64)

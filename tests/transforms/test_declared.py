@@ -102,22 +102,6 @@ def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(name: str, ex
     assert all(torch.equal(param, HEADS_PARAMS[path]) for path, param in live.items())
 
 
-@pytest.mark.parametrize(
-    ("tx", "message"),
-    [
-        (mfx.contrib.reduce_on_plateau(), "^reduce_on_plateau needs .* optimizer.step"),
-        (WITH_EXTRAS["qk_clip", "max_logits"], "^qk"),
-    ],
-)
-def test_a_step_without_a_required_extra_names_the_transform_that_reads_it(tx: mfx.Transform, message: str):
-    live = {path: torch.nn.Parameter(leaf.clone()) for path, leaf in HEADS_PARAMS.items()}
-    optimizer = mfx.TransformOptimizer(live, mfx.chain(mfx.adamw(0.1), tx))
-    for param in live.values():
-        param.grad = torch.ones_like(param)
-    with pytest.raises(TypeError, match=message):
-        optimizer.step()
-
-
 # ------------------------------------------------------------------------------------------------------ order
 
 GRADS = {"a.weight": torch.tensor([[1.0, -0.5, 0.25], [0.5, 2.0, -1.0], [-1.0, 0.75, 0.5], [0.3, -0.2, 1.5]])}
