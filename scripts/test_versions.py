@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
-    *("core", "optimizer", "polar", "program", "test_core.py", "test_recipes.py", "test_chain_algebra.py"),
+    *("core", "optimizer", "polar", "program", "test_core.py", "test_wrong_arguments.py", "test_chain_algebra.py"),
     *("checkpoint/test_round_trip.py", "sharding/test_law.py"),
 ]
 
