@@ -70,14 +70,6 @@ def test_the_benchmarks_of_a_gpu_run_and_print_their_rows(monkeypatch: pytest.Mo
         assert all("ms" in gpu.line({"part": part, **row}) for row in rows)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_its_benchmarks_end_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu.main([])
-    assert ended.value.code == 2
-    assert "found no CUDA device" in capsys.readouterr().err
-
-
 def no_time() -> parts.Peaks:
     return parts.Peaks({"bfloat16": 1e9, "float32": 1e9}, 1e9)
 

@@ -256,9 +256,6 @@ def rewind(folder: Path, *, to: int) -> None:
     assert mfx.checkpoint.inspect(mfx.checkpoint.latest(folder / CHECKPOINTS)).step == to
 
 
-# ---------------------------------------------------------------------------------------------------- what is wrong
-
-
 # --------------------------------------------------------------------------------------------------- small examples
 
 

@@ -61,12 +61,6 @@ def test_scion_takes_vectors_and_default_labels():
     assert 40 < torch.linalg.matrix_norm(updates["h.0.fc.weight"], 2) < 55
 
 
-@pytest.mark.parametrize("norms", [{"muon": ("spectrum", 1.0)}, {"muon": ("sign", -1.0)}])
-def test_scion_names_the_label_whose_norm_is_wrong(norms: Any):
-    with pytest.raises(ValueError, match=r"scion: norms\['muon'\]: .*found -1.0|unknown norm 'spectrum'; there are"):
-        mfx.contrib.scion(norms=norms)
-
-
 def test_adamuon():
     def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
         o = polar(average(memory, "m", g))

@@ -104,11 +104,6 @@ def draws_hidden_randomness(u):
 
 
 @of_each_leaf()
-def returns_another_dtype(u):
-    return u.float() * 2
-
-
-@of_each_leaf()
 def narrows_float64(u):
     return u.float() * 2 if u.dtype is torch.float64 else u * 2
 

@@ -13,7 +13,7 @@ from tests.testing import broken
 CAUGHT_BY = {
     "update_leaves_its_inputs_unchanged": "writes_to_its_gradients writes_to_its_state",
     "update_remembers_nothing": "keeps_hidden_python_state draws_hidden_randomness",
-    "updates_look_like_the_gradients": "returns_another_dtype narrows_float64 takes_the_dtype_of_the_first_leaf",
+    "updates_look_like_the_gradients": "narrows_float64 takes_the_dtype_of_the_first_leaf",
     "state_keeps_its_structure_and_dtypes": "narrows_its_float64_state lets_its_state_drift counts_in_python",
     "outputs_share_no_storage_with_inputs": (
         "returns_its_state_as_updates keeps_the_parameters_themselves breaks_its_donation_promise"

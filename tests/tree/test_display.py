@@ -125,7 +125,6 @@ CHAINS = [
     mfx.muon_with_adamw(0.02, 1e-3, labels=LABELS),
     mfx.skip_nonfinite(mfx.accumulate(mfx.chain(mfx.momentum(), mfx.momentum(0.5)), 4)),
     mfx.sharding.sharded(mfx.masked(mfx.momentum(), {"w": True}), mfx.sharding.zero({"w": torch.zeros(2, 2)}, 2)),
-    mfx.add_updates(mfx.momentum(), mfx.scale(2.0)),
 ]
 
 

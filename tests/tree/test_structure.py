@@ -182,15 +182,6 @@ def test_another_order_of_an_ordered_dict_is_an_error_and_never_a_swap(mode: str
         update(grads, tx.init(params), params)
 
 
-@given(kit.trees(dtypes=[torch.float32]), kit.trees(dtypes=[torch.float32]))
-def test_what_is_picked_comes_from_a_tree_of_the_same_leaves_or_not_at_all(one: Any, other: Any):
-    at = Present(one)
-    if set(tree.names(one)) == set(tree.names(other)):
-        return
-    with pytest.raises(ValueError, match="one structure"):
-        at.pick(other)
-
-
 @pytest.mark.parametrize(
     "tree_of", [Counter, lambda pairs: torch.nn.ParameterDict(pairs), lambda pairs: {"deep": {1, 2}}]
 )
