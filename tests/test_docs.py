@@ -1,4 +1,7 @@
-"""The documentation's laws: every public name is documented, shown and has an example, and every code block runs."""
+"""The documentation's laws: every public name is documented, shown and has an example, and every code block runs.
+
+The script that executes the notebooks stops one that takes too long, names what fails, and writes only when told.
+"""
 
 import doctest
 import functools
@@ -11,8 +14,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
+from nbformat import v4
 
 import muonfx
 from muonfx import testing as kit
@@ -23,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "_extensions")]
 import api_pages  # noqa: E402
 import public_api  # noqa: E402
+import run_notebooks  # noqa: E402
 
 SYMBOLS = public_api.symbols()
 
@@ -122,8 +128,6 @@ NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".i
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_is_committed_with_its_outputs(path: Path):
-    import nbformat
-
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), (
@@ -199,3 +203,52 @@ def test_a_taught_transform_obeys_the_laws(page: str):
         tx = with_loss(factory) if name == "scale_by_loss" else factory()
         report = kit.check_transform(tx, max_examples=6)
         assert len(report.held) >= 20
+
+
+# -------------------------------------------------------------------------------------------------------- notebooks
+
+
+def notebook(path: Path, *sources: str) -> Path:
+    nbformat.write(v4.new_notebook(cells=[v4.new_code_cell(source) for source in sources]), path)
+    return path
+
+
+@pytest.mark.slow
+def test_outputs_are_written_without_times_and_a_rerun_changes_none(tmp_path: Path):
+    path = notebook(tmp_path / "one.ipynb", "x = 1", "print(x)\nx + 1")
+    before = path.read_bytes()
+    result = run_notebooks.execute(path)
+    assert result.error is None
+    assert result.changed == [1]
+    assert path.read_bytes() == before
+    run_notebooks.execute(path, write=True)
+    cells = nbformat.read(path, as_version=4).cells
+    assert [cell.execution_count for cell in cells] == [1, 2]
+    assert "execution" not in cells[1].metadata
+    assert run_notebooks.text_of(cells[1]) == "1\n2"
+    assert run_notebooks.execute(path).changed == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sources", "limit", "message"),
+    [
+        (("print(3)", "raise ValueError('in the second')", "print(4)"), None, "ValueError: in the second"),
+        (("import time", "time.sleep(600)"), 6, "stopped after 6 s"),
+    ],
+)
+def test_a_failing_or_slow_cell_is_named_and_nothing_written(tmp_path: Path, sources, limit, message: str):
+    path = notebook(tmp_path / "one.ipynb", *sources)
+    before = path.read_bytes()
+    error = run_notebooks.execute(path, write=True, **({} if limit is None else {"limit": limit})).error
+    assert error is not None
+    assert message in error
+    assert sources[1] in error
+    assert path.read_bytes() == before
+
+
+def test_all_notebooks_are_found_experiments_last():
+    found = [path.relative_to(ROOT / "notebooks").as_posix() for path in run_notebooks.find([])]
+    assert found[0].startswith("01_")
+    assert found[-1].startswith("experiments/")
+    assert set(run_notebooks.find([])) == set(NOTEBOOKS)
