@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import muonfx as mfx
 from muonfx.polar.kernels import available, symmetric_matmul
 from muonfx.polar.kernels.self_test import exact_product
+from muonfx.testing import Example
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,13 +19,9 @@ pytestmark = [
 ]
 
 
-def draw(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    generator = torch.Generator().manual_seed(0)
+def draw(dtype: torch.dtype = torch.float32) -> Example:
     shapes = {"h.0.fc.weight": (48, 32), "h.1.fc.weight": (32, 48), "h.0.fc.bias": (48,), "wte.weight": (64, 32)}
-    trees = [
-        {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()} for _ in range(4)
-    ]
-    return trees[0], trees[1:]
+    return Example.of(shapes, steps=3, dtype=dtype)
 
 
 def chains() -> dict[str, mfx.Transform]:

@@ -21,6 +21,8 @@ NAMESPACE: dict[str, Any] = {
     "mfx": mfx,
     "MODEL": MODEL,
     "W": {"w": torch.zeros(2)},
+    "HEADS": {f"attn.{name}.weight": torch.zeros(6, 3) for name in ("q_proj", "k_proj", "qkv")},
+    "SGD": torch.optim.SGD([torch.zeros(1)]),
 }
 
 WRONG = {
@@ -57,6 +59,7 @@ WRONG = {
     "exponential_decay(1.0, 1, 0.0)": "rate must be above 0, found 0.0",
     "momentum(linear_schedule(-0.5, 0.9, 4))": r"momentum: at step 0, decay must be in \[0, 1\)",
     "momentum(linear_schedule(0.5, 1.0, 40))": r"momentum: at step 100, decay must be in \[0",
+    "scale_by_learning_rate(exponential_decay(0.0, 1, 2.0))": "at step 10000, learning_rate must be finite, found nan",
     # names that are not in a registry
     "scale_by_shape('moonshot')": 'scale_by_shape: lr_scaling must be "fan_in" or .*, found .moonshot',
     "orthogonalize(coefficients='kellr')": "keller",
@@ -96,7 +99,17 @@ WRONG = {
     "masked(scale(1.0), {'w': 'yes'}).init(W)": "the value for 'w' is 'yes', expected bool",
     "stateless(3)": "stateless: function must be a function",
     "add_updates()": "add_updates: give at least one transform",
-    # something else in the place of a transform
+    "qk_clip(AttentionHeads('*', 5)).init(HEADS)": "does not divide into equal",
+    "qk_clip(AttentionHeads('*', 5, query='qkv', key='qkv')).init(HEADS)": "equal",
+    "qk_clip(AttentionHeads('*', 2, axis=2)).init(HEADS)": "no dim 2",
+    # something else in the place of a transform, a state, labels or parameters
+    "contrib.schedule_free_eval_params(momentum().init(W), W)": "no ScheduleFreeState",
+    "describe(default_labels(MODEL))": r"describe\(labels, model\)",
+    "describe(default_labels)": r"describe\(labels, model\)",
+    "describe(SGD)": "SGD has no names and labels .* expected a muonfx.TransformOptimizer",
+    "summary(3)": "found int with no tensor",
+    "summary(SGD)": "found SGD with no tensor",
+    "summary((W, scale(1.0)))": "the transform comes first",
     "chain(momentum)": "argument 0 must be a Transform .*call the factory to get a transform",
     "chain([momentum()])": r"chain\(\*transforms\)",
     "chain(('rate', scale(1.0)), ('rate', scale(2.0)))": "'rate' is empty, has a '.' or '/', or is taken",

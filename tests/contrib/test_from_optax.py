@@ -130,11 +130,6 @@ def test_pieces_of_the_parameters_to_evaluate_are_those_of_the_whole(world: Worl
     assert max(max(errors) for errors in world.check(2, run_fully_sharded)) <= 1e-12
 
 
-def test_a_state_without_an_average_is_refused():
-    with pytest.raises(ValueError, match="no ScheduleFreeState"):
-        mfx.contrib.schedule_free_eval_params(mfx.momentum().init(PARAMS), PARAMS)
-
-
 def test_another_rate_and_a_momentum_within_are_warned_of():
     rate, other = mfx.linear_schedule(0.0, 0.1, 5), mfx.linear_schedule(0.1, 0.0, 5)
     plain = mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(rate))

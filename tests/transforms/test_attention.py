@@ -393,22 +393,6 @@ def test_logits_that_do_not_fit_are_errors(logits: dict[str, Any], said: str):
         tx.update(params, tx.init(params), max_logits={"h.0.attn": torch.zeros(2)})
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: mfx.qk_clip(mfx.AttentionHeads("*", 5)).init(plain(2, 1, 2).params(0)), "does not divide into equal"),
-        (
-            lambda: mfx.qk_clip(mfx.AttentionHeads("*", 5, query="qkv", key="qkv")).init(fused(1, 1, 2).params(0)),
-            "equal",
-        ),
-        (lambda: mfx.qk_clip(mfx.AttentionHeads("*", 2, axis=2)).init(plain(2, 1, 2).params(0)), "no dim 2"),
-    ],
-)
-def test_heads_that_do_not_fit_are_errors_at_init(make: Any, said: str):
-    with pytest.raises(ValueError, match=said):
-        make()
-
-
 @pytest.mark.parametrize("seen", ["q_proj", "k_proj"])
 @pytest.mark.parametrize("around", ["masked", "partition"])
 def test_qk_clip_refuses_half_of_a_pair(seen: str, around: str):
