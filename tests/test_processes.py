@@ -11,20 +11,14 @@ from tests.processes import Failed, Here, ProcessEnded, World
 pytestmark = pytest.mark.dist
 
 
-class Unsendable(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
 def add_up(here: Here, start: int) -> tuple[int, int]:
     total = torch.tensor(start + here.rank)
     dist.all_reduce(total, group=here.group)
     return int(total), torch.get_num_threads()
 
 
-def fail(here: Here, on: int | None, kind: str = "plain") -> None:
-    if on in (None, here.rank):
-        raise Unsendable(1, 2) if kind == "unsendable" else ValueError("none of that")
+def fail(here: Here) -> None:
+    raise ValueError("none of that")
 
 
 def end(here: Here, on: int) -> None:
@@ -45,16 +39,14 @@ def process(here: Here) -> int:
 
 def test_an_error_comes_back_with_its_trace(world: World):
     before = world.check(2, process)
-    for found in world.run(2, fail, on=None):
+    for found in world.run(2, fail):
         assert isinstance(found, Failed)
         assert type(found.error) is ValueError
         assert "none of that" in found.trace
         assert "in fail" in found.trace
-    (found, _) = world.run(2, fail, on=None, kind="unsendable")
-    assert str(found.error) == "Unsendable: 1 and 2"
     assert world.check(2, process) == before  # an error on all alike leaves nothing half done
     with pytest.raises(AssertionError, match="none of that"):
-        world.check(2, fail, on=None)
+        world.check(2, fail)
 
 
 @pytest.mark.slow

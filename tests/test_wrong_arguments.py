@@ -105,6 +105,8 @@ WRONG = {
     # something else in the place of a transform, a state, labels or parameters
     "contrib.schedule_free_eval_params(momentum().init(W), W)": "no ScheduleFreeState",
     "describe(default_labels(MODEL))": r"describe\(labels, model\)",
+    "describe({}, W)": "no label for 'w'",
+    "describe({'w': 'a', 'v': 'a'}, W)": "labels for 'v'",
     "describe(default_labels)": r"describe\(labels, model\)",
     "describe(SGD)": "SGD has no names and labels .* expected a muonfx.TransformOptimizer",
     "summary(3)": "found int with no tensor",

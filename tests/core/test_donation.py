@@ -12,12 +12,10 @@ from torch import Tensor, nn
 import muonfx as mfx
 from muonfx.polar.checks import overlaps_itself
 from muonfx.testing.violation import require_same
+from tests.public import NO_MATCH
 from tests.transforms.test_every_transform import CASES
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings("ignore:(dims|blocks). .*matches none of"),
-]
+pytestmark = NO_MATCH
 
 LABELS = {"0.weight": "muon", "1.weight": "adamw"}
 SHAPE = (4, 4)

@@ -360,12 +360,6 @@ def test_the_report_has_a_line_for_every_parameter_and_totals():
     assert str(describe(iter(named.items()))) == str(describe(default_labels(named), named))
 
 
-@pytest.mark.parametrize(("chosen", "complaint"), [({}, "no label for 'w'"), ({"w": "a", "v": "a"}, "labels for 'v'")])
-def test_the_report_wants_one_label_a_parameter(chosen, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        describe(chosen, {"w": torch.zeros(1)})
-
-
 # ---------------------------------------------------------------------------------------------------- names alone
 
 

@@ -19,14 +19,9 @@ from muonfx.core.contract import NOTHING
 from muonfx.core.order import signs
 from muonfx.testing.transforms import by_rank, halve, with_value
 from muonfx.tree import elementwise as ew
-from tests.public import NAMES
+from tests.public import NAMES, NO_MATCH
 
-# A drawn tree may have no leaf for one of the labels.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings("ignore:dims. .*matches none of"),  # a case has settings by name, for names of all kinds
-    pytest.mark.filterwarnings("ignore:blocks. .*matches none of"),
-]
+pytestmark = NO_MATCH
 
 ROWS_AND_COLUMNS = ((-2,), (-1,))
 STACKS = mfx.MatrixView(ROWS_AND_COLUMNS)

@@ -16,14 +16,10 @@ from muonfx import testing as kit
 from muonfx.core import ScheduledState
 from muonfx.testing.violation import bits_equal
 from muonfx.tree import elementwise as ew
-from tests.public import NAMES
+from tests.public import NAMES, NO_MATCH
 from tests.transforms.test_every_transform import EVERY_CASE, SHAPES
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings("ignore:dims. .*matches none of"),
-    pytest.mark.filterwarnings("ignore:blocks. .*matches none of"),
-]
+pytestmark = NO_MATCH
 
 SCALES = (1e-45, 1e-30, 1.0, 1e20, 3e38)
 """Of gradients: from the least number of fp32 to the largest, past the squares that overflow."""
