@@ -86,15 +86,6 @@ def test_a_step_by_part_adds_up() -> None:
     assert sum(rows[0]["flops"].values()) == whole
 
 
-@pytest.mark.parametrize("name", ["keller", "polar_express_5"])
-def test_the_plain_iteration_computes_the_polynomial(name: str) -> None:
-    for spectrum in ("gaussian", "geometric"):
-        x = matrix(spectrum, (12, 20))
-        found = orthogonalize(x.double(), coefficients=name, method="standard", dtype=torch.float64)
-        assert judge(found, x, name).error < 1e-9
-        assert judge(found.mT, x.mT, name).error < 1e-9
-
-
 def test_quality_sees_what_is_worse() -> None:
     x = matrix("gaussian", (12, 20))
     good = orthogonalize(x.double(), coefficients="keller", dtype=torch.float64)

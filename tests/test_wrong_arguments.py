@@ -60,6 +60,18 @@ WRONG = {
     "momentum(linear_schedule(-0.5, 0.9, 4))": r"momentum: at step 0, decay must be in \[0, 1\)",
     "momentum(linear_schedule(0.5, 1.0, 40))": r"momentum: at step 100, decay must be in \[0",
     "scale_by_learning_rate(exponential_decay(0.0, 1, 2.0))": "at step 10000, learning_rate must be finite, found nan",
+    # predicates and labels
+    "select.ndim()": "give either the exact number, or min, max or both",
+    "select.ndim(2, min=1)": "give either the exact number, or min, max or both",
+    "select.path()": "needs at least one pattern",
+    "select.path(['a'])": r"path: found \['a'\], expected a string; pass several",
+    "select.module_type()": "needs at least one type",
+    "select.module_type(3)": "module_type: found 3, expected a class",
+    "select.where('x')": "where: found 'x', expected a function of a ParamInfo",
+    "select.ndim(2) and select.path('*')": r"ndim\(2\) has no truth value by itself: call it on a ParamInfo",
+    "select.ndim(2) | 'x'": "unsupported operand",
+    "select.Labels({'w': 3})": "parameter 'w': found the label 3; expected a string",
+    "select.Labels({3: 'w'})": "found 3 as a parameter name",
     # names that are not in a registry
     "scale_by_shape('moonshot')": 'scale_by_shape: lr_scaling must be "fan_in" or .*, found .moonshot',
     "orthogonalize(coefficients='kellr')": "keller",

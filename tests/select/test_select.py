@@ -232,25 +232,3 @@ def test_a_rule_that_matches_nothing_is_warned_of_where_it_is_written():
         with pytest.warns(UserWarning, match=rf"^{kind} 1: path\('typo.*'\) -> 'a' matches none of the 1") as caught:
             route({"w": torch.zeros(1)}, [(path("typo.*"), "a")])
         assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: ndim(), ValueError),
-        (lambda: ndim(2, min=1), ValueError),
-        (lambda: path(), ValueError),
-        (lambda: path(["a"]), TypeError),
-        (lambda: module_type(), ValueError),
-        (lambda: module_type(3), TypeError),
-        (lambda: where("x"), TypeError),
-        (lambda: ndim(2) and path("*"), TypeError),
-        (lambda: ndim(2) & is_tall, TypeError),
-        (lambda: ndim(2) | "x", TypeError),
-        (lambda: Labels({"w": 3}), TypeError),
-        (lambda: Labels({3: "w"}), TypeError),
-    ],
-)
-def test_a_question_that_makes_no_sense_is_refused(make, error):
-    with pytest.raises(error):
-        make()
