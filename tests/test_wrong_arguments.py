@@ -60,6 +60,15 @@ WRONG = {
     "momentum(linear_schedule(-0.5, 0.9, 4))": r"momentum: at step 0, decay must be in \[0, 1\)",
     "momentum(linear_schedule(0.5, 1.0, 40))": r"momentum: at step 100, decay must be in \[0",
     "scale_by_learning_rate(exponential_decay(0.0, 1, 2.0))": "at step 10000, learning_rate must be finite, found nan",
+    # declarations
+    "transform(locality='ELEMENT')": "locality must be a Locality",
+    "transform(locality=0)": "locality must be a Locality",
+    "transform(combinator=Locality.TREE)": "combinator must be a Combinator",
+    "transform(reads_params='no')": "reads_params must be True, False or a function",
+    "transform(reads_params=0)": "reads_params must be True, False or a function",
+    "transform(resolve=True)": "resolve must be a function",
+    "transform(rounds_to=torch.bfloat16)": "rounds_to must be a function",
+    "transform(on_stacks=True)": "on_stacks must be a function",
     # predicates and labels
     "select.ndim()": "give either the exact number, or min, max or both",
     "select.ndim(2, min=1)": "give either the exact number, or min, max or both",

@@ -63,7 +63,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
 MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}, select.labels: {"default": "muon"}}
 
 NOT_ASKED = {
-    mfx.transform,  # below
+    mfx.transform,  # tests/test_wrong_arguments.py
     mfx.leafwise,  # passes its name on to transform
     mfx.matrixwise,  # the same
     mfx.Leaf,  # made by us, and not from what was typed
@@ -192,24 +192,6 @@ def test_donate_is_a_bool_or_a_donation(donate: Any):
     assert tx.update(PARAMS, state, donate=mfx.Donation(False, True))
     with pytest.raises(TypeError, match="donate must be True or False"):
         mfx.apply_updates(PARAMS, PARAMS, donate=donate)
-
-
-@pytest.mark.parametrize(
-    ("declared", "message"),
-    [
-        ({"locality": "ELEMENT"}, "locality must be a Locality"),
-        ({"locality": 0}, "locality must be a Locality"),
-        ({"combinator": mfx.Locality.TREE}, "combinator must be a Combinator"),
-        ({"reads_params": "no"}, "reads_params must be True, False or a function"),
-        ({"reads_params": 0}, "reads_params must be True, False or a function"),
-        ({"resolve": True}, "resolve must be a function"),
-        ({"rounds_to": torch.bfloat16}, "rounds_to must be a function"),
-        ({"on_stacks": True}, "on_stacks must be a function"),
-    ],
-)
-def test_a_declaration_of_another_type_is_refused(declared: dict[str, Any], message: str):
-    with pytest.raises(TypeError, match=message):
-        mfx.transform(**declared)
 
 
 NUMBERS = {"np.float32": np.float32(0.25), "np.int64": np.int64(1), "fraction": Fraction(1, 4)}
