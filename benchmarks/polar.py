@@ -117,15 +117,12 @@ def taken(
     Args:
         xs: the matrices; overwritten where `where` is "donate".
         limit: `max_scratch_bytes`.
-        where: "new", "out" or "donate": where the results go, which is new memory in the first case only.
+        where: "new" for results in new memory, or "donate" for results that overwrite the matrices.
         dtype: of the products.
         **settings: others of `orthogonalize_many`.
     """
-    out = [torch.empty_like(x) for x in xs] if where == "out" else None
     with PeakBytes() as peak:
-        found = polar.orthogonalize_many(
-            xs, max_scratch_bytes=limit, donate=where == "donate", out=out, dtype=dtype, **settings
-        )
+        found = polar.orthogonalize_many(xs, max_scratch_bytes=limit, donate=where == "donate", dtype=dtype, **settings)
     return peak.most, sum(y.numel() * y.itemsize for y in found) if where == "new" else 0
 
 
@@ -137,7 +134,7 @@ def scratch(
     for name, shapes in lists.items():
         for dtype in dtypes:
             one = max(polar.explain(shape[-2:], dtype=dtype).scratch_bytes for shape in shapes)
-            for where in ("new", "out"):
+            for where in ("new", "donate"):
                 row: dict[str, Any] = {"list": name, "dtype": str(dtype), "results": where, "one matrix": one}
                 for limit in LIMITS:
                     xs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]

@@ -19,8 +19,7 @@ from muonfx.polar.coefficients import (
 from muonfx.polar.exact import polar_factor
 from muonfx.polar.fit import fit_coefficients
 from muonfx.polar.iteration import same_range
-from muonfx.polar.many import orthogonalize_many
-from muonfx.polar.orthogonalize import orthogonalize
+from muonfx.polar.many import orthogonalize, orthogonalize_many
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, compute_dtype, explain
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.workspace import Workspace

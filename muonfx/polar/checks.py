@@ -27,37 +27,6 @@ def check_matrix(x: torch.Tensor, name: str) -> None:
         )
 
 
-def check_out(out: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise unless each tensor of `out` fits its input and shares memory with no other tensor."""
-    if len(out) != len(xs):
-        raise ValueError(f"out: found {len(out)} tensors for {len(xs)} inputs, expected one for each")
-    for y, x, name in zip(out, xs, names, strict=True):
-        if not isinstance(y, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{name}: found {type(y).__name__}, expected a torch.Tensor")
-        if y.dtype != x.dtype:
-            raise TypeError(f"{name}: found dtype {y.dtype}, expected that of its input, {x.dtype}")
-        if y.shape != x.shape or y.device != x.device:
-            raise ValueError(
-                f"{name}: found shape {tuple(y.shape)} on {y.device}, "
-                f"expected those of its input, {tuple(x.shape)} on {x.device}"
-            )
-        if overlaps_itself(y):
-            raise ValueError(f"{name}: found an expanded tensor, whose elements share memory; expected one to write to")
-    others = [x for x, y in zip(xs, out, strict=True) if not _is_same(x, y)]
-    for i in sharing([*out, *others]):
-        if i < len(out):
-            raise ValueError(
-                f"{names[i]}: found memory shared with another input or output, expected its own, or exactly that of "
-                "its own input"
-            )
-
-
-def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape are the same elements in memory."""
-    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
-    return same and x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
-
-
 def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
     """Return the indices of the tensors whose memory overlaps another's, or that overlap themselves."""
     starts = list(map(torch.Tensor.data_ptr, xs))

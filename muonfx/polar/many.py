@@ -1,4 +1,4 @@
-"""Orthogonalize many matrices of many shapes in few batches."""
+"""Orthogonalize a matrix, or many matrices of many shapes in few batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
-from muonfx.polar.checks import check_matrix, check_out, sharing
+from muonfx.polar.checks import check_matrix, sharing
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.iteration import as_function, in_place, rounded_and_scaled, same_range
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
@@ -24,6 +24,58 @@ _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
 
+def orthogonalize(
+    x: torch.Tensor,
+    *,
+    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    steps: int | None = None,
+    method: MethodLike = "auto",
+    dtype: DTypeLike = "auto",
+    products: ProductsLike = "auto",
+    max_scratch_bytes: int | None = None,
+) -> torch.Tensor:
+    """Orthogonalize a matrix by Newton-Schulz: map its singular values close to 1 and keep its singular vectors.
+
+    `band(coefficients)` returns the interval of the resulting singular values. Scaling `x` by a power of two does not
+    change a bit of the result if all entries are normal numbers. Zero gives zero. NaN or infinity in one matrix does
+    not affect others of the batch. `torch.func` and `torch.compile(fullgraph=True)` work; autocast has no effect.
+
+    Args:
+        x: a tensor `(..., m, n)` in fp64, fp32, bf16 or fp16; any dim may be zero.
+        coefficients: a name in `PRESETS`, a `Coefficients`, a sequence of `(a, b[, c])`, or a floating tensor `(k, 3)`
+            or `(k, 2)` on the device of `x`. A tensor may be differentiated or mapped over; its values are not checked.
+        steps: the number of steps; None for one step per polynomial. If there are more steps than polynomials, the last
+            polynomial is repeated.
+        method: "standard" multiplies by the whole matrix in every step. "gram" takes several steps on the small Gram
+            matrix, which saves the more the longer the matrix is. "auto": the choice that `explain` shows.
+        dtype: the dtype of the matrix products; "auto" for the choice of `compute_dtype`, and at least fp32 if
+            derivatives are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), which bf16 makes useless.
+        products: how symmetric products are computed, "batched", "blocks" or "triton"; "auto" for the choice that
+            `explain` shows. Under autograd, `torch.func` and the compiler, and for small matrices, they are always
+            batched.
+        max_scratch_bytes: the approximate limit of memory for intermediates; see `orthogonalize_many`.
+
+    Returns:
+        A new contiguous tensor of `x`'s shape, dtype and device.
+
+    Raises:
+        TypeError: `x` is not a floating tensor of a supported dtype, or an argument has the wrong type.
+        ValueError: `x` has fewer than two dims, or another argument is malformed.
+        RuntimeError: `products="triton"` on a device that cannot run the kernels.
+
+    Follows Keller Jordan's Muon, with the scaling of this package (see `muonfx.polar.iteration`), and Gram
+    Newton-Schulz of Dao-AILab with changes (see `muonfx.polar.stages`).
+
+    >>> g = torch.tensor([[3e-20, 0.0, 0.0], [0.0, -5e-20, 0.0]])
+    >>> orthogonalize(g, coefficients="polar_express", dtype=torch.float64).round(decimals=5) + 0.0
+    tensor([[ 1.,  0.,  0.],
+            [ 0., -1.,  0.]])
+    """
+    check_matrix(x, "x")
+    run = Orthogonalizer(coefficients, steps, method, dtype, products)
+    return run([x], max_scratch_bytes=max_scratch_bytes)[0]
+
+
 def orthogonalize_many(
     xs: Sequence[torch.Tensor],
     *,
@@ -34,7 +86,6 @@ def orthogonalize_many(
     products: ProductsLike = "auto",
     max_scratch_bytes: int | None = None,
     donate: bool = False,
-    out: Sequence[torch.Tensor] | None = None,
     workspace: Workspace | None = None,
 ) -> list[torch.Tensor]:
     """Orthogonalize a list of matrices, in one batch for each shape; a shape and its transpose share a batch.
@@ -55,18 +106,16 @@ def orthogonalize_many(
             32 MiB on a CPU, to stay in its cache, and 256 MiB elsewhere.
         donate: True if the caller does not use `xs` again. Each contiguous input that shares no memory with another
             input is then overwritten by its result, which saves memory. The values of the results are the same.
-        out: tensors for the results, with the shape, dtype and device of each input. An output may be its own input,
-            but must not share memory with any other tensor. Contiguous outputs need no temporary copy.
         workspace: memory for intermediates of large matrices, which the next call can reuse; None: new memory.
 
     Returns:
-        One tensor for each input, in order, with its shape, dtype and device. These are the tensors of `out`, inputs
-        that `donate` allowed to overwrite, or new contiguous tensors. New tensors of one batch may be disjoint views of
-        one buffer, so autograd treats an in-place change of one as a change of all.
+        One tensor for each input, in order, with its shape, dtype and device: an input that `donate` allowed to
+        overwrite, or a new contiguous tensor. New tensors of one batch may be disjoint views of one buffer, so autograd
+        treats an in-place change of one as a change of all.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `orthogonalize`; the message has the position in `xs`.
-        ValueError: `max_scratch_bytes` is below 1, or both `out` and `donate` are given.
+        ValueError: `max_scratch_bytes` is below 1.
 
     >>> a, b = orthogonalize_many([torch.eye(2, 3), torch.eye(3, 2)])
     >>> a.shape, b.shape, torch.equal(a, b.mT)
@@ -77,7 +126,7 @@ def orthogonalize_many(
     run = Orthogonalizer(coefficients, steps, method, dtype, products)
     if not xs:  # invalid settings raise also for no matrices
         run.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False, traced=False)
-    return run(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, out=out, workspace=workspace)
+    return run(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, workspace=workspace)
 
 
 class _Kind(NamedTuple):
@@ -121,7 +170,6 @@ class Orthogonalizer:
         *,
         max_scratch_bytes: int | None = None,
         donate: bool = False,
-        out: Sequence[torch.Tensor] | None = None,
         workspace: Workspace | None = None,
     ) -> list[torch.Tensor]:
         """Orthogonalize matrices without checking them; the arguments are as in `orthogonalize_many`."""
@@ -131,7 +179,7 @@ class Orthogonalizer:
         inputs = xs if table is None else [*xs, table]
         watched = is_watched(*inputs)
         differentiated = watched and is_differentiated(*inputs)
-        targets = _targets(xs, donate, out, watched)
+        donated = _donated(xs) if donate and not watched else [False] * len(xs)
         in_place = not watched and table is None and not self._polynomials.row_scaling
         # Sides may be symbols. A tracer records operators, and then one batch is best.
         traced = is_traced(*[side for x in xs for side in x.shape])
@@ -144,9 +192,8 @@ class Orthogonalizer:
             job = _Job(kind, own, self._polynomials, scratch, watched, watched or traced, workspace)
             filled = [i for i in members if xs[i].numel() > 0]
             for i in set(members).difference(filled) if len(filled) < len(members) else ():
-                target = targets[i]
-                results[i] = torch.empty_like(xs[i]) if target is None else target
-            done = _run([xs[i] for i in filled], [targets[i] for i in filled], job)
+                results[i] = xs[i] if donated[i] else torch.empty_like(xs[i])
+            done = _run([xs[i] for i in filled], [donated[i] for i in filled], job)
             for i, y in zip(filled, done, strict=True):
                 results[i] = y
         return results
@@ -225,27 +272,13 @@ class _Job(NamedTuple):
     workspace: Workspace | None
 
 
-def _targets(
-    xs: Sequence[torch.Tensor], donate: bool, out: Sequence[torch.Tensor] | None, watched: bool
-) -> list[torch.Tensor | None]:
-    """Return the tensor to write each result to; None means a new tensor."""
-    if out is None:
-        if not donate or watched:
-            return [None] * len(xs)
-        shared = sharing(xs)  # a tensor that shares memory with another input must not be overwritten
-        return [x if x.is_contiguous() and i not in shared else None for i, x in enumerate(xs)]
-    if donate:
-        raise ValueError("out: found together with donate=True, which writes the results to the inputs: give one")
-    check_out(out, xs, ["out" if len(xs) == 1 else f"out[{i}]" for i in range(len(out))])
-    if watched or (torch.is_grad_enabled() and any(y.requires_grad for y in out)):
-        raise RuntimeError(
-            "out: found under autograd, torch.func or torch.compile, which do not follow what is written to a tensor; "
-            "leave it out, or call under torch.no_grad()"
-        )
-    return list(out)
+def _donated(xs: Sequence[torch.Tensor]) -> list[bool]:
+    """Return which inputs their results may overwrite: they are contiguous and share memory with no other input."""
+    shared = sharing(xs)
+    return [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
 
-def _run(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
+def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
     """Orthogonalize nonempty matrices of one kind in batches, and copy each batch to its destinations at once."""
     if not xs:
         return []
@@ -260,10 +293,12 @@ def _run(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) 
         limit = max(1, min(job.scratch // plan.scratch_bytes, plan.at_once or sum(map(len, flats))))
         mixed = False
     counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
-    places = [
-        _place(x, target, whole=job.at_once or count <= limit)
-        for x, target, count in zip(xs, targets, counts, strict=True)
-    ]
+    # The destination of the results of each input, or None if one batch gives the whole new result.
+    places: list[torch.Tensor | None] = []
+    for x, own, count in zip(xs, donated, counts, strict=True):
+        is_whole = job.at_once or count <= limit
+        new = None if own or is_whole else torch.empty_like(x, memory_format=torch.contiguous_format)
+        places.append(x if own else new)
     # The input stands for a new result here, and is then not written to.
     homes = [
         flat if place is None or place is x else _wide(place, short) if tall is None else place.view(flat.shape)
@@ -287,20 +322,13 @@ def _run(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) 
         if sources:
             torch._foreach_copy_(destinations, sources)
         del y, part, sources  # free before the next batch  # pyright: ignore[reportPossiblyUnboundVariable]
-    return [y if target is None or target is y else target.copy_(y) for y, target in zip(results, targets, strict=True)]
+    return results
 
 
 def _wide(x: torch.Tensor, short: int) -> torch.Tensor:
     """View contiguous matrices as a batch `(b, short, long)`."""
     wide = x if x.shape[-2] == short else x.mT
     return wide[None] if x.ndim == 2 else wide.reshape(-1, *wide.shape[-2:])
-
-
-def _place(x: torch.Tensor, target: torch.Tensor | None, *, whole: bool) -> torch.Tensor | None:
-    """Return the destination of the batched results of `x`, or None if one batch gives its whole new result."""
-    if target is not None and target.is_contiguous():
-        return target
-    return None if whole else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Job) -> torch.Tensor:

@@ -246,26 +246,8 @@ def test_malformed_options_are_refused(x: torch.Tensor, options: dict, error: ty
 
 
 @pytest.mark.parametrize(
-    ("out", "error", "words"),
-    [
-        (torch.ones(4, 3), ValueError, r"out: found shape \(4, 3\)"),
-        (torch.ones(3, 3).double(), TypeError, "out: found dtype torch.float64"),
-        (torch.ones(1).expand(3, 3), ValueError, "out: found an expanded tensor"),
-        ([GOOD], TypeError, "out: found list"),
-        (torch.ones(3, 3, requires_grad=True), RuntimeError, "out: found under autograd"),
-    ],
-)
-def test_an_out_that_cannot_take_the_result_is_refused(out: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        orthogonalize(GOOD, out=out)
-    assert torch.equal(GOOD, torch.eye(3))
-
-
-@pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: orthogonalize_many([GOOD], out=[GOOD, GOOD]), ValueError, "out: found 2 tensors for 1 inputs"),
-        (lambda: orthogonalize_many([GOOD], out=[GOOD], donate=True), ValueError, "out: found together with donate"),
         (lambda: orthogonalize_many([], method="bogus"), ValueError, "method: found 'bogus'"),
         *((lambda rtol=rtol: polar_factor(GOOD, rtol=rtol), ValueError, "rtol") for rtol in (-0.1, 1.0, float("nan"))),
         *(

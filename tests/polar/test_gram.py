@@ -116,28 +116,15 @@ def test_large_matrices_take_the_same_path_alone_and_among_others(shape: tuple[i
     "shapes",
     [[(5, 8)], [(4, 5, 8), (8, 5)], [(300, 400), (400, 300), (300, 400)], [(3, 300, 300), (300, 300), (0, 4)]],
 )
-def test_out_and_donated_inputs_take_the_results(
+def test_donated_inputs_take_the_results(
     shapes: list[tuple[int, ...]], scratch: int | None, compute: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     xs = [torch.randn(shape, generator=generator) for shape in shapes]
     expected = orthogonalize_many(xs, dtype=compute)
-    out = [torch.empty_like(x) for x in xs]
-    found = orthogonalize_many(xs, dtype=compute, out=out, max_scratch_bytes=1 << 20)
-    assert all(y is own for y, own in zip(found, out, strict=True))
-    strided = [torch.empty(*x.shape[:-2], *x.shape[:-3:-1]).mT for x in xs]
-    views = orthogonalize_many(xs, dtype=compute, out=strided, max_scratch_bytes=scratch)
-    for y, z, e, view in zip(found, views, expected, strided, strict=True):
-        assert torch.equal(y, e)
-        assert torch.equal(z, e)
-        assert z is view
-    for how in ({"donate": True}, {"out": [x.clone() for x in xs]}):
-        own = [x.clone() for x in xs] if "donate" in how else how["out"]
-        done = orthogonalize_many(own, dtype=compute, **how)
-        assert all(y is x and torch.equal(y, e) for y, x, e in zip(done, own, expected, strict=True))
-    one = xs[0].clone()
-    assert orthogonalize(one, dtype=compute, out=one) is one
-    assert torch.equal(one, orthogonalize(xs[0], dtype=compute))
+    own = [x.clone() for x in xs]
+    found = orthogonalize_many(own, dtype=compute, donate=True, max_scratch_bytes=scratch)
+    assert all(y is x and torch.equal(y, e) for y, x, e in zip(found, own, expected, strict=True))
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
@@ -182,13 +169,9 @@ def test_donated_inputs_that_share_memory_have_the_same_values(side: int) -> Non
         expected = orthogonalize_many([stack[i] for i in views], dtype=torch.float32)
         found = orthogonalize_many([base[i] for i in views], dtype=torch.float32, donate=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    x = torch.randn(3, side, side)
-    for out in ([x[1:]], [x[:2].mT]):
-        with pytest.raises(ValueError, match="out: found memory shared"):
-            orthogonalize_many([x[:2]], out=out)
     parameter = torch.nn.Parameter(stack[0].clone())
     with torch.no_grad():
-        assert orthogonalize(parameter, out=parameter) is parameter
+        assert orthogonalize_many([parameter], donate=True)[0] is parameter
 
 
 @pytest.mark.parametrize("steps", [[(10.0, -30.0, 40.0)] * 8, [(10.0, 0.0, 0.0)] * 60])
@@ -220,13 +203,12 @@ def excess(
 
     The bound is `max_scratch_bytes`, or what one matrix needs (`Plan.scratch_bytes`) if that is more. Bytes are counted
     at the dispatcher: the allocations within one operator are not among them.
-    `where` is "new" where results are new tensors, which are not scratch; else they go to `out` or to donated inputs.
+    `where` is "new" if results are new tensors, which are not scratch; with "donate" they overwrite the inputs.
     """
     xs = [torch.ones(shape, dtype=held) for shape in shapes]
-    out = [torch.empty_like(x) for x in xs] if where == "out" else None
     plans = [explain(shape[-2:], held=held, **settings) for shape in shapes]
     with PeakBytes() as peak:
-        found = orthogonalize_many(xs, max_scratch_bytes=limit, out=out, donate=where == "donate", **settings)
+        found = orthogonalize_many(xs, max_scratch_bytes=limit, donate=where == "donate", **settings)
     results = sum(y.numel() * y.itemsize for y in found)
     assert peak.most >= (results if where == "new" else 1)  # the counting sees what it must
     bound = max(limit, *(plan.scratch_bytes for plan in plans), 0)
@@ -252,7 +234,7 @@ COMPUTE = st.sampled_from([torch.float32, torch.bfloat16])
     COMPUTE,
     st.sampled_from(["standard", "gram"]),
     st.sampled_from(["batched", "blocks"]),
-    st.sampled_from(["new", "out", "donate"]),
+    st.sampled_from(["new", "donate"]),
 )
 def test_the_bound_holds_for_every_way_of_doing_it(
     shapes: Shapes,
@@ -279,7 +261,6 @@ def test_small_wide_matrices_take_no_more_scratch_than_allowed(
 
 
 SMALL: dict[str, tuple[Shapes, str]] = {
-    "out": ([(64, 64)] * 90, "out"),
     "donate": ([(64, 64)] * 90, "donate"),
     "tall": ([(96, 64), (64, 96)] * 40, "new"),
     "stacks that are cut": ([(7, 64, 96), (64, 96), (40, 32, 64)], "new"),
