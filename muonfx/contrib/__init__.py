@@ -7,7 +7,7 @@ module contains one family of transforms.
 from muonfx.contrib import recipes
 from muonfx.contrib.adafactor import FactoredRmsState, scale_by_factored_rms
 from muonfx.contrib.dion import DionState, scale_by_dion
-from muonfx.contrib.namo import NamoState, scale_by_namo
+from muonfx.contrib.directions import NamoState, scale_by_dual_norm, scale_by_namo
 from muonfx.contrib.norms import (
     WeightNormsState,
     keep_weight_norms,
@@ -22,12 +22,11 @@ from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
 from muonfx.contrib.recipes import *  # noqa: F403 - a recipe has the name of a module that it replaces here
 from muonfx.contrib.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
 from muonfx.contrib.sharpness import sam, sam_gradient
-from muonfx.contrib.spectral import clip_singular_values, scale_by_dual_norm
 
 # fmt: off
 __all__ = [
     "DionState", "FactoredRmsState", "NamoState", "ProdigyState", "ReduceOnPlateauState", "ScheduleFreeState",
-    "WeightNormsState", "clip_singular_values", "keep_weight_norms", "match_weight_norms", "normalize_columns",
+    "WeightNormsState", "keep_weight_norms", "match_weight_norms", "normalize_columns",
     "normalize_leaves", "normalize_matrices", "normalize_rows", "reduce_on_plateau", "sam", "sam_gradient",
     "scale_by_dion", "scale_by_dual_norm", "scale_by_factored_rms", "scale_by_namo", "scale_by_prodigy",
     "schedule_free", "schedule_free_eval_params",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muonfx.contrib.dion import scale_by_dion
-from muonfx.contrib.namo import scale_by_namo
+from muonfx.contrib.directions import scale_by_dual_norm, scale_by_namo
 from muonfx.contrib.norms import (
     keep_weight_norms,
     match_weight_norms,
@@ -16,7 +16,6 @@ from muonfx.contrib.norms import (
     normalize_rows,
 )
 from muonfx.contrib.prodigy import scale_by_prodigy
-from muonfx.contrib.spectral import scale_by_dual_norm
 from muonfx.core import Transform, add_updates, chain
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.recipes import Mask, view_of

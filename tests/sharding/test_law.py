@@ -153,7 +153,7 @@ def test_each_way_to_wrap_a_chain(world: World, tx: mfx.Transform):
 
 BY_MATRICES = {
     "normalize": mfx.chain(mfx.contrib.normalize_rows(), mfx.contrib.normalize_columns(), mfx.scale_by_shape("fan_in")),
-    "clip": mfx.chain(mfx.contrib.clip_singular_values(0.5), mfx.contrib.normalize_matrices()),
+    "unit": mfx.contrib.normalize_matrices(),
     "polar": mfx.contrib.scale_by_dual_norm(muon()),
     "namo": mfx.contrib.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
     "dion": mfx.contrib.scale_by_dion(2),
@@ -161,7 +161,7 @@ BY_MATRICES = {
     "sphere": mfx.chain(muon(), mfx.contrib.match_weight_norms(), mfx.scale(-0.1), mfx.contrib.keep_weight_norms()),
     "rest": mfx.chain(mfx.contrib.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
 }
-NAMED = {"embed": "dion", "up": "sum", "down": "sphere", "odd": "clip", "conv": "polar"}
+NAMED = {"embed": "dion", "up": "sum", "down": "sphere", "odd": "unit", "conv": "polar"}
 NAMED |= {"norm": "rest", "scale": "rest"}
 NAMED_TOO = NAMED | {"embed": "namo", "up": "dion", "conv": "normalize", "odd": "sphere"}
 

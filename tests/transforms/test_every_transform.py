@@ -97,7 +97,6 @@ CASES: dict[str, list[mfx.Transform]] = {
     "subtract_decayed_weights": [mfx.subtract_decayed_weights(A_SCHEDULE, mfx.select.ndim(min=2), cautious=True)],
     "cautious": [mfx.cautious(MOMENTUM)],
     "add_updates": [mfx.add_updates(MOMENTUM, ("sign", mfx.scale_by_lion()), mfx.scale(0.5))],
-    "clip_singular_values": [mfx.contrib.clip_singular_values(0.5)],
     "keep_weight_norms": [mfx.contrib.keep_weight_norms(dtype=None, view=STACKS)],
     "match_weight_norms": [mfx.contrib.match_weight_norms(view=STACKS)],
     "scale_by_dion": [

@@ -21,7 +21,6 @@ TAKE_BLOCKS = {
     "row-scaled orthogonalize": lambda **kw: mfx.orthogonalize(dtype=torch.float64, coefficients="aol", **kw),
     "normalize_neurons": lambda **kw: mfx.normalize_neurons(0.5, dtype=torch.float64, **kw),
     "scale_by_shape": lambda **kw: mfx.scale_by_shape("original", **kw),
-    "clip_singular_values": lambda **kw: mfx.contrib.clip_singular_values(2.0, **kw),
     "keep_weight_norms": lambda **kw: mfx.contrib.keep_weight_norms(dtype=torch.float64, **kw),
     "match_weight_norms": mfx.contrib.match_weight_norms,
     "scale_by_dion": lambda **kw: mfx.contrib.scale_by_dion(2, dtype=torch.float64, **kw),

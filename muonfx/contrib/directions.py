@@ -1,4 +1,4 @@
-"""NAMO: orthogonalized momentum, scaled down when gradients are noisy."""
+"""Scaling of another transform's update of each matrix: by the noise of gradients (NAMO), or by a dual norm."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from muonfx.contrib.norms import norm
 from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.polar.iteration import power_of_two
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
-__all__ = ["NamoState", "scale_by_namo"]
+__all__ = ["NamoState", "scale_by_dual_norm", "scale_by_namo"]
 
 
 class NamoState(NamedTuple):
@@ -138,3 +139,63 @@ def _size(
     # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
     alpha = torch.where(divisor > 0, norm(average).to(wide) / torch.where(divisor > 0, divisor, 1.0), 0.0)
     return new.to(moment.dtype), alpha * correction.to(wide)
+
+
+@transform(
+    locality=lambda inner, *, view, **_: max(matrix_locality(view=view), inner.locality),
+    reads_params=lambda inner, **_: inner.reads_params,
+    name_patterns=name_patterns,
+)
+def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
+    r"""Multiply a transform's update of each matrix by its inner product with the incoming gradient.
+
+    The update is $\langle G, D(G) \rangle\, D(G)$. If the inner transform $D$ gives the steepest direction of length 1
+    in a norm, the inner product is the dual norm of the gradient, and the update is the steepest descent in this norm.
+    The dual norm is the sum of singular values for `orthogonalize`, and the sum of magnitudes for the sign. Updates
+    then shrink with the gradient.
+
+    Args:
+        inner: the transform whose updates are scaled.
+        view: which matrices a leaf consists of; the same as for the inner transform.
+
+    Raises:
+        ValueError: at `update`, a leaf is not a matrix or does not fit the view.
+
+    Follows PolarGrad (arXiv 2505.21799), Bernstein and Newhouse (arXiv 2409.20325) and ``optax.contrib.muon`` with
+    ``adaptive=True``.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(coefficients="polar_express"))
+        >>> grads = {"w": torch.diag(torch.tensor([3.0, 1.0]))}
+        >>> tx.update(grads, tx.init(grads))[0]["w"].diagonal().round(decimals=2)
+        tensor([4., 4.])
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return inner.functions.init(params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
+        # The gradient is needed after the inner transform, so it is not donated.
+        out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
+        at = Present(out)
+        directions = at.pick(out)
+        # An accumulating inner transform may update a leaf without a gradient, which counts as zero.
+        pairs = zip(directions, at.pick(updates), strict=True)
+        gradients = [torch.zeros_like(u) if g is None else g for u, g in pairs]
+        matrices = Matrices(view, at, directions)
+        pairs = zip(matrices.of_updates, matrices.split(gradients), strict=True)
+        scaled = [list(map(_scale_by_inner_product, *own)) for own in pairs]
+        return at.fill(matrices.join(scaled, directions)), state
+
+    return init, update
+
+
+def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:
+    if direction.numel() == 0:
+        return direction.clone()
+    wide = ew.wide_dtype(direction.dtype)
+    d, g = direction.to(wide), gradient.to(wide)
+    power = power_of_two(g.detach().abs().amax((-2, -1), keepdim=True))
+    product = (g * power * d).sum((-2, -1), keepdim=True)
+    return (d * product / power).to(direction.dtype)
