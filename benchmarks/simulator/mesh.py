@@ -26,7 +26,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import Partition, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
 from muonfx.sharding.shard_table import specs_of
-from muonfx.transforms.adam import scale_by_adam
+from muonfx.transforms.moments import scale_by_adam
 from muonfx.transforms.orthogonalize import orthogonalize
 
 __all__ = ["Mesh", "Parameter", "Setting"]

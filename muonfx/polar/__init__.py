@@ -24,34 +24,17 @@ from muonfx.polar.policy import DTypeLike, MethodLike, Plan, compute_dtype, expl
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.workspace import Workspace
 
+# fmt: off
 __all__ = [
     # the polar factor: fast, in batches, exact
-    "orthogonalize",
-    "orthogonalize_many",
-    "polar_factor",
-    "Workspace",
+    "orthogonalize", "orthogonalize_many", "polar_factor", "Workspace",
     # polynomials
-    "PRESETS",
-    "CANS_RAW",
-    "POLAR_EXPRESS_RAW",
-    "Coefficients",
-    "CoefficientSet",
-    "CoefficientsLike",
-    "coefficients",
-    "with_safety",
-    "fit_coefficients",
-    "Band",
-    "band",
-    "scalar_polynomial",
+    "PRESETS", "CANS_RAW", "POLAR_EXPRESS_RAW", "Coefficients", "CoefficientSet", "CoefficientsLike",
+    "coefficients", "with_safety", "fit_coefficients", "Band", "band", "scalar_polynomial",
     # how it is done, and why
-    "explain",
-    "Plan",
-    "compute_dtype",
-    "same_range",
-    "DTypeLike",
-    "MethodLike",
-    "ProductsLike",
+    "explain", "Plan", "compute_dtype", "same_range", "DTypeLike", "MethodLike", "ProductsLike",
 ]
+# fmt: on
 
 
 def __dir__() -> list[str]:

@@ -5,20 +5,28 @@ a stack of matrices. Variants that few chains need are in `muonfx.contrib`.
 """
 
 from muonfx.transforms.accumulate import AccumulateState, accumulate
-from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
 from muonfx.transforms.clip import clip_by_block_rms, clip_by_global_norm, clip_by_value
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
 from muonfx.transforms.leafwise import Leaf, Slot, StateAndStep, StepCount, leafwise
-from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.matrixwise import MatrixSlot, StateAndMatrixStep, matrixwise
-from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
+from muonfx.transforms.moments import (
+    AdamState,
+    DebiasedMomentumState,
+    DebiasedRmsState,
+    LionState,
+    MomentumState,
+    RmsState,
+    momentum,
+    scale_by_adam,
+    scale_by_lion,
+    scale_by_rms,
+)
 from muonfx.transforms.monitor import Metric, MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
-from muonfx.transforms.rms import DebiasedRmsState, RmsState, scale_by_rms
 from muonfx.transforms.scale import (
     ShapeRule,
     scale,
@@ -27,51 +35,15 @@ from muonfx.transforms.scale import (
     scale_by_sign,
 )
 
+# fmt: off
 __all__ = [
-    "Metric",
-    "ShapeRule",
-    "StateAndMatrixStep",
-    "StateAndStep",
-    "AccumulateState",
-    "AdamState",
-    "AttentionHeads",
-    "DebiasedMomentumState",
-    "DebiasedRmsState",
-    "EmaParamsState",
-    "Leaf",
-    "LionState",
-    "MasterParamsState",
-    "MatrixSlot",
-    "MomentumState",
-    "MonitorState",
-    "NeuronsState",
-    "RmsState",
-    "SkipNonfiniteState",
-    "Slot",
-    "StepCount",
-    "accumulate",
-    "add_decayed_weights",
-    "cautious",
-    "clip_by_block_rms",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "ema_params",
-    "leafwise",
-    "master_params",
-    "matrixwise",
-    "metrics",
-    "momentum",
-    "monitor",
-    "normalize_neurons",
-    "orthogonalize",
-    "qk_clip",
-    "scale",
-    "scale_by_adam",
-    "scale_by_learning_rate",
-    "scale_by_lion",
-    "scale_by_rms",
-    "scale_by_shape",
-    "scale_by_sign",
-    "skip_nonfinite",
+    "AccumulateState", "AdamState", "AttentionHeads", "DebiasedMomentumState", "DebiasedRmsState", "EmaParamsState",
+    "Leaf", "LionState", "MasterParamsState", "MatrixSlot", "Metric", "MomentumState", "MonitorState",
+    "NeuronsState", "RmsState", "ShapeRule", "SkipNonfiniteState", "Slot", "StateAndMatrixStep", "StateAndStep",
+    "StepCount", "accumulate", "add_decayed_weights", "cautious", "clip_by_block_rms", "clip_by_global_norm",
+    "clip_by_value", "ema_params", "leafwise", "master_params", "matrixwise", "metrics", "momentum", "monitor",
+    "normalize_neurons", "orthogonalize", "qk_clip", "scale", "scale_by_adam", "scale_by_learning_rate",
+    "scale_by_lion", "scale_by_rms", "scale_by_shape", "scale_by_sign", "skip_nonfinite",
     "subtract_decayed_weights",
 ]
+# fmt: on

@@ -144,7 +144,7 @@ def test_pages_read_well_in_dark(browser: Any, site: Path):
 
 
 SEARCHES = {
-    "momentum": "api/transforms-matrices.html",
+    "momentum": "api/transforms-adaptive.html",
     "learning rate": "concepts/hyperparameters.html",
     "fsdp": "sharding.html",
     "bf16": "concepts/numerics.html",

@@ -1,0 +1,313 @@
+"""Momentum, Adam, RMSProp and Lion: transforms that keep running averages of gradients or of their squares."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from muonfx.core import checks
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, leafwise
+from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
+
+__all__ = [
+    "AdamState",
+    "DebiasedMomentumState",
+    "DebiasedRmsState",
+    "LionState",
+    "MomentumState",
+    "RmsState",
+    "momentum",
+    "scale_by_adam",
+    "scale_by_lion",
+    "scale_by_rms",
+]
+
+
+class MomentumState(NamedTuple):
+    """State of `momentum`."""
+
+    trace: PyTree
+    """The average, like the parameters, in ``dtype``; a `QuantizedState` if it is quantized."""
+
+
+class DebiasedMomentumState(NamedTuple):
+    """State of `momentum` with ``debias=True``."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates so far, int64."""
+    trace: PyTree
+    """The average, like the parameters, in ``dtype``; a `QuantizedState` if it is quantized."""
+
+
+@leafwise(short_names={"momentum": "decay"})
+def momentum(
+    decay: ScalarOrSchedule = 0.95,
+    *,
+    nesterov: bool = True,
+    debias: bool = False,
+    heavy_ball: bool = False,
+    dtype: StateDtype = "auto",
+):
+    r"""Replace gradients by their running average.
+
+    The average is $m_t = \beta m_{t-1} + (1 - \beta) g_t$ and the update is $\beta m_t + (1 - \beta) g_t$ with
+    Nesterov's look-ahead, else $m_t$. With ``heavy_ball`` the average is a sum, $m_t = \beta m_{t-1} + g_t$, and the
+    look-ahead $g_t + \beta m_t$.
+
+    Args:
+        decay: $\beta$, in [0, 1).
+        nesterov: use Nesterov's look-ahead.
+        debias: divide by the total weight of the average, as Adam does; with Nesterov both terms, as NAdam does:
+            $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$. All parameters share the count t.
+        heavy_ball: sum instead of averaging; it has no bias to correct.
+        dtype: storage dtype of the average, as for `Slot`. The arithmetic is done in the wider of gradient and state,
+            and in at least fp32.
+
+    Returns:
+        A transform with a `MomentumState`, or with a `DebiasedMomentumState` if ``debias``.
+
+    Raises:
+        ValueError: ``decay`` is out of range, ``debias`` is combined with ``heavy_ball``, or ``dtype`` is a string
+            other than "auto".
+        TypeError: ``dtype`` is neither a floating-point dtype nor a quantized one.
+
+    Follows ``torch.optim.Muon`` (EMA form), ``torch.optim.SGD`` (heavy ball) and ``optax.contrib.muon`` (bias
+    correction).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.momentum(0.9, nesterov=False)
+        >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
+        >>> state.trace["w"]
+        tensor([0.1000, 0.1000])
+    """
+    decay = checks.in_unit_interval("decay", decay)
+    if debias and heavy_ball:
+        raise ValueError("debias corrects an average; a heavy-ball sum (heavy_ball=True) has no bias to correct")
+    slot = Slot(dtype)
+
+    def average(u: Leaf, s: MomentumState):
+        trace = s.trace.lerp(u, 1.0 - decay)
+        return u.lerp(trace, decay) if nesterov else trace, MomentumState(trace)
+
+    def sum_up(u: Leaf, s: MomentumState):
+        trace = s.trace * decay + u
+        return u.add(trace, alpha=decay) if nesterov else trace, MomentumState(trace)
+
+    def debiased_average(u: Leaf, s: DebiasedMomentumState):
+        count = s.count + 1
+        trace = s.trace.lerp(u, 1.0 - decay)
+        weight = 1.0 - ew.power(decay, count)
+        if nesterov:
+            ahead = 1.0 - ew.power(decay, count + 1)
+            own = ew.scalar_like(1.0 - decay, weight) / weight
+            out = (u * own).add(trace, alpha=ew.scalar_like(decay, ahead) / ahead)
+        else:
+            out = trace * (1.0 / weight)
+        return out, DebiasedMomentumState(count, trace)
+
+    if debias:
+        count: Any = StepCount()
+        return DebiasedMomentumState(count, slot), debiased_average
+    return MomentumState(slot), sum_up if heavy_ball else average
+
+
+class AdamState(NamedTuple):
+    """State of `scale_by_adam`."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates so far, int64."""
+    mu: PyTree
+    """Averages of the gradient, like the parameters, in ``mu_dtype``; a `QuantizedState` if it is quantized."""
+    nu: PyTree
+    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
+
+
+@leafwise(
+    short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
+    position="sets_size",
+)
+def scale_by_adam(
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
+    *,
+    eps_root: ScalarOrSchedule = 0.0,
+    nesterov: bool = False,
+    mu_dtype: StateDtype = "auto",
+    nu_dtype: StateDtype = "auto",
+):
+    r"""Divide the averaged gradient by the root of the averaged squared gradient.
+
+    $m_t = \beta_1 m_{t-1} + (1 - \beta_1) g_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2$, and the update is
+    $\hat m_t / (\sqrt{\hat v_t + \epsilon_{root}} + \epsilon)$ with $\hat m_t = m_t / (1 - \beta_1^t)$,
+    $\hat v_t = v_t / (1 - \beta_2^t)$.
+
+    Args:
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
+        eps: added outside the root, not negative.
+        eps_root: added inside the root, not negative; give a small one to differentiate through updates whose gradients
+            can be exactly zero, where the root has no derivative.
+        nesterov: use Nesterov momentum, as NAdam does:
+            $\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)$.
+        mu_dtype: storage dtype of the first moment, as for `Slot`.
+        nu_dtype: storage dtype of the second moment, as for `Slot`.
+
+    Raises:
+        ValueError: an argument is out of range, or a dtype is a string other than "auto".
+        TypeError: a dtype is neither floating point nor quantized.
+
+    The square of a gradient beyond 1.8e19 overflows fp32 (beyond 1.3e154, fp64). The second moment of the element is
+    then infinite, and the element stays fixed, as in torch. `clip_by_global_norm` in front keeps squares finite.
+
+    Follows Kingma and Ba (arXiv 1412.6980), and equals ``torch.optim.AdamW`` without weight decay if every parameter
+    has a gradient at every step. All parameters share the count t, as in Optax; torch counts for each parameter.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.scale_by_adam()
+        >>> updates, state = tx.update({"w": torch.tensor([3.0, -0.01])}, tx.init({"w": torch.zeros(2)}))
+        >>> updates["w"]
+        tensor([ 1.0000, -1.0000])
+    """
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
+    eps = checks.at_least("eps", eps, 0.0)
+    eps_root = checks.at_least("eps_root", eps_root, 0.0)
+
+    def step(u: Leaf, s: AdamState):
+        count = s.count + 1
+        mu = s.mu.lerp(u, 1.0 - b1)
+        nu = (s.nu * b2).addcmul(u, u, value=1.0 - b2)
+
+        # m / c1 / (sqrt(v / c2 + eps_root) + eps), numerator and denominator multiplied by sqrt(c2) to save a pass
+        c1, c2 = 1.0 - ew.power(b1, count), 1.0 - ew.power(b2, count)
+        inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else nu + eps_root * c2
+        ahead = (mu * (b1 * c1 / (1.0 - ew.power(b1, count + 1)))).add(u, alpha=1.0 - b1) if nesterov else mu
+        out = ahead / (inside.sqrt() + eps * c2.sqrt()) * (c2.sqrt() / c1)
+        return out, AdamState(count, mu, nu)
+
+    count: Any = StepCount()
+    return AdamState(count, Slot(mu_dtype, "mu_dtype"), Slot(nu_dtype, "nu_dtype", signed=False)), step
+
+
+class RmsState(NamedTuple):
+    """State of `scale_by_rms`."""
+
+    nu: PyTree
+    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
+
+
+class DebiasedRmsState(NamedTuple):
+    """State of `scale_by_rms` with ``debias=True``."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates so far, int64."""
+    nu: PyTree
+    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
+
+
+@leafwise(short_names={"alpha": "decay", "eps": "eps"}, position="sets_size")
+def scale_by_rms(
+    decay: ScalarOrSchedule = 0.9,
+    eps: ScalarOrSchedule = 1e-8,
+    *,
+    eps_in_sqrt: bool = True,
+    debias: bool = False,
+    nu_dtype: StateDtype = "auto",
+):
+    r"""Divide updates by the root of their averaged square.
+
+    $v_t = \beta v_{t-1} + (1 - \beta) g_t^2$, and the update is $g_t / \sqrt{v_t + \epsilon}$, or
+    $g_t / (\sqrt{v_t} + \epsilon)$ with ``eps_in_sqrt=False``.
+
+    Args:
+        decay: $\beta$, in [0, 1).
+        eps: $\epsilon$, not negative.
+        eps_in_sqrt: add $\epsilon$ inside the root.
+        debias: divide the average by the weight that it has gathered, $1 - \beta^t$, as Adam does; with
+            ``eps_in_sqrt=False`` the result is `scale_by_adam` with b1 of 0. All parameters share the count t.
+        nu_dtype: storage dtype of the average, as for `Slot`.
+
+    Returns:
+        A transform with an `RmsState`, or with a `DebiasedRmsState` if ``debias``.
+
+    Raises:
+        ValueError: an argument is out of range, or a dtype is a string other than "auto".
+        TypeError: the dtype is neither floating point nor quantized.
+
+    Follows Hinton's RMSProp (lecture 6e of 2012) and Optax's transform of this name, where ``debias`` is
+    ``bias_correction``.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.scale_by_rms(0.75)
+        >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init({"w": torch.zeros(2)}))[0]
+        {'w': tensor([ 2.0000, -2.0000])}
+    """
+    decay = checks.in_unit_interval("decay", decay)
+    eps = checks.at_least("eps", eps, 0.0)
+    slot = Slot(nu_dtype, "nu_dtype", signed=False)
+
+    def divide(u: Leaf, nu: Leaf) -> Leaf:
+        return u / (nu + eps).sqrt() if eps_in_sqrt else u / (nu.sqrt() + eps)
+
+    def step(u: Leaf, s: RmsState):
+        nu = (s.nu * decay).addcmul(u, u, value=1.0 - decay)
+        return divide(u, nu), RmsState(nu)
+
+    def debiased(u: Leaf, s: DebiasedRmsState):
+        count = s.count + 1
+        nu = (s.nu * decay).addcmul(u, u, value=1.0 - decay)
+        return divide(u, nu * (1.0 / (1.0 - ew.power(decay, count)))), DebiasedRmsState(count, nu)
+
+    if debias:
+        count: Any = StepCount()
+        return DebiasedRmsState(count, slot), debiased
+    return RmsState(slot), step
+
+
+class LionState(NamedTuple):
+    """State of `scale_by_lion`."""
+
+    mu: PyTree
+    """The average gradient, like the parameters, in ``mu_dtype``; a `QuantizedState` if it is quantized."""
+
+
+@leafwise(
+    short_names={"betas": ("b1", "b2"), "momentum": "b1"},
+    position="sets_size",
+)
+def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"):
+    r"""Replace updates by the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$.
+
+    The average is $m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t$.
+
+    Args:
+        b1: weight of the average in the update, in [0, 1).
+        b2: decay rate of the average, in [0, 1).
+        mu_dtype: storage dtype of the average, as for `Slot`.
+
+    Raises:
+        ValueError: an argument is out of range, or a dtype is a string other than "auto".
+        TypeError: the dtype is neither floating point nor quantized.
+
+    Follows Chen et al. (arXiv 2302.06675).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.scale_by_lion()
+        >>> tx.update({"w": torch.tensor([3.0, -0.01])}, tx.init({"w": torch.zeros(2)}))[0]
+        {'w': tensor([ 1., -1.])}
+    """
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
+
+    def step(u: Leaf, s: LionState):
+        return s.mu.lerp(u, 1.0 - b1).sign(), LionState(s.mu.lerp(u, 1.0 - b2))
+
+    return LionState(Slot(mu_dtype, "mu_dtype")), step
