@@ -15,10 +15,8 @@ except ImportError as error:
     raise ImportError("muonfx.plot needs matplotlib: pip install 'muonfx[examples]'") from error
 
 from muonfx.plot.axes import COLORS, style
-from muonfx.plot.plans import plot_plan
-from muonfx.plot.runs import plot_band
-from muonfx.plot.spectra import plot_polynomial, plot_spectrum
-from muonfx.plot.states import plot_state_memory, plot_update_rms
+from muonfx.plot.bars import plot_plan, plot_state_memory, plot_update_rms
+from muonfx.plot.curves import plot_band, plot_polynomial, plot_spectrum
 
 __all__ = [
     "COLORS",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+import matplotlib
+from matplotlib import style as styles
+from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "axes_for", "legend_above", "style"]
+__all__ = ["COLORS", "axes_for", "style"]
 
 COLORS = {
     "blue": "#5b6ee1",
@@ -41,9 +41,6 @@ def style() -> Generator[None]:
     (0.0, 0.0, 0.0, 0.0)
     >>> plt.close(figure)
     """
-    import matplotlib
-    from matplotlib import style as styles
-
     with styles.context(_STYLE):
         yield
         interactive = matplotlib.is_interactive()
@@ -66,18 +63,3 @@ def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
         width, usual = plt.rcParams["figure.figsize"]
         _, ax = plt.subplots(figsize=(width, usual if height is None else height))
         yield ax
-
-
-def legend_above(ax: Axes) -> None:
-    """Add a legend above the axes, in one line, each name in its own colour."""
-    handles, _ = ax.get_legend_handles_labels()
-    ax.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=max(len(handles), 1),
-        frameon=False,
-        labelcolor="linecolor",
-        borderaxespad=0.2,
-        borderpad=0,
-        handlelength=1.2,
-    )
