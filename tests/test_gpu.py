@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import muonfx as mfx
-from muonfx.polar.kernels import available, symmetric_matmul
-from muonfx.polar.kernels.self_test import exact_product
+from muonfx.polar.kernels import available, exact_product, symmetric_matmul
 from muonfx.testing import Example
 
 pytestmark = [

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx.polar import explain, kernels, orthogonalize, policy
-from muonfx.polar.kernels import available
-from muonfx.polar.kernels.self_test import exact_product
+from muonfx.polar.kernels import available, exact_product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,10 +18,15 @@ import warnings
 import torch
 
 from muonfx.polar.hardware import cuda_capability
-from muonfx.polar.kernels.self_test import first_error
 from muonfx.tree.tracing import called_once, untraced
 
 __all__ = ["available", "failure", "symmetric_matmul"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SHAPES = ((2, 64, 64), (2, 33, 17), (1, 256, 128), (1, 261, 131), (1, 1024, 512), (1, 1031, 517))
+"""`(b, n, k)`: for each tile one that it divides, and one that it does not."""
+
+_ALPHA, _BETA, _IDENTITY = 2.0315, -4.775, 0.5
 
 
 @called_once  # a tracer calls this once and keeps the answer
@@ -71,7 +76,7 @@ def _failure(device: torch.device) -> str | None:
         )
     try:
         with untraced():
-            found = first_error(symmetric_matmul, device)
+            found = _first_error(device)
     except Exception as error:  # a kernel that cannot be compiled or launched must not end a training run
         found = f"{type(error).__name__}: {error}"
     if found is not None:
@@ -101,3 +106,42 @@ def symmetric_matmul(
     out = p.new_empty(*p.shape[:-1], p.shape[-2]) if out is None else out
     launch(p, addend, alpha, beta, identity, out)
     return out
+
+
+def _first_error(device: torch.device) -> str | None:
+    """Describe the first wrong product of `symmetric_matmul`, or None if all are right."""
+    shapes = _SHAPES if device.type == "cuda" else _SHAPES[:2]  # the interpreter is slow and has one tile
+    generator = torch.Generator().manual_seed(0)
+    for dtype in _DTYPES:
+        for batch, n, k in shapes:
+            p = torch.randn(batch, n, k, generator=generator, device="cpu").to(device, dtype)
+            addend = torch.randn(batch, n, n, generator=generator, device="cpu").to(device, dtype)
+            addend = addend.triu() + addend.triu(1).mT
+            out = torch.full_like(addend, torch.nan)
+            if n % 2:  # the Gram matrix of a tall batch
+                p = p.mT.contiguous().mT
+                symmetric_matmul(p, identity=_IDENTITY, out=out)
+                exact, bound = exact_product(p, None, 1.0, 0.0, _IDENTITY)
+            else:
+                symmetric_matmul(p, addend=addend, alpha=_ALPHA, beta=_BETA, out=out)
+                exact, bound = exact_product(p, addend, _ALPHA, _BETA, 0.0)
+            error = ((out.double() - exact).abs() / bound).max().item()
+            if not (error <= 1 and torch.equal(out, out.mT)):
+                wrong = "is not symmetric" if error <= 1 else f"has {error:.3g} times the error that rounding explains"
+                return f"a product of shape ({batch}, {n}, {k}) in {dtype} {wrong}"
+    return None
+
+
+def exact_product(
+    p: torch.Tensor, addend: torch.Tensor | None, alpha: float, beta: float, identity: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `alpha p p^T + beta addend + identity I` in float64, and the largest error of a result in `p.dtype`."""
+    wide, k = p.double(), p.shape[-1]
+    diagonal = identity * torch.eye(p.shape[-2], dtype=torch.float64, device=p.device)
+    more = torch.zeros_like(diagonal) if addend is None else beta * addend.double()
+    exact = alpha * (wide @ wide.mT) + more + diagonal
+    # k products and three sums in fp32, one rounding. A tensor core cuts where a sum in software would round, so a
+    # sum's errors count twice.
+    size = abs(alpha) * (wide.abs() @ wide.abs().mT) + more.abs() + diagonal.abs()
+    narrow, sums = torch.finfo(p.dtype), 2 * (k + 4) * torch.finfo(torch.float32).eps * size
+    return exact, sums + narrow.eps / 2 * (exact.abs() + sums) + narrow.smallest_normal * narrow.eps
