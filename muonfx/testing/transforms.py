@@ -164,7 +164,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.cautious: {"inner": _INNER.filter(lambda tx: not _is_negative_scale(tx))},
     tfs.ema_params: {"dtype": _STATE},
     tfs.master_params: {"dtype": st.sampled_from(("auto", torch.float32))},
-    tfs.monitor: {"metrics": st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm")))},
+    tfs.monitor: {"metrics": st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error")))},
     contrib.normalize_columns: {"view": _BLOCK_VIEWS},
     tfs.normalize_neurons: {"axis": st.sampled_from(("rows", "longer"))},
     tfs.orthogonalize: {

@@ -39,44 +39,27 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
     return _norm(updates, total) / elements.clamp(min=1.0).sqrt()
 
 
-def _of_matrices(updates: PyTree, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a number for each leaf of two or more dims, as a matrix with rows <= columns in at least fp32."""
-    device = device_of(updates)
-    wide = [
-        u.reshape(u.shape[0], -1).to(ew.wide_dtype(u.dtype)) for u in tree.tensors(updates) if u.ndim >= 2 and u.numel()
-    ]
-    found = [function(m.mT if m.shape[0] > m.shape[1] else m).to(device) for m in wide]
-    return torch.stack(found) if found else torch.zeros(1, device=device)
-
-
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
-    def error(m: Tensor) -> Tensor:
-        gram = m @ m.mT
-        return torch.linalg.vector_norm(gram - torch.eye(len(gram), dtype=m.dtype, device=m.device)) / len(gram) ** 0.5
-
-    return _of_matrices(updates, error).mean()
-
-
-def _spectral_norm(updates: PyTree, total: Sum) -> Tensor:
-    def estimate(m: Tensor) -> Tensor:
-        # Power iteration from a fixed, asymmetric vector, so that no hidden randomness is needed.
-        v = torch.arange(1, len(m) + 1, dtype=m.dtype, device=m.device).mul(0.7548776662466927).frac() - 0.5
-        v = v + (v.abs() < 1e-3)
-        for _ in range(12):
-            v = m @ (m.mT @ (v / torch.linalg.vector_norm(v).clamp(min=torch.finfo(m.dtype).tiny)))
-        return torch.linalg.vector_norm(v).sqrt()
-
-    return _of_matrices(updates, estimate).amax()
+    """Return the mean error of leaves of two or more dims, as matrices with rows <= columns in at least fp32."""
+    device = device_of(updates)
+    errors: list[Tensor] = []
+    for u in tree.tensors(updates):
+        if u.ndim >= 2 and u.numel():
+            m = u.reshape(u.shape[0], -1).to(ew.wide_dtype(u.dtype))
+            m = m.mT if m.shape[0] > m.shape[1] else m
+            gram = m @ m.mT
+            distance = torch.linalg.vector_norm(gram - torch.eye(len(gram), dtype=m.dtype, device=m.device))
+            errors.append((distance / len(gram) ** 0.5).to(device))
+    return torch.stack(errors).mean() if errors else torch.zeros((), device=device)
 
 
-Metric = Literal["norm", "rms", "orthogonality_error", "spectral_norm"]
+Metric = Literal["norm", "rms", "orthogonality_error"]
 """The names of what `monitor` measures."""
 
 METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
     "norm": _norm,
     "rms": _rms,
     "orthogonality_error": _orthogonality_error,
-    "spectral_norm": _spectral_norm,
 }
 """The metrics of `monitor`."""
 
@@ -93,8 +76,7 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     Args:
         name: prefix of the names of the values; it must differ between the monitors of a chain.
         metrics: any of "norm" (2-norm of the whole tree), "rms" (root mean square of all elements),
-            "orthogonality_error" (mean over matrices of $\|UU^T - I\|_F / \sqrt{r}$, on the smaller side r),
-            "spectral_norm" (largest singular value over all matrices, estimated from below by 12 power iterations).
+            "orthogonality_error" (mean over matrices of $\|UU^T - I\|_F / \sqrt{r}$, on the smaller side r).
         by_leaf: measure each leaf, as "name/leaf/metric"; `muonfx.plot.plot_update_rms` plots the values. Under a
             sharded layout this gathers all updates at every step.
 
