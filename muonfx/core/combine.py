@@ -90,26 +90,6 @@ def widest(transforms: Any) -> Locality:
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
-def run_if(
-    condition: Tensor, tx: Transform, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any
-) -> tuple[PyTree, PyTree]:
-    """Run a transform, and keep its old state if a 0-d bool tensor is False; the updates then have no meaning.
-
-    The transform runs in both cases and one of its states is selected, so that nothing is read from the device. An
-    executor whose state is offloaded names the extra ``only_if``: it reads the condition, since a selection would
-    load both states.
-    """
-    if "only_if" in tx.extras.named:
-        return tx.run(updates, state, params, donate=donate, only_if=condition, **extras)
-
-    def select(new: Any, old: Any) -> Any:
-        return torch.where(condition.to(new.device), new, old) if isinstance(new, Tensor) else new
-
-    # The old state is needed for the selection, so it is not donated.
-    out, after = tx.run(updates, state, params, donate=Donation(donate.updates, False), **extras)
-    return out, tree.map(select, after, state)
-
-
 def is_new(new: PyTree, old: PyTree) -> bool:
     """Return True if no leaf of the new tree is a leaf of the old tree."""
     given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}

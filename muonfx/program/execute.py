@@ -381,7 +381,7 @@ def _executed(tx: Transform, bound: Any):
 
 @stand_in
 def _executed_in_store(tx: Transform, bound: Any):
-    """Replace a called transform whose state is offloaded; it names the extra with which `run_if` does not select."""
+    """Replace a called transform whose state is offloaded; with its extra `only_if` nothing is selected."""
     init, run = _executed.definition.constructor(tx, bound)
 
     def update(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
-from muonfx.core.combine import run_if
 from muonfx.core.contract import NOTHING, require_transform
 from muonfx.tree import Present, PyTree, device_of, map
 from muonfx.tree import elementwise as ew
@@ -70,13 +69,22 @@ def skip_nonfinite(inner: Transform):
             at.fill([torch.where(p.isfinite(), 0.0, torch.inf).to(device=p.device, dtype=torch.float32) for p in peaks])
         )
         good = bad.to(state.skipped.device) == 0
-        # Use torch.where: zero times NaN is NaN. It also keeps derivatives finite.
-        clean = at.fill([torch.where(good.to(leaf.device), leaf, torch.zeros_like(leaf)) for leaf in leaves])
+
+        def if_good(new: Tensor, old: Tensor) -> Tensor:
+            # Zero times NaN is NaN. A selection also keeps derivatives finite.
+            return torch.where(good.to(new.device), new, old) if isinstance(new, Tensor) else new
+
+        clean = at.fill([if_good(leaf, torch.zeros_like(leaf)) for leaf in leaves])
         extras["sum_over_leaves"] = sum_over_leaves
-        donated = Donation(True, donate.state)
-        out, inner_state = run_if(good, inner, clean, state.inner, params, donate=donated, **extras)
+        if "only_if" in inner.extras.named:  # an executor whose state is offloaded: a selection would load both states
+            donated = Donation(True, donate.state)
+            out, inner_state = inner.run(clean, state.inner, params, donate=donated, only_if=good, **extras)
+        else:
+            # The old state is needed for the selection, so it is not donated.
+            out, after = inner.run(clean, state.inner, params, donate=Donation(True, False), **extras)
+            inner_state = map(if_good, after, state.inner)
         skipped = (~good).to(torch.int64)
         new_state = SkipNonfiniteState(state.skipped + skipped, (state.in_a_row + 1) * skipped, inner_state)
-        return map(lambda u: torch.where(good.to(u.device), u, torch.zeros_like(u)), out), new_state
+        return map(lambda u: if_good(u, torch.zeros_like(u)), out), new_state
 
     return init, update
