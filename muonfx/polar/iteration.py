@@ -20,7 +20,7 @@ from muonfx.polar.coefficients import Step
 from muonfx.polar.policy import Plan
 from muonfx.polar.polynomials import Polynomials
 from muonfx.polar.products import Buffered, Functional, Shifted
-from muonfx.polar.stages import Stage
+from muonfx.polar.stages import GramStage
 from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import wide_dtype
 
@@ -167,7 +167,7 @@ def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def newton_schulz(
-    x: torch.Tensor, stages: Sequence[Stage], on: Functional, gram: torch.Tensor | None = None
+    x: torch.Tensor, stages: Sequence[GramStage], on: Functional, gram: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Apply the polynomials of all stages to the singular values of `x`, which are at most about 1."""
     for stage in stages:

@@ -34,7 +34,7 @@ from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.rates import BUILT_IN, UNKNOWN, Rates
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
-from muonfx.polar.stages import Stage, staged, standard
+from muonfx.polar.stages import GramStage, staged, standard
 from muonfx.tree.display import Report, Shown, Table, format_shape
 from muonfx.tree.elementwise import wide_dtype
 from muonfx.tree.tracing import called_once, fixed
@@ -71,7 +71,7 @@ class Plan(Shown):
     dtype: torch.dtype
     """The dtype of the products."""
     method: Literal["standard", "gram"]
-    stages: tuple[Stage, ...]
+    stages: tuple[GramStage, ...]
     """Empty if the coefficients are a tensor."""
     products: Literal["batched", "blocks", "triton"]
     """How the Gram matrix of the whole matrix is computed."""
@@ -299,7 +299,7 @@ def _choose_method(
     resolved: Polynomials,
     requested: MethodLike,
     products: tuple[str, str],
-) -> tuple[Literal["standard", "gram"], tuple[Stage, ...], str]:
+) -> tuple[Literal["standard", "gram"], tuple[GramStage, ...], str]:
     if resolved.table is not None:
         if requested == "gram":
             raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
@@ -331,7 +331,7 @@ def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
     return _cost(plan.stages, *plan.shape, rates, (plan.products, plan.small_products))
 
 
-def _cost(stages: Sequence[Stage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
+def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
     """Return multiply-adds, with Gram matrices, squares and passes over small matrices weighted by their time."""
     gram, small = (1.0 if how == "batched" else rates.share for how in products)
     total = 0.0

@@ -28,16 +28,16 @@ from muonfx.polar.coefficients import Step
 from muonfx.tree.tracing import called_once
 
 
-class Stage(NamedTuple):
+class GramStage(NamedTuple):
     """Steps that share one Gram matrix, which is stored as `center * I + E`."""
 
     steps: tuple[Step, ...]
     center: float = 0.0
 
 
-def standard(steps: Sequence[Step]) -> tuple[Stage, ...]:
+def standard(steps: Sequence[Step]) -> tuple[GramStage, ...]:
     """Return the stages of the standard iteration, one for each step."""
-    return tuple(Stage((step,)) for step in steps)
+    return tuple(GramStage((step,)) for step in steps)
 
 
 def default_restarts(steps: int) -> tuple[int, ...]:
@@ -45,12 +45,12 @@ def default_restarts(steps: int) -> tuple[int, ...]:
     return tuple(k for k in range(1, steps) if k % 3 != 1)
 
 
-def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, aspect: float) -> tuple[Stage, ...]:
+def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, aspect: float) -> tuple[GramStage, ...]:
     """Split the steps at `restarts`, and center each stage if the `mean` eigenvalue of `X X^T` is known."""
     # `aspect` is columns over rows of the wide matrix, at least 1. Without a mean nothing is centered.
     cuts = (0, *restarts, len(steps))
     return tuple(
-        Stage(tuple(steps[start:end]), 0.0 if mean is None else _mean_after(tuple(steps[:start]), mean, aspect))
+        GramStage(tuple(steps[start:end]), 0.0 if mean is None else _mean_after(tuple(steps[:start]), mean, aspect))
         for start, end in itertools.pairwise(cuts)
     )
 

@@ -12,17 +12,16 @@ except ImportError as error:  # pragma: no cover - the extra is installed wherev
     raise ImportError("muonfx.testing needs hypothesis: pip install 'muonfx[testing]'") from error
 
 from muonfx.testing import laws
-from muonfx.testing.check import Report, check_transform, laws_for, suitable_params
-from muonfx.testing.examples import Example
+from muonfx.testing.check import LawReport, check_transform, laws_for, suitable_params
+from muonfx.testing.examples import DTYPES, Example, Pair, params_and_grads, trees
 from muonfx.testing.law import LAWS, Law, law
-from muonfx.testing.strategies import DTYPES, Pair, params_and_grads, trees
 from muonfx.testing.transforms import MATRIX_ONLY, arguments, chains, schedules, transforms
 from muonfx.testing.violation import LawViolation
 
 # fmt: off
 __all__ = [
     # checking a transform
-    "check_transform", "laws_for", "suitable_params", "Report", "LawViolation",
+    "check_transform", "laws_for", "suitable_params", "LawReport", "LawViolation",
     # laws
     "laws", "LAWS", "Law", "law",
     # examples

@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
-from muonfx.testing.examples import Example
+from muonfx.testing.examples import Example, params_and_grads
 from muonfx.testing.law import LAWS, Law, LawFunction
-from muonfx.testing.strategies import params_and_grads
 from muonfx.testing.violation import LawViolation
 
-__all__ = ["Report", "check_transform", "laws_for", "suitable_params"]
+__all__ = ["LawReport", "check_transform", "laws_for", "suitable_params"]
 
 
 @dataclass(frozen=True)
-class Report:
+class LawReport:
     """The laws that `check_transform` checked, and the laws that it left out.
 
     Attributes:
@@ -34,7 +33,9 @@ class Report:
         held: for each law that holds, the number of examples on which it was checked.
         left_out: for each law that was not checked, the reason.
 
-    >>> print(Report("scale(factor=2.0)", {"identity_is_neutral": 10}, {"pickle_gives_an_equal_transform": "skipped"}))
+    >>> print(
+    ...     LawReport("scale(factor=2.0)", {"identity_is_neutral": 10}, {"pickle_gives_an_equal_transform": "skipped"})
+    ... )
     scale(factor=2.0): 1 law holds
       identity_is_neutral (10 examples)
     left out
@@ -123,7 +124,7 @@ def check_transform(
     max_examples: int | None = None,
     seed: int | None = None,
     updates_dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None,
-) -> Report:
+) -> LawReport:
     """Check a transform against every law that applies to it, on generated trees of parameters and gradients.
 
     Args:
@@ -138,7 +139,7 @@ def check_transform(
             function that returns the dtype of an update for the dtype of its parameter.
 
     Returns:
-        A `Report`, which prints as a list of the laws that hold and of the laws that were left out.
+        A `LawReport`, which prints as a list of the laws that hold and of the laws that were left out.
 
     Raises:
         LawViolation: a law does not hold; the message names the law, the leaf and the values found, and shows the
@@ -181,7 +182,7 @@ def check_transform(
             smallest = _smallest_drawn(holds, pool) if law.share < SLOW else _shrunk(holds, params, number, seed)
             raise smallest or violation from violation.__cause__
         held[law.name] = len(taken)
-    return Report(repr(tx), held, left_out)
+    return LawReport(repr(tx), held, left_out)
 
 
 def _spread(pool: list[Example], number: int) -> list[Example]:

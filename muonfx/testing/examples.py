@@ -1,18 +1,25 @@
-"""Examples on which laws are checked: parameters, and gradients for a few steps."""
+"""Examples on which laws are checked, and hypothesis strategies that draw trees of tensors and examples.
+
+A strategy draws structures, shapes and a seed, from which the values are generated. So examples are fast to build, and
+shrink to few and small leaves.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.testing.violation import shown
 from muonfx.tree import PyTree
 
-__all__ = ["DTYPES", "Example"]
+__all__ = ["DTYPES", "Example", "Pair", "params_and_grads", "trees"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The floating dtypes, the plainest first."""
@@ -134,3 +141,166 @@ def history(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[tuple[PyTr
         updates, state = tx.update(grads, state, params)
         found.append((updates, state))
     return found
+
+
+_SEEDS = st.integers(0, 2**16)
+
+
+def _of_half_rank(values: Tensor) -> Tensor:
+    """Return matrices whose singular values fall from 1 to 0.001, and are zero in their second half."""
+    left, _, right = torch.linalg.svd(values, full_matrices=False)
+    kept = (left.shape[-1] + 1) // 2
+    falling = torch.logspace(0, -3, kept, dtype=values.dtype)
+    return (left[..., :kept] * falling) @ right[..., :kept, :]
+
+
+class Pair(NamedTuple):
+    """A NamedTuple node, for trees."""
+
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class _DrawnLeaf:
+    """The properties of a leaf; with a seed, they determine its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    fill: str
+    power: int
+
+    def build(self, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> Tensor:
+        values = torch.randn(self.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        if self.fill == "lowrank" and values.ndim >= 2 and values.numel():
+            values = _of_half_rank(values)
+        elif self.fill == "zeros":
+            values = values.zero_()
+        return _laid_out((values * 2.0**self.power).to(dtype or self.dtype), layout or self.layout)
+
+
+def _laid_out(values: Tensor, layout: str) -> Tensor:
+    """Return the same values with other strides."""
+    if layout == "transposed" and values.ndim >= 2:
+        return values.mT.contiguous().mT
+    if layout == "gaps" and values.ndim:
+        return torch.stack([values, values + 1], dim=-1)[..., 0]
+    if layout == "offset":
+        return torch.cat([values.new_zeros(3), values.reshape(-1)])[3:].view(values.shape)
+    return values
+
+
+# The simplest side first; the empty side last, because it should be rare.
+_SIDES = (1, 2, 3, 4, 5, 2, 3, 4, 6, 7, 2, 0)
+
+
+_KEYS = ("w", "b", "blocks.0.q", "head")
+
+
+def _plan_trees(
+    ranks: tuple[int, int], dtypes: Sequence[torch.dtype], nones: bool, layouts: bool, max_leaves: int
+) -> st.SearchStrategy[PyTree]:
+    leaf: st.SearchStrategy[Any] = st.builds(
+        _DrawnLeaf,
+        st.lists(st.sampled_from(_SIDES), min_size=ranks[0], max_size=ranks[1]).map(tuple),
+        st.sampled_from(tuple(dtypes)),
+        st.sampled_from(("contiguous", "transposed", "gaps", "offset") if layouts else ("contiguous",)),
+        st.sampled_from(("normal", "normal", "lowrank", "zeros")),
+        st.integers(-2, 2),
+    )
+    if nones:
+        leaf = st.one_of(leaf, leaf, leaf, st.none())
+
+    def extend(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.dictionaries(st.sampled_from(_KEYS), children, max_size=3),
+            st.lists(children, max_size=3),
+            st.lists(children, max_size=3).map(tuple),
+            st.builds(Pair, children, children),
+            # An OrderedDict, as a ``state_dict()`` is, whose keys are not in sorted order.
+            st.dictionaries(st.sampled_from(_KEYS), children, max_size=3).map(
+                lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))
+            ),
+            st.dictionaries(st.integers(0, 11), children, max_size=3),
+            st.lists(children, max_size=2).map(deque),
+        )
+
+    # The root is a container, because None alone means that there is no tree.
+    return extend(st.recursive(leaf, extend, max_leaves=max_leaves))
+
+
+def trees(
+    *,
+    ranks: tuple[int, int] = (0, 4),
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    nones: bool = True,
+    layouts: bool = True,
+) -> st.SearchStrategy[PyTree]:
+    """Draw a nest of dict, tuple, list, NamedTuple, OrderedDict and deque with tensors (or None) as leaves.
+
+    Args:
+        ranks: the minimal and maximal number of dims of a leaf. The lengths of dims are 1 to 7, and rarely 0.
+        dtypes: the dtypes of leaves; failing examples shrink to the first.
+        nones: whether a leaf may be None.
+        layouts: whether leaves may be transposed, have gaps between elements, or start within a buffer.
+
+    >>> from hypothesis import find
+    >>> find(trees(), lambda drawn: type(drawn) is dict and isinstance(drawn.get("w"), torch.Tensor))
+    {'w': tensor(...)}
+    """
+    return st.builds(_build, _plan_trees(ranks, dtypes, nones, layouts, max_leaves=5), _SEEDS)
+
+
+def _build(plans: PyTree, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> PyTree:
+    leaves, treedef = tree.flatten(plans)
+    built = [None if plan is None else plan.build(seed + place, dtype, layout) for place, plan in enumerate(leaves)]
+    return tree.unflatten(treedef, built)
+
+
+@st.composite
+def _examples(
+    draw: st.DrawFn, plan_trees: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool, layouts: bool
+) -> Example:
+    plans = draw(plan_trees)
+    seed = draw(_SEEDS)
+    number = len(tree.leaves(plans))
+    dtype = draw(st.sampled_from((None, None, None, torch.float32)))
+    taken: list[PyTree] = []
+    for step in range(draw(st.integers(*steps))):
+        layout = draw(st.sampled_from((None, "contiguous"))) if layouts else None
+        grads = _build(plans, seed + 1000 * (step + 1), dtype, layout)
+        if nones:
+            absent = draw(st.lists(st.sampled_from((False, False, False, True)), min_size=number, max_size=number))
+            leaves, treedef = tree.flatten(grads)
+            kept = [None if gone else leaf for gone, leaf in zip(absent, leaves, strict=True)]
+            grads = tree.unflatten(treedef, kept)
+        taken.append(grads)
+    return Example(_build(plans, seed), taken)
+
+
+def params_and_grads(
+    *,
+    steps: tuple[int, int] = (1, 3),
+    ranks: tuple[int, int] = (0, 4),
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    nones: bool = True,
+    layouts: bool = True,
+) -> st.SearchStrategy[Example]:
+    """Draw an `Example`: a tree of parameters and, for each step, a tree of gradients with the same structure.
+
+    Gradients have the dtypes of their parameters, or are all float32, as in mixed-precision training.
+
+    Args:
+        steps: the minimal and maximal number of steps.
+        ranks: as in `trees`; ``(2, 4)`` for transforms that accept matrices only.
+        dtypes: as in `trees`.
+        nones: whether a parameter, or a gradient in some steps, may be None.
+        layouts: as in `trees`.
+
+    >>> from hypothesis import find
+    >>> params, steps = find(params_and_grads(nones=False), lambda e: type(e.params) is dict and len(e.steps) == 2)
+    >>> tree.flatten(params)[1] == tree.flatten(steps[1])[1]
+    True
+    """
+    return _examples(_plan_trees(ranks, dtypes, nones, layouts, max_leaves=4), steps, nones, layouts)

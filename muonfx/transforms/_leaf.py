@@ -15,7 +15,7 @@ from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = ["Leaf", "Operation", "Plan", "record_step"]
+__all__ = ["Leaf", "Operation", "StepPlan", "record_step"]
 
 Operand: TypeAlias = "Leaf | Scalar"
 
@@ -239,7 +239,7 @@ def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf
     return Leaf(operands[0]._record, Operation(call, [operand.place for operand in operands], others, None))
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """The operations that the outputs of a step need, in recorded order."""
 
     operations: list[tuple[int, Operation]]
@@ -263,7 +263,7 @@ def record_step(
     held: Sequence[PyTree],
     is_tree: Sequence[bool],
     reads_params: bool,
-) -> Plan:
+) -> StepPlan:
     """Call the step with leaves that record its operations, and check its result against the declared state."""
     containers = tree.flatten(declared)[1]
     record: list[Operation | None] = []
@@ -289,7 +289,7 @@ def record_step(
     return _plan(record, out, found)
 
 
-def _plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> Plan:
+def _plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> StepPlan:
     """Return the plan that computes a step's outputs: the update and the fields of its new state."""
     uses = [0] * len(record)
     for leaf in (update, *state):
@@ -305,4 +305,4 @@ def _plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf
     unsure = frozenset(place for place, operation in needed if operation.overwrites is None)
     may_vary = any(isinstance(scalar, Tensor) for _, operation in needed for scalar in operation.scalars)
     fields = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in state]
-    return Plan(needed[::-1], uses, update.place, fields, unsure, may_vary)
+    return StepPlan(needed[::-1], uses, update.place, fields, unsure, may_vary)

@@ -1,7 +1,7 @@
 """Transforms that work leaf by leaf, written as the arithmetic of one leaf.
 
 The author's ``step`` is called with a `Leaf` for each operand, which records the operations on it. It is called once,
-or at every update if it reads tensors. A `Plan` contains the recorded operations that the outputs of the step need;
+or at every update if it reads tensors. A `StepPlan` contains the recorded operations that the outputs of the step need;
 `Values` runs each once, on the lists of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every
 value, so that `Values` overwrites only storage that is donated or no longer needed.
 """
@@ -22,7 +22,7 @@ from muonfx.compact import QuantizedDtype
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Position
-from muonfx.transforms._leaf import Leaf, Operation, Plan, record_step
+from muonfx.transforms._leaf import Leaf, Operation, StepPlan, record_step
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
@@ -238,9 +238,9 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
     named = zip(tree.leaves(declared), tree.names(declared), strict=True)
     fields = [SlotTrees(field, role) if isinstance(field, Slot) else None for field, role in named]
     is_tree = [field is not None for field in fields]
-    kept: list[Plan] = []
+    kept: list[StepPlan] = []
 
-    def plan_for(held: list[PyTree]) -> Plan:
+    def plan_for(held: list[PyTree]) -> StepPlan:
         # A plan is the same at every call if no scalar is a tensor (as counts are). A compiled graph would guard on it.
         may_keep = all(is_tree) and not torch.compiler.is_compiling()
         if may_keep and kept:
@@ -310,7 +310,7 @@ def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[to
 class Values:
     """The values of a plan as lists of tensors; operands are cast when they are first read."""
 
-    def __init__(self, plan: Plan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
+    def __init__(self, plan: StepPlan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
         self._operands, self._dtypes = operands, _compute_dtypes(operands)
         self._lists: list[list[Tensor] | None] = [None] * len(plan.uses)
         self._may_write = may_write + [False] * (len(plan.uses) - len(operands))
