@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx.compact.noise import uniform
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.polar.iteration import power_of_two
+from muonfx.polar.iteration import unit_power
 from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import Slot, WideStateDtype
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
@@ -75,7 +75,7 @@ def scale_by_dion(
     def step(u: Tensor, s: DionState) -> tuple[Tensor, DionState]:
         total = s.trace + u
         # Scale by an exact power of two, so that no product overflows or underflows.
-        power = power_of_two(total.detach().abs().amax((-2, -1), keepdim=True))
+        power = unit_power(total)
         small = total * power
         left, _ = torch.linalg.qr(small @ s.basis)
         right = small.mT @ left

@@ -12,7 +12,7 @@ from muonfx.contrib.norms import norm
 from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.polar.iteration import power_of_two
+from muonfx.polar.iteration import unit_power
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
@@ -196,6 +196,6 @@ def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:
         return direction.clone()
     wide = ew.wide_dtype(direction.dtype)
     d, g = direction.to(wide), gradient.to(wide)
-    power = power_of_two(g.detach().abs().amax((-2, -1), keepdim=True))
+    power = unit_power(g)
     product = (g * power * d).sum((-2, -1), keepdim=True)
     return (d * product / power).to(direction.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import EmptyState, Locality, transform
-from muonfx.polar.iteration import power_of_two
+from muonfx.polar.iteration import unit_power
 from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import WideStateDtype
 from muonfx.transforms.matrixwise import MatrixSlot, StateAndMatrixStep, matrixwise
@@ -129,7 +129,7 @@ def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
         return x
     wide = x.to(ew.wide_dtype(x.dtype))
     # Scale by exact powers of two before squaring, so that no square overflows or underflows.
-    small = wide * power_of_two(wide.detach().abs().amax(dim, keepdim=True))
+    small = wide * unit_power(wide, dim)
     mean = small.square().mean(dim, keepdim=True)
     return (small * torch.where(mean == 0, 1.0, mean).rsqrt()).to(x.dtype)
 
@@ -211,5 +211,5 @@ def norm(matrix: Tensor) -> Tensor:
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))
-    power = power_of_two(wide.detach().abs().amax((-2, -1), keepdim=True))
+    power = unit_power(wide)
     return ew.safe_sqrt((wide * power).square().sum((-2, -1), keepdim=True)) / power

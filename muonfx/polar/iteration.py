@@ -31,8 +31,13 @@ _LIFT = 60  # a subnormal times 2^60 is normal in fp32 and in fp64
 
 def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
     """Scale each nonempty fp32 or fp64 matrix by a power of two that puts its largest magnitude in [1, 2)."""
+    return x * unit_power(x)
+
+
+def unit_power(x: torch.Tensor, dim: tuple[int, ...] = (-2, -1)) -> torch.Tensor:
+    """Return the power of two that puts the largest magnitude over some dims of nonempty fp32 or fp64 in [1, 2)."""
     # The power is a constant for autograd, which is correct because every caller divides it out again.
-    return x * power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
+    return power_of_two(x.detach().abs().amax(dim, keepdim=True))
 
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.polar.iteration import power_of_two
+from muonfx.polar.iteration import unit_power
 from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import WideStateDtype
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
@@ -88,20 +88,15 @@ def normalize_neurons(
 
 def _normalize(u: Tensor, old: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
     # Scale by exact powers of two before squaring, so that no square overflows or underflows.
-    small, power = _to_unit(u)
+    power = unit_power(u)
+    small = u * power
     mean_square = (small.square().mean(dim=-1, keepdim=True) / power / power).clamp(max=torch.finfo(u.dtype).max)
     moment = old + (1.0 - decay) * (mean_square - old)
     # The root of a row that has always been zero has no derivative, and 0 / (0 + eps) is 0 in any case.
     divisor = ew.safe_sqrt(moment) + eps
     normalized = torch.where(divisor > 0, u / torch.where(divisor > 0, divisor, 1.0), 0.0)
-    again, _ = _to_unit(normalized)
+    again = normalized * unit_power(normalized)
     before, after = (x.square().sum(dim=(-2, -1), keepdim=True) for x in (small, again))
     nonzero = (after > 0) & (before > 0)
     ratio = torch.where(nonzero, before, 1.0) / torch.where(nonzero, after, 1.0)
     return torch.where(nonzero, again * ratio.sqrt() / power, normalized), moment
-
-
-def _to_unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply each matrix by a power of two that makes its largest magnitude about 1; return both."""
-    power = power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
-    return x * power, power
