@@ -59,7 +59,7 @@ def schedule_free(
     weight_lr_power: Scalar = 2.0,
     dtype: WideStateDtype = "auto",
 ):
-    r"""Average the iterates of a transform, and take gradients between the iterates and their average.
+    r"""Replace momentum and a decaying learning rate by averaging the iterates of a transform.
 
     The parameters of the training loop are $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The inner transform moves
     $z_{t+1} = z_t + u_t$ by its updates for the gradient at $y_t$, and $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$

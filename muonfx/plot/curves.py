@@ -24,9 +24,9 @@ def plot_band(
     label: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the mean of several runs, in a band from the lowest to the highest run.
+    """Draw the mean of several runs, and a band from the lowest to the highest run.
 
-    Several calls on one ``ax`` compare optimizers.
+    To compare optimizers, call it several times with one ``ax``.
 
     Args:
         runs: a row for each run, such as a seed, and a column for each point, such as the loss at a step.
@@ -69,7 +69,7 @@ def plot_polynomial(
 ) -> Axes:
     """Draw the polynomial of a set of coefficients over singular values, and the band of its values.
 
-    Several calls on one ``ax`` compare sets.
+    To compare sets, call it several times with one ``ax``.
 
     Args:
         coefficients: a name, a `muonfx.polar.Coefficients` or a sequence of ``(a, b[, c])``.

@@ -350,7 +350,7 @@ def _buffer(
 ) -> torch.Tensor:
     """Return a batch in the compute dtype, which is the inputs' own memory if results overwrite it."""
     first = given[0]
-    if taken is not None and first.dtype == compute and _lie_together(given, taken):
+    if taken is not None and first.dtype == compute and _are_adjacent(given, taken):
         return first.as_strided((sum(map(len, given)), *first.shape[1:]), first.stride())
     batch = workspace.empty((sum(map(len, given)), *first.shape[1:]), compute, first.device)
     if not same_range(first.dtype, compute):  # scale by a power of two before rounding
@@ -359,7 +359,7 @@ def _buffer(
     return batch
 
 
-def _lie_together(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
+def _are_adjacent(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
     """Return True if tensors are contiguous, adjacent in one storage and overwritten by their own results."""
     storage, at = given[0].untyped_storage()._cdata, given[0].storage_offset()
     for x, y in zip(given, taken, strict=True):

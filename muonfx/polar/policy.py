@@ -87,7 +87,7 @@ class Plan(Shown):
 
     @property
     def scratch_bytes(self) -> int:
-        """The bytes of intermediates that one matrix takes: two of its own size, and some of its Gram matrix's."""
+        """The bytes of intermediates for one matrix: two matrices of its own size, and three to eight Gram matrices."""
         n, m = self.shape
         longest = max((len(stage.steps) for stage in self.stages), default=1)
         small = 3 if longest == 1 else 6 if longest == 2 else 8  # buffers of `products.Buffered`, and an identity

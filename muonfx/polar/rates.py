@@ -26,8 +26,8 @@ class Rates(NamedTuple):
 
 
 _AVX512 = "measured on 2 cores of an AVX512-BF16 CPU, torch 2.13"
-_AVX = "measured on 2 cores of an AVX512-BF16 CPU, with all of it and held to AVX2 alike, torch 2.13"
-_AVX2 = "bf16 that the CPU has no products for: measured on 2 cores of one that was held to AVX2, torch 2.13"
+_AVX = "measured on 2 cores of an AVX512-BF16 CPU, with AVX512 and restricted to AVX2, torch 2.13"
+_AVX2 = "bf16 without bf16 instructions: measured on 2 cores of a CPU restricted to AVX2, torch 2.13"
 _AMX = (
     "halving measured to lose up to 1024 x 4096, on 2 threads of a CPU with AMX, torch 2.13; "
     "a pass scaled from AVX512-BF16, not measured"
@@ -38,7 +38,7 @@ _NEVER = math.inf
 BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
     ("cpu", torch.bfloat16): Rates(1.3e8, 0.8, 35, _AVX512),
     ("cpu", torch.float32): Rates(6e7, 0.75, 25, _AVX),
-    ("cpu", torch.float64): Rates(6e7, 0.75, 25, "taken over from fp32, not measured"),
+    ("cpu", torch.float64): Rates(6e7, 0.75, 25, "the numbers of fp32, not measured"),
     ("avx2", torch.bfloat16): Rates(2e7, 0.67, 1, _AVX2),
     ("amx", torch.bfloat16): Rates(_NEVER, 1.0, 200, _AMX),
     ("cuda", torch.bfloat16): Rates(_NEVER, 0.6, 1000, _H200),
@@ -49,4 +49,4 @@ BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
 
 Ranks that choose without communication assume "cpu", whatever the machine has."""
 
-UNKNOWN = Rates(_NEVER, 1.0, 100, "a guess that loses least: nothing is known about this device and dtype")
+UNKNOWN = Rates(_NEVER, 1.0, 100, "a cautious guess: nothing was measured on this device and dtype")

@@ -50,7 +50,7 @@ def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, d
 def stable_restarts(
     steps: tuple[Step, ...], wanted: tuple[int, ...], safety: float, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Return the restarts `wanted`, or mostly one step per stage if rounding in `dtype` makes them unstable."""
+    """Return the restarts `wanted` if rounding in `dtype` keeps them stable, else restarts after nearly every step."""
     single = tuple(range(1, len(steps)))
     # `single[:-1]` has two steps in the last stage, whose overshoot no later step amplifies.
     return next((cut for cut in (wanted, single[:-1]) if largest(steps, cut, safety, dtype) <= TOLERANCE), single)

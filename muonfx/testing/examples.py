@@ -85,7 +85,7 @@ class Example(NamedTuple):
         return self.dense().map(lambda leaf: leaf.detach().double().clone(memory_format=torch.contiguous_format))
 
     def smooth(self, steps: int = 2) -> Example:
-        """Keep structure and shapes, in dense float64, with values away from zero: roots have no derivative there."""
+        """Return random float64 values away from zero, where roots have no derivative, in the same shapes."""
         generator = torch.Generator().manual_seed(0)
 
         def away(leaf: Tensor) -> Tensor:

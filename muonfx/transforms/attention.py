@@ -44,8 +44,8 @@ def max_logits(
 ) -> Tensor:
     """Return the largest attention logit of each head without storing the whole matrix of logits.
 
-    It is the largest ``scale * q @ k`` over the pairs that are not masked. The numbers that a mask adds to logits are
-    ignored, since no scaling of queries and keys changes them. A pair to which a mask adds -9,000 or less is masked.
+    A logit is ``scale * q @ k`` for a query and a key that are not masked. Numbers that a mask adds to logits are
+    ignored, because scaling queries and keys does not change them. A number of -9,000 or less counts as masked.
 
     Args:
         query: (..., heads, queries, features).
@@ -178,8 +178,8 @@ def collect_max_logits(
         model: the model whose modules are observed.
         module: a glob over module names. Logits belong to the innermost running module with such a name; logits of
             other modules are ignored. Default: the innermost module.
-        tensor_parallel: this rank and the number of ranks, if each rank computes an equal share of the heads of each
-            module, in the order of the ranks. The numbers of heads of other ranks are -inf.
+        tensor_parallel: ``(rank, number of ranks)`` of the tensor-parallel group, if each rank computes an equal share
+            of the heads of each module, in the order of the ranks. The logits of other ranks' heads are -inf.
 
     Yields:
         A dict with a tensor for each module, updated while the context is open to the largest logits of all passes.
@@ -234,7 +234,7 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
 def record_max_logits(most: Tensor) -> None:
     """Record the largest logits of attention that is not computed by ``scaled_dot_product_attention``.
 
-    The forward of a module calls it. It does nothing unless `collect_max_logits` is open.
+    Call it in the forward of a module. It does nothing outside `collect_max_logits`.
 
     Args:
         most: one number for each query head, as `max_logits` returns.

@@ -70,8 +70,8 @@ _SUMS = {"norm", "rms"}
 def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms"), *, by_leaf: bool = False):
     r"""Measure the updates and return them unchanged.
 
-    Its place in the chain decides which updates it measures: first for the gradient norm, after `orthogonalize` for the
-    orthogonality error, last for the size of the steps. `metrics` collects the values from a state.
+    It measures the updates at its position in the chain. Put it first for the gradient norm, after `orthogonalize` for
+    the orthogonality error, and last for the size of the steps. `metrics` collects the values from a state.
 
     Args:
         name: prefix of the names of the values; it must differ between the monitors of a chain.

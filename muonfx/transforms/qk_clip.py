@@ -32,7 +32,7 @@ _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 @plain_fields
 @dataclass(frozen=True, repr=False)
 class AttentionHeads:
-    """The query and key weights of attention modules, and the rows of these that belong to each head.
+    """The names of the query and key weights of attention modules, and the rows that belong to each head.
 
     The weights and biases of a module are found by name. With ``query="q_proj"``, the queries of ``layers.0.attn`` are
     ``layers.0.attn.q_proj.weight`` and ``.bias``, or a parameter ``layers.0.attn.q_proj``.

@@ -44,7 +44,7 @@ def _without(what: str) -> Any:
 def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Neither `init` nor ``update`` depends on the values of the parameters if ``reads_params`` is false.
 
-    A sharded run gives such a transform no parameters at an update, and none of their values at `init`.
+    In a sharded run, such a transform receives no parameters at an update, and no values of parameters at `init`.
 
     >>> import muonfx as mfx
     >>> params_are_not_read_where_declared_so(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -170,7 +170,7 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=lambda example: _stacked(precise(example)), share=0.3)
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A leaf that `Transform.on_stacks` declares to be a stack of matrices has the same updates in any shorter stack.
+    """If `Transform.on_stacks` declares a leaf to be a stack of matrices, shorter stacks have the same updates.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -224,7 +224,7 @@ def _calls_none(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_calls_none, share=0.2)
 def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A wrapper with elementwise inner transforms has the declared ``own_locality``, and passes them its own leaves.
+    """Around elementwise transforms, a wrapper has its ``own_locality``, and passes only leaves that it received.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example

@@ -178,11 +178,11 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     wide = [part for part in within(tx) if part.locality == Locality.TREE]
     alone = [part for part in wide if part.works_on_pieces and "sum_over_leaves" not in part.extras.named]
     if alone:
-        return f"{alone[0].name} works on pieces by other means than sums over leaves"
+        return f"{alone[0].name} combines its shards by other means than sums over leaves"
     unnamed = [part for part in wide if "sum_over_leaves" not in part.extras.named and not part.extras[1]]
     if unnamed or not any("sum_over_leaves" in part.extras.named for part in wide):
         name = (unnamed or wide)[0].name
-        return f"{name} is TREE and does not name sum_over_leaves: it gets the gathered tree"
+        return f"{name} is TREE and does not name sum_over_leaves, so it receives the gathered tree"
     return None
 
 
@@ -190,7 +190,7 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """A TREE transform that names ``sum_over_leaves`` needs nothing from other ranks except these sums.
 
-    Two threads play ranks that hold different leaves, or a half of each leaf; a sum is over both.
+    The law runs two threads as two ranks that hold different leaves, or a half of each leaf. Sums are over both.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example

@@ -27,7 +27,7 @@ def _after_a_full_step(example: Example) -> Example:
 def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """If a gradient is None, its update is None, and the state of that leaf is bitwise unchanged.
 
-    `accumulate` gathers over steps: under it, a leaf is absent if it had no gradient in any step so far.
+    Under `accumulate`, a leaf counts as absent only if it had no gradient in any step so far.
 
     >>> import muonfx as mfx
     >>> absent_leaves_are_left_alone(mfx.momentum(), {"w": torch.ones(2), "b": None}, [{"w": None, "b": None}])
@@ -136,7 +136,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
 
 @law()
 def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`init` on meta tensors returns a state on the meta device, with the same structure, shapes and dtypes.
+    """`init` on meta tensors returns a state on the meta device with the same structure, shapes and dtypes.
 
     >>> import muonfx as mfx
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -150,7 +150,7 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
 
 @law()
 def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The state of parameters that require grad is not part of their graph.
+    """If parameters require grad, no tensor of the state from `init` does.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example

@@ -107,7 +107,7 @@ def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTre
 
 @law(share=0.05)
 def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Optree and torch see the same leaves, put them back to an equal transform, and take any object as a leaf.
+    """Optree and torch flatten a transform to the same leaves, rebuild an equal one, and accept any object as a leaf.
 
     >>> import muonfx as mfx
     >>> pytree_views_round_trip(mfx.momentum(), {}, [])
