@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from muonfx.core import Transform, chain
 from muonfx.core.contract import require_transform, within
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.select import Labels, MatrixView, Predicate, default_labels
+from muonfx.select import Labels, MatrixView, default_labels
 from muonfx.select.partition import partition
 from muonfx.transforms import (
     AttentionHeads,
@@ -22,13 +21,11 @@ from muonfx.transforms import (
     scale_by_lion,
     scale_by_shape,
 )
+from muonfx.transforms.decay import Mask
 from muonfx.transforms.scale import ShapeRule
-from muonfx.tree import PyTree
 from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
-
-Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
 
 
 def view_of(orthogonalize: Transform) -> MatrixView:

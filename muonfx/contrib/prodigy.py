@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,13 +11,12 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms.clip import Sum
 from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
 __all__ = ["ProdigyState", "scale_by_prodigy"]
-
-Sum = Callable[[PyTree], Tensor]
 
 
 class ProdigyState(NamedTuple):

@@ -18,7 +18,7 @@ from muonfx.contrib.norms import (
 from muonfx.contrib.prodigy import scale_by_prodigy
 from muonfx.core import Transform, add_updates, chain
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.recipes import Mask, view_of
+from muonfx.recipes import view_of
 from muonfx.select import MatrixView, default_labels, ndim
 from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
@@ -31,6 +31,7 @@ from muonfx.transforms import (
     scale_by_shape,
     scale_by_sign,
 )
+from muonfx.transforms.decay import Mask
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
 

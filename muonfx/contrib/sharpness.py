@@ -12,15 +12,13 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms.clip import norm_over_leaves
+from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["sam", "sam_gradient"]
-
-Sum = Callable[[PyTree], Tensor]
 
 
 @transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")

@@ -17,7 +17,8 @@ from muonfx.tree import elementwise as ew
 
 __all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value"]
 
-SumOverLeaves = Callable[[PyTree], Tensor]
+Sum = Callable[[PyTree], Tensor]
+"""The type of the extra ``sum_over_leaves``."""
 
 
 @transform(locality=Locality.ELEMENT)
@@ -92,7 +93,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         state: EmptyState,
         params: PyTree = None,
         *,
-        sum_over_leaves: SumOverLeaves,
+        sum_over_leaves: Sum,
         donate: Donation = NOTHING,
     ):
         at = Present(updates)
@@ -107,7 +108,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     return no_state, update
 
 
-def norm_over_leaves(updates: PyTree, sum_over_leaves: SumOverLeaves) -> Tensor:
+def norm_over_leaves(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
     """Return the 2-norm over the leaves of all ranks, in fp64 if the device supports it; finite if the norm is."""
 
     def squares(norms: Tensor) -> Tensor:

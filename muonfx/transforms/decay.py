@@ -32,6 +32,7 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
 
 
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
+"""Which parameters decay, as in `masked`; None for all."""
 
 
 def _functions(

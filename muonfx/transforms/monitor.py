@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Locality, transform
 from muonfx.core.contract import NOTHING, sum_over_leaves
-from muonfx.transforms.clip import norm_over_leaves
+from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -23,9 +23,6 @@ class MonitorState(NamedTuple):
 
     values: dict[str, Tensor]
     """The latest value of each metric as "name/metric", or "name/leaf/metric" by leaf: 0-d, fp32."""
-
-
-Sum = Callable[[PyTree], Tensor]
 
 
 def _norm(updates: PyTree, total: Sum) -> Tensor:

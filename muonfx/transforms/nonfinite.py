@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.contract import NOTHING, require_transform
+from muonfx.transforms.clip import Sum
 from muonfx.tree import Present, PyTree, device_of, map
 from muonfx.tree import elementwise as ew
 
@@ -57,7 +57,7 @@ def skip_nonfinite(inner: Transform):
         state: SkipNonfiniteState,
         params: PyTree = None,
         *,
-        sum_over_leaves: Callable[[PyTree], Tensor],
+        sum_over_leaves: Sum,
         donate: Donation = NOTHING,
         **extras: object,
     ):
