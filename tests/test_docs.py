@@ -163,11 +163,19 @@ def test_an_error_translates_a_name_as_the_page_does():
 TAUGHT = {
     "docs/editor.md": {"sign_of_average"},
     "docs/index.md": {"sign_descent"},
-    "docs/concepts/transforms.md": {"running_sign", "center", "scale_by_loss"},
+    "docs/concepts/transforms.md": {
+        "running_sign",
+        "center",
+        "scale_by_loss",
+        "divide_by_average_norm",
+        "divide_columns",
+    },
     "docs/concepts/locality.md": {"normalize"},
-    "docs/check-your-own.md": {"normalized_momentum"},
+    "docs/check-your-own.md": {"normalized_momentum", "center_rows"},
 }
-DECORATED = re.compile(r"^( *)@mfx\.(?:transform|leafwise)\b.*?(?=^\1[^ \n@d]|\Z)", re.MULTILINE | re.DOTALL)
+DECORATED = re.compile(
+    r"^( *)@mfx\.(?:transform|leafwise|matrixwise)\b.*?(?=^\1[^ \n@d)]|\Z)", re.MULTILINE | re.DOTALL
+)
 
 
 @muonfx.transform(locality=muonfx.Locality.ELEMENT)
