@@ -70,27 +70,40 @@ class Picture:
 
 
 def step():
-    """The path of a gradient through one executor, in one process and over ranks."""
-    p = Picture(720, 430, "The path of a gradient: checks, the executor, three kinds of nodes, and the updates")
-    p.node(40, 20, 240, "optimizer/ or tx.update", "one process: check the inputs once", color=GRAY)
-    p.node(440, 20, 240, "sharding/", "over ranks: check, and agree by one all-reduce", color=GRAY)
-    p.arrow((160, 78), (290, 116))
-    p.arrow((560, 78), (430, 116))
-    p.node(220, 118, 280, "program/: the executor", "", color=BLUE)
-    p.text(360, 170, "node by node, bucket by bucket", size=12)
-    for x, name, lines in (
-        (20, "elementwise", ("runs on local shards",)),
-        (260, "matrices", ("over ranks: gather each matrix", "on its owner, scatter the result")),
-        (500, "sum over leaves", ("sums local shards;", "over ranks: one all-reduce")),
+    """The path of a gradient to the arithmetic of a transform; the page names the function of each numbered arrow."""
+    p = Picture(720, 446, "The path of a gradient: checks, the executor, three kinds of nodes, and the updates")
+
+    def numbered(number: int, *points: tuple[float, float]):
+        p.arrow(*points)
+        (x1, y1), (x2, y2) = points[-2:]
+        p.text((x1 + x2) / 2 + 10, (y1 + y2) / 2 + 4, str(number), color=BLUE, size=12, bold="yes")
+
+    for x, name, below in (
+        (20, "tx.update", "one process"),
+        (210, "optimizer/", "one process"),
+        (460, "sharding/", "over ranks: one all-reduce"),
     ):
-        p.arrow((360, 178), (360, 192), (x + 100, 192), (x + 100, 213))
-        p.node(x, 215, 200, name, color=ORANGE)
+        p.node(x, 20, 160 if x == 20 else 240, name, below, color=GRAY)
+    numbered(1, (100, 78), (100, 328))
+    numbered(2, (330, 78), (330, 116))
+    numbered(3, (580, 78), (580, 116))
+    p.node(210, 118, 490, "program/: the executor", "node by node, bucket by bucket", color=BLUE)
+    for place, (name, lines) in enumerate(
+        (
+            ("elementwise", ("runs on local shards",)),
+            ("matrices", ("over ranks: gather on", "the owner, scatter")),
+            ("sum over leaves", ("sums local shards; over", "ranks: one all-reduce")),
+        )
+    ):
+        x = 210 + 170 * place
+        numbered(4 + place, (x + 75, 178), (x + 75, 223))
+        p.node(x, 225, 150, name, color=ORANGE)
         for line, text in enumerate(lines):
-            p.text(x + 100, 267 + 16 * line, text, size=12)
-        p.arrow((x + 100, 292), (x + 100, 316))
-    p.node(20, 318, 680, "transforms/ and polar/", "the arithmetic of a leaf or of a stack of matrices", color=GREEN)
-    p.arrow((360, 380), (360, 404))
-    p.text(360, 422, "updates and new state; an optimizer adds the updates to the parameters", size=13, bold="yes")
+            p.text(x + 75, 277 + 16 * line, text, size=12)
+        numbered(7, (x + 75, 300), (x + 75, 328))
+    p.node(20, 330, 680, "transforms/ and polar/", "the arithmetic of a leaf or of a stack of matrices", color=GREEN)
+    numbered(8, (360, 392), (360, 418))
+    p.text(360, 436, "updates and new state", size=13, bold="yes")
     p.save("step")
 
 

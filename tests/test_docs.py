@@ -5,6 +5,7 @@ The script that executes the notebooks stops one that takes too long, names what
 
 import doctest
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -158,6 +159,24 @@ def test_an_error_translates_a_name_as_the_page_does():
         with pytest.raises(AttributeError, match="; here it is ") as caught:
             getattr(muonfx, name)
         assert any(one in str(caught.value) for one in here), name
+
+
+STEP = [
+    [re.findall(r"`([a-z_A-Z./]+)`", cell)[0] for cell in row.split("|")[2:4]]
+    for row in (ROOT / "docs" / "how-a-step-is-carried-out.md").read_text().splitlines()
+    if re.match(r"\| \d? ?\|", row)
+]
+
+
+@pytest.mark.parametrize(("file", "name"), STEP, ids=[name for _, name in STEP])
+def test_the_functions_of_a_step_are_where_the_page_finds_them(file: str, name: str):
+    module = importlib.import_module("muonfx." + file.removesuffix(".py").replace("/", "."))
+    found = functools.reduce(getattr, name.split("."), module)
+    assert inspect.getsourcefile(inspect.unwrap(found)) == str(ROOT / "muonfx" / file)
+
+
+def test_the_page_of_a_step_names_functions_for_every_arrow():
+    assert len(STEP) > 12
 
 
 TAUGHT = {
