@@ -105,6 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"saved {save(name, measures[name]()).name}", flush=True)
     if not options.no_report:
         print(report.tables())
+        report.rewrite(report.PAGE, report.FINDINGS_SECTIONS)
         report.rewrite()
         report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
         plots.draw()

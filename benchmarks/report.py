@@ -14,6 +14,7 @@ from benchmarks.quality import SPECTRA
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PARTS_PAGE = DOCS / "benchmarks.md", DOCS / "step-by-part.md"
+TABLES_PAGE = Path(__file__).parent / "results" / "README.md"
 TRAINING_PAGE = DOCS / "the-default-coefficients.md"
 BEGIN, END = "<!-- tables: {}, written by python -m benchmarks -->", "<!-- end of tables -->"
 
@@ -469,8 +470,8 @@ def findings() -> str:
     return "\n".join(f"{number}. {text}" for number, text in enumerate(found, 1)) + "\n"
 
 
+FINDINGS_SECTIONS: dict[str, Callable[[], str]] = {"findings": findings}
 SECTIONS: dict[str, Callable[[], str]] = {
-    "findings": findings,
     "adapter": adapter,
     "checkpoint": checkpoint,
     "polar": polar,
@@ -487,10 +488,10 @@ TRAINING_SECTIONS: dict[str, Callable[[], str]] = {"training": training}
 
 def tables() -> str:
     """All tables as Markdown."""
-    return "\n".join(make() for make in (SECTIONS | PARTS_SECTIONS | TRAINING_SECTIONS).values())
+    return "\n".join(make() for make in (FINDINGS_SECTIONS | SECTIONS | PARTS_SECTIONS | TRAINING_SECTIONS).values())
 
 
-def rewrite(page: Path = PAGE, sections: dict[str, Callable[[], str]] = SECTIONS) -> None:
+def rewrite(page: Path = TABLES_PAGE, sections: dict[str, Callable[[], str]] = SECTIONS) -> None:
     """Put the tables into a page of the documentation, each section between its two marks."""
     text = page.read_text()
     for name, make in sections.items():

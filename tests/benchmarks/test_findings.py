@@ -8,7 +8,8 @@ import pytest
 from benchmarks import report
 
 PAGES = {
-    report.PAGE: report.SECTIONS,
+    report.PAGE: report.FINDINGS_SECTIONS,
+    report.TABLES_PAGE: report.SECTIONS,
     report.PARTS_PAGE: report.PARTS_SECTIONS,
     report.TRAINING_PAGE: report.TRAINING_SECTIONS,
 }
