@@ -143,6 +143,18 @@ def test_pages_read_well_in_dark(browser: Any, site: Path):
     assert not seen.wrong, lines(seen.wrong)
 
 
+def test_a_page_of_the_api_has_at_most_eight_screens(browser: Any, site: Path):
+    tab = browser.new_page(viewport=WINDOWS["wide"])
+    tall: dict[str, float] = {}
+    for page in of("api"):
+        tab.goto((site / page).as_uri())
+        screens = tab.evaluate("document.documentElement.scrollHeight / innerHeight")
+        if screens > 8 and page.name != "index.html":
+            tall[page.as_posix()] = screens
+    tab.close()
+    assert not tall, f"split these pages: {tall}"
+
+
 SEARCHES = {
     "momentum": "api/transforms-adaptive.html",
     "learning rate": "concepts/hyperparameters.html",
