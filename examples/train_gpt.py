@@ -79,7 +79,7 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
 
     average, first, second = STATE_DTYPES[config.state_dtype]
     adam = mfx.scale_by_adam(0.9, 0.95, mu_dtype=first, nu_dtype=second)
-    # fp32 and not "auto", which times this CPU once a process: a resumed run must go on in what it began with.
+    # fp32 and not "auto", which depends on the machine: a resumed run must keep the dtype of its products.
     muon = [mfx.momentum(0.95, nesterov=True, dtype=average), mfx.orthogonalize(dtype=torch.float32)]
     hidden = {
         "muon": mfx.chain(*muon, mfx.scale_by_shape("match_rms_adamw")),
