@@ -106,6 +106,7 @@ search_words = {
     "concepts/numerics": ["bf16", "Newton-Schulz", "coefficients", "TF32"],
     "concepts/chains": ["gradient clipping"],
     "setting-the-numbers": ["weight decay", "nesterov", "momentum coefficient"],
+    "plateau-schedule-free-sam": ["ReduceLROnPlateau", "schedule-free", "sharpness", "SAM"],
     "mixed-precision": ["mixed precision", "autocast", "AMP"],
     "compile": ["torch.compile", "CUDA graphs"],
     "routing": ["embedding", "embeddings", "which parameters", "param groups"],
