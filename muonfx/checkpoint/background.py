@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -48,7 +47,7 @@ class Saving:
 
         Raises:
             TimeoutError: the save is not done yet.
-            CheckpointError: the save failed, as in `save`. An error that ``progress`` raised is raised unchanged.
+            CheckpointError: the save failed, as in `save`.
         """
         # A TimeoutError of `exception` itself is raised here and is not a failure of the save, which continues.
         error = self._future.exception(timeout)
@@ -68,15 +67,13 @@ class Saving:
 
 _savings: list[Saving] = []
 """The saves in the background that have not ended, and failed saves on which `wait` was not called."""
-_current = threading.local()
 
 
 def start(path: Path, save: Callable[[], None]) -> Saving:
     """Call ``save`` in a thread when the earlier saves in the background have ended."""
-    earlier = _earlier()
+    earlier = _under_way()
 
     def run() -> None:
-        _current.saves = True
         wait(earlier)
         save()
 
@@ -90,12 +87,11 @@ def start(path: Path, save: Callable[[], None]) -> Saving:
 
 def wait_for_saves() -> None:
     """Wait until the earlier saves in the background have ended."""
-    wait(_earlier())
+    wait(_under_way())
 
 
-def _earlier() -> list[Future[None]]:
-    """Return the saves that must end before a new one; none if ``progress`` of a save in the background starts it."""
-    return [] if getattr(_current, "saves", False) else [saving._future for saving in _savings if not saving.done]
+def _under_way() -> list[Future[None]]:
+    return [saving._future for saving in _savings if not saving.done]
 
 
 def warn_of_failed_saves() -> None:

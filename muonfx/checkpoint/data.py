@@ -32,10 +32,7 @@ from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Inde
 from muonfx.sharding.boxes import Box
 from muonfx.tree.dtypes import SAFETENSORS_NAMES
 
-__all__ = ["Part", "Progress", "Reader", "bytes_of", "write_data"]
-
-Progress = Callable[[int, int], object]
-"""A function that is called with the number of bytes written so far and the total number of bytes."""
+__all__ = ["Part", "Reader", "bytes_of", "write_data"]
 
 
 class Part(NamedTuple):
@@ -71,9 +68,7 @@ def check_byte_order() -> None:
         raise CheckpointError("checkpoints store little-endian numbers, and this machine is big-endian")
 
 
-def write_data(
-    path: Path, parts: Sequence[Part], progress: Progress | None = None
-) -> tuple[DataFile, dict[str, Chunk]]:
+def write_data(path: Path, parts: Sequence[Part]) -> tuple[DataFile, dict[str, Chunk]]:
     """Write the parts to a new file and flush it; return the file, and the chunks by key with file number 0."""
     check_byte_order()
     # Largest element size first, so that each leaf begins at a multiple of its element size.
@@ -100,7 +95,6 @@ def write_data(
             f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
         )
     chunks: dict[str, Chunk] = {}
-    done = 0
     with fresh_file(path) as file:
         write_all(file, head)
         for part, begin in zip(order, begins, strict=True):
@@ -109,9 +103,6 @@ def write_data(
             for block in blocks_of(bytes_of(tensor)):
                 write_all(file, block)
                 crc32.append(checksum_of(block))
-                done += len(block)
-                if progress is not None:
-                    progress(done, total)
             del tensor  # free it before the next tensor is made
             chunks[part.key] = Chunk(0, len(head) + begin, *part.box, tuple(crc32))
     return DataFile(path.name, len(head) + total, len(head), checksum_of(head)), chunks

@@ -161,7 +161,7 @@ class _Writer(StorageWriter):
         if plan.items:
             with _sendable(), draft.whole_or_not():
                 parts = [part(item) for item in plan.items]
-                file, chunks = draft.write(path, parts, self.job.progress)
+                file, chunks = draft.write(path, parts)
             results = [
                 WriteResult(item.index, file.nbytes, (file, chunks[own.key]))
                 for item, own in zip(plan.items, parts, strict=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muonfx.checkpoint.background import Saving, start, wait_for_saves
-from muonfx.checkpoint.data import Part, Progress
+from muonfx.checkpoint.data import Part
 from muonfx.checkpoint.index import Leaf
 from muonfx.checkpoint.writing import Draft, Job
 from muonfx.core import Transform
@@ -32,7 +32,6 @@ def save(
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
-    progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Path:
     """Write a state and, optionally, parameters to a checkpoint atomically.
@@ -54,7 +53,6 @@ def save(
         extra: JSON values, such as a seed, the position in the data, or losses; with a group, equal on all ranks.
         keep: the number of checkpoints, of the highest steps, to keep in the parent folder (see `prune`). The path must
             then be named by `step_path`. None: remove none.
-        progress: a function of the bytes written so far and the total bytes, called about every 4 MiB.
         group: a process group, whose ranks must all call this function; each rank writes its shards. Leaves may be
             `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be equal on all ranks. The ranks must
             share a file system. None: this process writes alone, or, if ``tx`` is sharded, the group of its layout.
@@ -84,7 +82,7 @@ def save(
         >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
         torch.float32
     """
-    job = Job.of(path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group)
+    job = Job.of(path, state, params, tx=tx, step=step, extra=extra, keep=keep, group=group)
     wait_for_saves()
     _run(job)
     return job.path
@@ -99,7 +97,6 @@ def save_async(
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
-    progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Saving:
     """Copy the state and the parameters to host memory, and write the copy in a background thread.
@@ -116,7 +113,6 @@ def save_async(
         step: as in `save`.
         extra: as in `save`.
         keep: as in `save`.
-        progress: as in `save`; it is called from another thread.
         group: as in `save`, but a sharded ``tx`` requires one. The group must support host memory (gloo), and nothing
             else may use it until the save is done: make one with ``dist.new_group(backend="gloo")``. Wait for the save
             before you destroy the group.
@@ -137,9 +133,7 @@ def save_async(
         >>> mfx.checkpoint.load(saving.wait(), like=state)
         {'w': tensor([1., 1., 1.])}
     """
-    job = Job.of(
-        path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group, copy=True
-    )
+    job = Job.of(path, state, params, tx=tx, step=step, extra=extra, keep=keep, group=group, copy=True)
     return start(job.path, partial(_run, job))
 
 
@@ -157,7 +151,7 @@ def _run(job: Job) -> None:
             Part(name, spec.dtype, Box((0,) * len(spec.shape), spec.shape), partial(job.leaves.__getitem__, name))
             for name, spec in specs.items()
         ]
-        file, chunks = draft.write(draft.data_file(0, 1), parts, job.progress)
+        file, chunks = draft.write(draft.data_file(0, 1), parts)
         leaves = {name: Leaf(spec, (chunks[name],)) for name, spec in specs.items()}
         draft.commit(replace(job.head, save_id=draft.save_id, files=(file,), leaves=leaves))
     draft.tidy(job.keep)

@@ -27,7 +27,7 @@ from muonfx.checkpoint.catalog import (
     step_of,
     warn_of_later_steps,
 )
-from muonfx.checkpoint.data import Part, Progress, write_data
+from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.files import fresh_file, make_folder, open_regular, sync_folder, write_all
 from muonfx.checkpoint.index import (
@@ -69,7 +69,6 @@ class Job:
     leaves: dict[str, Any] = field(default_factory=dict)
     """The leaves by name; copied to the CPU for a save in the background."""
     keep: int | None = None
-    progress: Progress | None = None
     group: ProcessGroup | None = None
     problem: Exception | None = None
 
@@ -84,7 +83,6 @@ class Job:
         step: int | None,
         extra: Mapping[str, Any] | None,
         keep: int | None,
-        progress: Progress | None,
         group: ProcessGroup | None,
         copy: bool = False,
     ) -> Job:
@@ -127,7 +125,7 @@ class Job:
             if group is None:
                 raise
             return cls(where, group=group, problem=error)
-        return cls(where, head, leaves, keep, progress, group)
+        return cls(where, head, leaves, keep, group)
 
     def checked_leaves(self) -> dict[str, Any]:
         """Return the leaves, or raise the error that `of` stored."""
@@ -234,10 +232,10 @@ class Draft:
         make_folder(self.path)
         self._at_begin = self._identity()
 
-    def write(self, file: Path, parts: Sequence[Part], progress: Progress | None) -> tuple[DataFile, dict[str, Chunk]]:
+    def write(self, file: Path, parts: Sequence[Part]) -> tuple[DataFile, dict[str, Chunk]]:
         """Write a data file of this save; see `write_data`."""
         self._own.append(file)
-        return write_data(file, parts, progress)
+        return write_data(file, parts)
 
     def commit(self, index: Index) -> None:
         """Write the index, which puts this save at the path; after an error, `is_committed` returns whether it did."""

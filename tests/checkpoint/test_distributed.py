@@ -139,20 +139,15 @@ def random_pieces(here: Here, path: Path, seeds: range) -> None:
         assert_is_layout_of(ck.load(path / str(seed), like=other, group=here.group), whole, other)
 
 
-def save_in_background(here: Here, path: Path, seed: int) -> tuple[int, bool]:
+def save_in_background(here: Here, path: Path, seed: int) -> None:
     """Save in the background, overwrite the state at once, and wait."""
     state = mixed(tree_of(seed), here, KINDS, seed)
-    seen: list[tuple[int, int]] = []
-    saving = ck.save_async(
-        path, state, group=here.background, step=seed, progress=lambda done, total: seen.append((done, total))
-    )
+    saving = ck.save_async(path, state, group=here.background, step=seed)
     for leaf in mfx.tree.leaves(state):
         local = leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
         local.copy_(torch.zeros_like(local))
     assert saving.wait(60) == path
     assert saving.done
-    assert all(done <= total for done, total in seen)
-    return (seen[-1][0] if seen else 0), seen == sorted(seen)
 
 
 def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) -> None:
@@ -280,10 +275,8 @@ def test_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: P
 @pytest.mark.dist
 def test_a_save_in_the_background_keeps_what_was_there_when_it_began(world: World, tmp_path: Path):
     for seed in (1, 2):
-        results = world.check(4, save_in_background, path=tmp_path / str(seed), seed=seed)
+        world.check(4, save_in_background, path=tmp_path / str(seed), seed=seed)
         assert_same_tree(ck.load(tmp_path / str(seed), like=tree_of(seed)), tree_of(seed))
-        assert sum(written for written, _ in results) == ck.inspect(tmp_path / str(seed)).nbytes
-        assert all(in_order for _, in_order in results)
 
 
 def errors(results: list[object]) -> list[BaseException]:
@@ -407,15 +400,14 @@ def test_a_piece_must_lie_within_its_tensor():
 
 def test_a_save_in_the_background_of_one_process(tmp_path: Path):
     state = {"w": torch.arange(5.0), "half": torch.ones(3, dtype=torch.bfloat16)}
-    kept, extra, seen = mfx.tree.map(torch.clone, state), {"losses": [1.0]}, []
+    kept, extra = mfx.tree.map(torch.clone, state), {"losses": [1.0]}
     path = ck.step_path(tmp_path, 1)
-    saving = ck.save_async(path, state, step=1, extra=extra, keep=1, progress=lambda done, total: seen.append(done))
+    saving = ck.save_async(path, state, step=1, extra=extra, keep=1)
     extra["losses"].append(2.0)
     state["w"].zero_()
     assert saving.wait(60) == path
     assert saving.done
     assert_same_tree(ck.load(path, like=state), kept)
     assert ck.inspect(path).extra == {"losses": [1.0]}
-    assert seen[-1] == 26
     with pytest.raises(TypeError, match="'a' is a float"):
         ck.save_async(tmp_path / "x", {"a": 1.0})

@@ -9,6 +9,7 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, WriteError, catalog
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.index import INDEX
+from muonfx.checkpoint.writing import Draft
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
 from tests.processes import Failed, Here, World
@@ -266,18 +268,18 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-def odd_progress(here: Here, path: Path) -> None:
-    def progress(done: int, total: int) -> None:
-        if here.rank == 1:
-            raise Odd(1, 2)
+def odd_error(here: Here, path: Path) -> None:
+    def write(*args: Any) -> Any:
+        raise Odd(1, 2)
 
     half = ck.FlatPiece.cut(OLD["w"], 500 * here.rank, 500 * (here.rank + 1))
-    ck.save(path, {"w": half}, group=here.group, progress=progress)
+    with mock.patch.object(Draft, "write", write) if here.rank == 1 else nullcontext():
+        ck.save(path, {"w": half}, group=here.group)
 
 
 @pytest.mark.dist
 def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(world: World, tmp_path: Path):
-    for result in world.run(2, odd_progress, path=tmp_path / "one"):
+    for result in world.run(2, odd_error, path=tmp_path / "one"):
         assert isinstance(result, Failed)
         assert isinstance(result.error, CheckpointError), result.trace
         assert "rank 1: " in str(result.error)
