@@ -320,19 +320,6 @@ def test_the_device_holds_two_buckets_of_the_state(home):
     assert torch.cuda.memory_allocated() - held <= 1 << 20
 
 
-def test_offloaded_and_computed_on_the_host():
-    params, steps = draw()
-    tx = chains()["numbers as tensors"]
-    away = mfx.sharding.offload(tx, "cpu", compute="cpu")
-    on_host, there = tx.init(params), away.init(to_gpu(params))
-    for grads in steps:
-        expected, on_host = tx.update(grads, on_host, params)
-        found, there = away.update(to_gpu(grads), there, to_gpu(params), donate=mfx.Donation(False, True))
-        for key, value in expected.items():
-            assert found[key].device.type == "cuda"
-            assert torch.equal(found[key].cpu(), value), key
-
-
 def test_the_state_of_the_torch_optimizer_follows_a_model_that_is_moved():
     params, steps = draw()
     model = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(value) for name, value in params.items()})

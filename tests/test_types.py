@@ -18,7 +18,6 @@ import muonfx as mfx
 from muonfx.compact.books import FLOAT8
 from muonfx.compact.dtypes import Code, Format
 from muonfx.polar.coefficients import PRESETS
-from muonfx.program.offload.transform import Compute
 from muonfx.sharding.layouts import Partition
 from muonfx.sharding.transform import Replicas
 from muonfx.transforms.monitor import METRICS
@@ -145,8 +144,6 @@ def test_names_without_a_registry_are_all_taken():
         assert mfx.sharding.zero(params, 1, partition=partition).size == 1
     for replicas in get_args(Replicas):
         assert mfx.sharding.sharded(mfx.momentum(), layout, replicas=replicas).arguments["replicas"] == replicas
-    for compute in get_args(Compute):
-        assert mfx.sharding.offload(mfx.momentum(), compute=compute).arguments["compute"] == compute
     for code in get_args(Code):
         assert mfx.int8(code=code).arguments["code"] == code
 

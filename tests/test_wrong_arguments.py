@@ -90,7 +90,6 @@ WRONG = {
     "fp8(format='e3m4')": 'fp8: format must be "e4m3" or "e5m2", found .e3m4.',
     "sharding.offload(momentum(), to='disk')": "to: found 'disk', expected \"cpu\" or the path of a folder",
     "sharding.offload(momentum(), bucket_bytes=0)": "bucket_bytes: found 0",
-    "sharding.offload(momentum(), compute='gpu')": 'compute must be "auto" or "cpu" or "device", found',
     # values of another kind, and arguments that contradict each other
     "sharding.offload(momentum(), to=3)": "to must be",
     "sharding.offload('momentum')": r"tx must be a muonfx\.Transform",

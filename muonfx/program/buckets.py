@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform
+from muonfx.core import Donation
 from muonfx.program.offload.files import release
 from muonfx.program.offload.store import Store
 from muonfx.program.offload.transfer import BucketTransfer
@@ -35,7 +35,6 @@ __all__ = [
     "sizes_of",
     "store_away",
     "stored_again",
-    "with_numbers_on",
 ]
 
 
@@ -141,14 +140,14 @@ def init_in_buckets(
     """Build a state bucket by bucket, and store each bucket before the next is built."""
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
-    device = store.device(device_of(params))
+    device = device_of(params)
     found: list[Any] = []
     structure: Any = None
 
     # outside: the device of stand-ins for the parameters of other buckets; None: no stand-ins
     def at(leaf: Any, name: str, bucket: Sequence[str]) -> Any:
         if leaf is None or name in bucket:
-            return leaf if leaf is None else leaf.to(device)
+            return leaf
         return None if outside is None else torch.empty_like(leaf, device=outside)
 
     for turn, bucket in enumerate(buckets):
@@ -181,14 +180,13 @@ class BucketedState:
     def __init__(
         self,
         store: Store,
-        given: torch.device,
+        device: torch.device,
         state: PyTree,
         parameters: Sequence[str | None],
         buckets: Sequence[Sequence[str]],
         donate: Donation,
     ) -> None:
-        self._store, self._from, self._donate = store, given, donate
-        self._device = device = store.device(given)
+        self._store, self._device, self._donate = store, device, donate
         self._old, self._treedef = tree.flatten(state)
         self._new = list(self._old)
         of = {name: turn for turn, names in enumerate(buckets) for name in names}
@@ -197,13 +195,9 @@ class BucketedState:
         self._transfer: BucketTransfer | None = None
         self._places: list[list[int]] = [[] for _ in buckets]
         self._targets: dict[int, Tensor] = {}
-        if store.is_resident:
+        if store.is_resident or store.is_direct(device):
             return
         moving = [place for place, leaf in enumerate(self._old) if moves(leaf, parameters[place])]
-        if store.is_direct(device):
-            for place in moving:
-                self._old[place] = self._new[place] = self._old[place].to(device)
-            return
         self._places = [[p for p in moving if self._turn_of[p] == turn] for turn in range(len(buckets))]
         self._make_room([place for places in self._places for place in places], moving)
         if any(self._places):
@@ -232,28 +226,17 @@ class BucketedState:
         """Update one bucket with `run`, a function like `Transform.run`; turns must come in order."""
         own = self._donate.state if self._transfer is None else True
         out, after = run(
-            self.to_compute_device(updates),
+            updates,
             tree.unflatten(self._treedef, self._given(turn, own=own)),
-            params,  # on the compute device already, if the transform reads them
-            donate=Donation(may_write or self._device != self._from, own),
+            params,
+            donate=Donation(may_write, own),
             **extras,
         )
         self._take(turn, tree.leaves(after))
-        if self._device == self._from and self._transfer is None:
+        if (transfer := self._transfer) is None:
             return out
-        return tree.map(self._away, out)
-
-    def to_compute_device(self, values: PyTree) -> PyTree:
-        """Copy values to the device on which the transform computes."""
-        if values is None or self._device == self._from:
-            return values
-        return tree.map(lambda leaf: leaf.to(self._device), values)
-
-    def _away(self, update: Tensor) -> Tensor:
-        """Return an update on the updates' device, outside the transfer buffers, which are reused."""
-        if self._device != self._from:
-            return update.to(self._from)
-        return update.clone() if self._transfer is not None and self._transfer.holds(update) else update
+        # The next bucket overwrites the transfer buffers.
+        return tree.map(lambda update: update.clone() if transfer.holds(update) else update, out)
 
     def end(self) -> PyTree:
         """Wait until the next state is in the store, and return it."""
@@ -293,11 +276,3 @@ class BucketedState:
             self._transfer.put(turn, [after[place] for place in places], targets)
             for place, target in zip(places, targets, strict=True):
                 self._new[place] = target
-
-
-def with_numbers_on(device: torch.device, tx: Transform) -> Transform:
-    """Copy tensor numbers to the compute device if that device is the CPU."""
-    strange = [leaf for leaf in tree.tensors(tx) if leaf.device != device]
-    if not strange or device.type != "cpu":
-        return tx
-    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tx)

@@ -31,7 +31,6 @@ from muonfx.program.buckets import (
     sizes_of,
     store_away,
     stored_again,
-    with_numbers_on,
 )
 from muonfx.program.lower import OwnState, lower_node, resolved, stand_in
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
@@ -55,8 +54,6 @@ class Executor:
         # bucket_bytes: parameter bytes per bucket of leafwise transforms with a resident state; None: one bucket
         self.placement, self.store, self.bucket_bytes = placement, store, bucket_bytes
         self._is_resident = store.is_resident
-        # Over ranks a state that is loaded at once is loaded to the updates' device, which can communicate.
-        self._store_at_once = store if placement.size == 1 else store._replace(on_host=False)
         self._programs: dict[Any, list[Node]] = {}
         self._current: dict[int, tuple[tuple[Transform, ...], Transform]] = {}
         self._spans: dict[int, list[Span]] = {}
@@ -87,7 +84,7 @@ class Executor:
     def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
         """Raise OSError unless the store has room for the next state in addition to this one."""
         if not self._is_resident and self.store.on_disk:
-            device = self.store.device(device_of(params))
+            device = device_of(params)
             pairs = zip(tree.leaves(state), parameters_of(state, params), strict=True)
             moving = [leaf for leaf, name in pairs if moves(leaf, name)]
             self.store.require([tree.spec(x) for x in moving if not (donate.state and self.store.has(x, device))])
@@ -100,8 +97,8 @@ class Executor:
 
     def init_node(self, node: Node, now: Now, params: PyTree) -> PyTree:
         """Return the state of a node for local tensors; for meta tensors it is a meta state, without communication."""
-        given = device_of(params)
-        store = IN_MEMORY if given.type == "meta" else self.store
+        device = device_of(params)
+        store = IN_MEMORY if device.type == "meta" else self.store
         if isinstance(node, ChainNode) and not self._is_unit(node):
             state: dict[str, PyTree] = {}
             for span in self._spans_of(node):
@@ -115,15 +112,13 @@ class Executor:
         tx = self._transform(node, now)
         if isinstance(node, WholeTree) and not self.placement.holds_all:
             self.placement.warn_of_gathering(node.tx, params)
-            on_meta = given.type == "meta"
+            on_meta = device.type == "meta"
             return tx.functions.init(self.placement.global_like(params) if on_meta else self.placement.gather(params))
         if store.is_resident:
             return tx.functions.init(params)
         if self._is_unit(node):
             return init_in_store(store, tx.functions.init, params)
-        device = self._store_at_once.device(given)
         if isinstance(node, Around):
-            params = tree.map(lambda leaf: leaf.to(device), params)
             own_state = self._own_state(node)
             own, called = own_state.split(tx.functions.init(params))
             return own_state.merge(store_away(store, device, own, parameters_of(own, params)), called)
@@ -139,7 +134,7 @@ class Executor:
                 "or declare its locality",
                 stacklevel=2,
             )
-        return store_away(store, device, tree.map(lambda leaf: leaf.to(device), state), parameters)
+        return store_away(store, device, state, parameters)
 
     # ----------------------------------------------------------------------------------------------------- update
 
@@ -168,8 +163,7 @@ class Executor:
             if not (is_unit or self._is_resident):
                 return self._update_at_once(node, tx, call)
             if is_unit and (buckets := self._buckets(node, call)) is not None:
-                here = tx if self._is_resident else with_numbers_on(self.store.device(call.device), tx)
-                return self._in_buckets(node, here.run, buckets, call, self.store)
+                return self._in_buckets(node, tx.run, buckets, call, self.store)
             out, after = call.run(tx)
         call.finish(out)
         return out, after
@@ -235,10 +229,6 @@ class Executor:
         """Call a function like `Transform.run` for each bucket, with the state of the bucket loaded."""
         leaves, treedef = tree.flatten(call.updates)
         names = tree.names(call.updates)
-        device = store.device(call.device)
-        reads_params = node.tx.reads_params and call.params is not None and not self._is_resident
-        weights = tree.leaves(call.params) if reads_params else []
-        are_elsewhere = any(weight is not None and weight.device != device for weight in weights)
         parameters = self._parameters_of(node, call)
         bucketed = BucketedState(store, call.device, call.state, parameters, buckets, call.donate)
         results: dict[str, Any] = {}
@@ -246,13 +236,8 @@ class Executor:
             for turn, bucket in enumerate(buckets):
                 mine = set(bucket)
                 some = [leaf if name in mine else None for name, leaf in zip(names, leaves, strict=True)]
-                params = call.params
-                if are_elsewhere:
-                    pairs = zip(names, weights, strict=True)
-                    moved = [w.to(device) if n in mine and w is not None else w for n, w in pairs]
-                    params = tree.unflatten(treedef, moved)
                 updates = tree.unflatten(treedef, some)
-                out = bucketed.run(turn, run, updates, params, call.extras, may_write=call.donate.updates)
+                out = bucketed.run(turn, run, updates, call.params, call.extras, may_write=call.donate.updates)
                 if call.apply is None:
                     results |= {n: leaf for n, leaf in zip(names, tree.leaves(out), strict=True) if n in mine}
                 call.finish(out)
@@ -264,14 +249,14 @@ class Executor:
 
     def _update_at_once(self, node: Node, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
         """Run a node that needs every leaf: load its offloaded state, run once, write the state back."""
-        store = self._store_at_once
+        store = self.store
         everything = [tree.names(call.updates)]
         if not isinstance(node, Around):
             keeps_state = any(map(moves, tree.leaves(call.state), self._parameters_of(node, call)))
             return self._in_buckets(node, tx.run, everything, call, store if keeps_state else IN_MEMORY)
         own_state = self._own_state(node)
         own, called = own_state.split(call.state)
-        device = store.device(call.device)
+        device = call.device
 
         def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any) -> Any:
             # The loaded copies are ours to overwrite, but the states of called transforms are still the caller's.

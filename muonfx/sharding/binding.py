@@ -95,7 +95,7 @@ class Binding(Placement):
         run = tuple((name, tx.children[0] if tx.declaration.combinator.varies_numbers else tx) for name, tx in run)
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
-        kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)
+        kind = torch.device("cpu") if device.type == "meta" else device
         key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
         if key not in self._plans:
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, chain
-from muonfx.program.buckets import BucketedState, init_in_buckets, with_numbers_on
+from muonfx.program.buckets import BucketedState, init_in_buckets
 from muonfx.program.offload.store import Store
 from muonfx.program.placement import Arguments, device_of
 from muonfx.sharding.collectives import start_exchange
@@ -110,9 +110,6 @@ def update_run(
     bucketed: BucketedState | None = None
     if len(buckets) > 1 or not store.is_resident:
         device = device_of(updates, params)
-        if not store.is_resident:
-            weights = {name: None if leaf is None else leaf.to(device) for name, leaf in weights.items()}
-            tx = with_numbers_on(store.device(device), tx)
         mine = [[moves.share.name for moves in bucket if moves.computes] for bucket in buckets]
         bucketed = BucketedState(store, device, state, parameters(), mine, donate)
 
@@ -136,7 +133,6 @@ def update_run(
             if bucketed is None:
                 out, state = tx.run(given, state, params, donate=Donation(may_write, donate.state), **extras)
             else:
-                params = bucketed.to_compute_device(params)
                 out = bucketed.run(turn, tx.run, given, params, extras, may_write=may_write)
             done = dict(zip(names, tree.leaves(out), strict=True))
             del given, values, params, out, wait, wait_for_weights

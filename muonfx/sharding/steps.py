@@ -268,7 +268,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
 def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """Return all that must be equal on all ranks, in the order in which differences are reported."""
     layout, store, kept = binding.layout, binding.store, "in memory with the parameters"
-    device = store.device(tree.device_of(local))
+    device = tree.device_of(local)
     if not store.is_resident:
         place = "on disk" if store.on_disk else "in host memory"
         kept = f"offloaded, {place}, in buckets of {store.bucket_bytes} bytes"

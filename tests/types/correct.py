@@ -122,7 +122,7 @@ def sharding(params: dict[str, Tensor]) -> mfx.Transform:
     layout = mfx.sharding.zero(params, 1, partition="flat")
     whole: dict[str, Tensor] = layout.gather(layout.shard(params))
     whole = mfx.apply_updates(whole, whole)
-    away = mfx.sharding.offload(mfx.momentum(), "cpu", compute="device")
+    away = mfx.sharding.offload(mfx.momentum(), "cpu")
     return mfx.sharding.sharded(away, layout, replicas="split")
 
 

@@ -14,8 +14,6 @@ from muonfx.tree import Spec
 
 __all__ = ["IN_MEMORY", "Store"]
 
-CPU = torch.device("cpu")
-
 
 class Store(NamedTuple):
     """Where a state is kept between steps, and how much of it is loaded at a time. Default: with the parameters."""
@@ -24,8 +22,6 @@ class Store(NamedTuple):
     """ "cpu" for host memory, or the folder on whose disk the state is; None: the parameters' device."""
     bucket_bytes: int = 0
     """About how many bytes of state are loaded at a time; a larger leaf is a bucket of its own."""
-    on_host: bool = False
-    """True if the transform computes on the CPU even if the gradients are on another device."""
 
     @property
     def is_resident(self) -> bool:
@@ -36,10 +32,6 @@ class Store(NamedTuple):
     def on_disk(self) -> bool:
         """True if the state is in files."""
         return self.to not in (None, "cpu")
-
-    def device(self, given: torch.device) -> torch.device:
-        """Return the device on which transforms compute, for updates on a given device."""
-        return CPU if self.on_host else given
 
     def is_direct(self, device: torch.device) -> bool:
         """Return True if a transform on a device can update the stored state in place."""
@@ -58,7 +50,7 @@ class Store(NamedTuple):
         mapped = iter(in_file([spec for spec in specs if self._in_file(spec)], str(self.to)))
         pin = device.type == "cuda"
         return [
-            next(mapped) if self._in_file(x) else torch.empty(x.shape, dtype=x.dtype, device=CPU, pin_memory=pin)
+            next(mapped) if self._in_file(x) else torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pin)
             for x in specs
         ]
 

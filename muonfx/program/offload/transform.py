@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
@@ -22,9 +22,6 @@ from muonfx.tree.arguments import bind
 __all__ = ["Offloaded", "inner_of", "offload", "store_of"]
 
 P = ParamSpec("P")
-
-Compute = Literal["auto", "device", "cpu"]
-"""Where `offload` computes."""
 
 DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
 
@@ -54,8 +51,8 @@ class Offloaded(Transform):
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
     """Return a factory of `Offloaded` with the declarations of the offloaded transform."""
     declaration = Declaration(
-        locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
-        reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
+        locality=lambda tx, to, *, bucket_bytes: tx.locality,
+        reads_params=lambda tx, to, *, bucket_bytes: tx.reads_params,
     )
     return make_factory(Offloaded, constructor, declaration, transparent=True)
 
@@ -68,7 +65,6 @@ def offload(
     to: str = "cpu",
     *,
     bucket_bytes: int = 1 << 26,
-    compute: Compute = "auto",
 ):
     """Keep a transform's state in host memory or on disk, and load it bucket by bucket during a step.
 
@@ -88,16 +84,13 @@ def offload(
             is freed when the state is deleted or the process ends.
         bucket_bytes: the approximate bytes of state that are loaded at a time; a larger leaf is loaded alone. The
             matrices of a sharded transform are loaded in the buckets of their exchange instead.
-        compute: "auto" and "device" compute on the gradients' device. "cpu" copies the gradients to the CPU, and no
-            state to the device; matrices are then orthogonalized in the best dtype of that CPU, which is fp32 unless
-            the CPU multiplies bf16 in hardware.
 
     Returns:
         A transform with the numbers, the fingerprint and the state structure of ``tx``.
 
     Raises:
         TypeError: ``tx`` is not a transform, or ``to`` is not a path.
-        ValueError: an invalid ``to``, ``bucket_bytes`` or ``compute``.
+        ValueError: an invalid ``to`` or ``bucket_bytes``.
         OSError: the folder cannot be created or written to, or its disk is full. `init`, and an `update` that makes a
             second copy, raise it before anything is changed.
 
@@ -112,7 +105,7 @@ def offload(
         (device(type='cpu'), tensor([0.1000, 0.1000]))
     """
     require_transform("tx", tx)
-    store = _store(to, bucket_bytes, compute)
+    store = _store(to, bucket_bytes)
 
     executor = _memory.get("executor") or _memory.setdefault("executor", Executor(store=store))
 
@@ -139,7 +132,7 @@ def inner_of(tx: Transform) -> Transform:
     return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
 
 
-def _store(to: str, bucket_bytes: int, compute: str) -> Store:
+def _store(to: str, bucket_bytes: int) -> Store:
     if not isinstance(to, str):
         raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
     if not to or to.split(":")[0] in DEVICES:
@@ -148,6 +141,4 @@ def _store(to: str, bucket_bytes: int, compute: str) -> Store:
         )
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    if compute not in ("auto", "device", "cpu"):
-        raise ValueError(f"compute: found {compute!r}, expected 'auto', 'device' or 'cpu'")
-    return Store(to if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")
+    return Store(to if to == "cpu" else os.path.abspath(to), bucket_bytes)
