@@ -5,8 +5,7 @@ gives the location of each leaf as one or more *chunks* (boxes of the leaf) and 
 bytes. The index is written last, and its rename completes the checkpoint.
 
 The text of an index is one JSON object with two members, formatted so that the second can be verified before it is
-parsed: ``{"sha256": "<64 hex digits>",`` line feed ``"index": <text>}`` line feed. The digest is of ``<text>``. The
-leaves are the last member of ``<text>`` and begin a line, so the members before them can be parsed alone.
+parsed: ``{"sha256": "<64 hex digits>",`` line feed ``"index": <text>}`` line feed. The digest is of ``<text>``.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -40,7 +37,6 @@ __all__ = [
     "Leaf",
     "data_name",
     "is_own_name",
-    "read_files",
     "read_index",
     "text_of",
     "unfinished_index_name",
@@ -62,7 +58,6 @@ _MOST_DIMS = 64
 _HEAD = b'{"sha256": "'
 _BETWEEN = b'",\n"index": '
 _TAIL = b"}\n"
-_LEAVES = b',\n"leaves":'  # no text before it has a line feed, which JSON escapes
 _START = len(_HEAD) + 64 + len(_BETWEEN)
 _BIGGEST = 2**63 - 1
 
@@ -184,17 +179,16 @@ def text_of(index: Index) -> bytes:
         else {"fingerprint": index.fingerprint, "repr": index.chain, "products": index.products},
         "versions": index.versions,
         "files": [file._asdict() for file in index.files],
+        "leaves": {
+            name: {
+                "dtype": NAMES[leaf.spec.dtype],
+                "shape": leaf.spec.shape,
+                "chunks": [chunk._asdict() for chunk in leaf.chunks],
+            }
+            for name, leaf in index.leaves.items()
+        },
     }
-    leaves = {
-        name: {
-            "dtype": NAMES[leaf.spec.dtype],
-            "shape": leaf.spec.shape,
-            "chunks": [chunk._asdict() for chunk in leaf.chunks],
-        }
-        for name, leaf in index.leaves.items()
-    }
-    head, tail = (json.dumps(part, allow_nan=False, separators=(",", ":")).encode() for part in (body, leaves))
-    text = head[:-1] + _LEAVES + tail + b"}"
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     if _START + len(text) + len(_TAIL) > LONGEST:
         raise CheckpointError(f"the index would have {len(text)} bytes, and the limit is {LONGEST}: save fewer pieces")
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
@@ -202,20 +196,6 @@ def text_of(index: Index) -> bytes:
 
 def read_index(path: Path) -> Index:
     """Read an index in bounded time and memory; raise `CorruptError`, or `FormatError` for another version."""
-    with _verified(path) as text:
-        return _index(_parsed(path, text))
-
-
-def read_files(path: Path) -> tuple[DataFile, ...]:
-    """Read the data files of an index without its leaves, which take most of the time; raise as `read_index`."""
-    with _verified(path) as text:
-        head, separator, _ = text.partition(_LEAVES)
-        return _files(_parsed(path, head + b"}" if separator else text)["files"])
-
-
-@contextmanager
-def _verified(path: Path) -> Generator[bytes]:
-    """Yield the text of an index after verifying its checksum; errors in the `with` block become `CorruptError`."""
     data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):
         raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")
@@ -227,22 +207,17 @@ def _verified(path: Path) -> Generator[bytes]:
     ):
         raise CorruptError(f"{path} is damaged: its text does not match its checksum")
     try:
-        yield text
+        body = json.loads(text)
+        if body["format"] != FORMAT:
+            raise FormatError(f"{path} has the format {body['format']!r:.80}, expected {FORMAT!r}")
+        if body["version"] != VERSION:
+            raise FormatError(
+                f"{path} has version {body['version']!r:.80} of the format, and this muonfx reads version {VERSION}: "
+                "upgrade to the version of muonfx that wrote it"
+            )
+        return _index(body)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path} has invalid contents: {type(error).__name__}: {error!s:.300}") from error
-
-
-def _parsed(path: Path, text: bytes) -> Any:
-    """Parse the text of an index and require the format and version that this code reads."""
-    body = json.loads(text)
-    if body["format"] != FORMAT:
-        raise FormatError(f"{path} has the format {body['format']!r:.80}, expected {FORMAT!r}")
-    if body["version"] != VERSION:
-        raise FormatError(
-            f"{path} has version {body['version']!r:.80} of the format, and this muonfx reads version {VERSION}: "
-            "upgrade to the version of muonfx that wrote it"
-        )
-    return body
 
 
 # The checksum finds damage. The checks below are for files that were made to do harm, or by another program: they bound

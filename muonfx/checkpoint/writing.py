@@ -37,7 +37,6 @@ from muonfx.checkpoint.index import (
     DataFile,
     Index,
     data_name,
-    read_files,
     text_of,
     unfinished_index_name,
 )
@@ -250,7 +249,7 @@ class Draft:
             write_all(file, text_of(index))
         self._other_writer = self._identity() != self._at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
-            self._replaced = read_files(self.path / INDEX)
+            self._replaced = inspect(self.path).files
         self._tried = True  # from here on readers may see the files, so they are kept even if a later step fails
         os.replace(self._unfinished_index, self.path / INDEX)
         self._done = True
