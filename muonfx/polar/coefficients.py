@@ -71,6 +71,7 @@ CoefficientSet = Literal[
     "quintic",
     "polar_express",
     "polar_express_5",
+    "polar_express_4",
     "cans",
     "aol",
     "deepseek_v4",
@@ -236,6 +237,16 @@ PRESETS: Mapping[str, Coefficients] = MappingProxyType(
                 ),
                 "Polar Express, arXiv 2505.16932, fitted for 5 steps with safety 2e-2; modded-nanogpt, Dion",
                 norm_safety=1.02,
+            ),
+            Coefficients(
+                "polar_express_4",
+                (
+                    (8.137723867174653, -22.71370863518154, 16.325437555605063),
+                    (3.966694238491836, -2.836751630723559, 0.5224029000745853),
+                    (3.500323222317591, -2.570502106448555, 0.502553025036824),
+                    (2.53473791812954, -1.8720452097333415, 0.44099034325234854),
+                ),
+                "fit_coefficients(4, 0.003, safety=1.01), after Polar Express, arXiv 2505.16932",
             ),
             replace(
                 with_safety(CANS_RAW, 1.01),

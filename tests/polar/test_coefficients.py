@@ -40,6 +40,7 @@ QUOTED = [
     ("polar_express", 5, (0.870, 1.124, 1.124)),
     ("polar_express", None, (1.0, 1.0, 1.0)),
     ("polar_express_5", None, (0.859, 1.141, 1.141)),
+    ("polar_express_4", None, (0.783, 1.217, 1.217)),
     ("aol", None, (0.941, 1.050, 1.050)),
     ("deepseek_v4", None, (1.0, 1.001, 1.002)),
     ("cubic", None, (0.773, 1.300, 1.300)),
@@ -73,7 +74,11 @@ def test_safety_divides_the_input_of_every_step_but_the_last() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        ("newton", ValueError, "keller, quintic, polar_express, polar_express_5, cans, aol, deepseek_v4, cubic"),
+        (
+            "newton",
+            ValueError,
+            "keller, quintic, polar_express, polar_express_5, polar_express_4, cans, aol, deepseek_v4, cubic",
+        ),
         ([], ValueError, "no steps"),
         ((), ValueError, "no steps"),
         ([(1.0,)], ValueError, "found 1 numbers"),
@@ -259,3 +264,10 @@ def test_malformed_options_are_refused(x: torch.Tensor, options: dict, error: ty
 def test_other_malformed_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+def test_four_steps_are_the_fit_that_their_source_names() -> None:
+    fitted = fit_coefficients(4, 0.003, safety=1.01)
+    for found, expected in zip(PRESETS["polar_express_4"].steps, fitted.steps, strict=True):
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert band("polar_express_4", 0.003) == pytest.approx((0.7835, 1.2165, 1.2165), abs=5.1e-5)
