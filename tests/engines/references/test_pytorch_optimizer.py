@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
-from tests.contrib.test_recipes import BETA, DECAY, EXACT, RATE, SHAPES, assert_follows
+from muonfx.testing import Example
+from tests import formulas
+from tests.contrib.test_recipes import BETA, DECAY, RATE, SHAPES
+from tests.formulas import EXACT
 
 pytestmark = pytest.mark.engines
 theirs = pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer: make engines")
@@ -35,7 +38,7 @@ def assert_equal(tx: mfx.Transform, make: Any, bound: float) -> None:
         memory["optimizer"].step()
         return memory["param"].detach().clone()
 
-    assert_follows(tx, step, bound, bound)
+    formulas.assert_follows(tx, step, Example.of(SHAPES, steps=4, dtype=torch.float64), rtol=bound, atol=bound)
 
 
 NORMS = {
