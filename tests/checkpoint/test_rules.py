@@ -10,7 +10,7 @@ import torch
 import muonfx as mfx
 from muonfx.checkpoint import MismatchError, NotFoundError
 from muonfx.polar import policy
-from muonfx.tree.dtypes import DTYPES, NAMES, SAFETENSORS_NAMES, widens
+from muonfx.tree.dtypes import NAMES, widens
 from tests.checkpoint.common import assert_same_tree, grads_like, small_params, trained
 
 ck = mfx.checkpoint
@@ -88,13 +88,6 @@ def test_nothing_widens_into_another_kind_or_into_less():
                 assert new.itemsize > old.itemsize
                 assert old is not torch.bool
     assert not widens(torch.int64, torch.float64)
-
-
-def test_names_of_dtypes_read_back():
-    assert all(DTYPES[name] is dtype is getattr(torch, name) for dtype, name in NAMES.items())
-    assert len(ALL) == len(DTYPES) == 20
-    assert torch.qint8 not in NAMES
-    assert SAFETENSORS_NAMES[torch.float32] == "F32"
 
 
 @pytest.mark.parametrize(
