@@ -17,7 +17,7 @@ from muonfx.sharding import ShardingError
 from tests.processes import Failed, Here, World, errors_of
 from tests.sharding.cases import bits, flat, some
 from tests.sharding.counting import counting
-from tests.sharding.law import plain
+from tests.sharding.test_law import plain
 
 pytestmark = pytest.mark.dist
 

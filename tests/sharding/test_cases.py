@@ -6,14 +6,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx import sharding
 from tests.processes import Here, World
-from tests.sharding.cases import bits, flat, placed, some
+from tests.sharding.cases import bits, flat, some
 
 pytestmark = pytest.mark.dist
+
+
+def placed(here: Here, tensor: Tensor, *placements: Any) -> DTensor:
+    return distribute_tensor(tensor, here.mesh, list(placements), src_data_rank=None)
 
 
 class PerParameter(NamedTuple):

@@ -10,8 +10,21 @@ import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding.dtensors import to_dtensors
 from tests.processes import Here, World
-from tests.sharding.cases import Flat, LayoutCase, Leaf, Model, Params, Placed, Replicated, Zero, laid_out, model, muon
-from tests.sharding.law import assert_equal
+from tests.sharding.cases import (
+    Flat,
+    LayoutCase,
+    Leaf,
+    Model,
+    Params,
+    Placed,
+    Replicated,
+    Zero,
+    bits,
+    laid_out,
+    model,
+    muon,
+)
+from tests.sharding.test_law import assert_equal, plain
 
 pytestmark = pytest.mark.dist
 
@@ -145,11 +158,7 @@ def assert_trees_equal(one: Any, other: Any) -> None:
     assert mfx.tree.names(one) == mfx.tree.names(other)
     for name, a, b in zip(mfx.tree.names(one), mfx.tree.leaves(one), mfx.tree.leaves(other), strict=True):
         assert (a is None) == (b is None), name
-        assert a is None or (type(a) is type(b) and a.dtype == b.dtype and bits(a).equal(bits(b))), name
-
-
-def bits(leaf: Any) -> torch.Tensor:
-    return (leaf._local_tensor if hasattr(leaf, "_local_tensor") else leaf).reshape(-1).view(torch.uint8)
+        assert a is None or (type(a) is type(b) and bits(plain(a)) == bits(plain(b))), name
 
 
 @pytest.mark.parametrize("layout", ["replicated", "whole", "cuts", "rows"])

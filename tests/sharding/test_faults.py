@@ -1,7 +1,9 @@
-"""Faults between ranks: a rank that ends, gradients that are None or NaN on some ranks, and moved parameters."""
+"""Faults between ranks: one that ends, a warning that is an error on one, None or NaN on some, and moved parameters."""
 
 import os
 import signal
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx import sharding
+from muonfx.checkpoint import background
 from muonfx.polar.many import Orthogonalizer
 from muonfx.sharding import ShardingError
+from muonfx.testing.transforms import halve
 from tests.processes import Failed, Here, ProcessEnded, World
 from tests.sharding.cases import (
     Flat,
@@ -29,9 +33,10 @@ from tests.sharding.cases import (
     some,
     two_groups,
 )
-from tests.sharding.law import plain
+from tests.sharding.test_law import plain
 
 pytestmark = pytest.mark.dist
+
 
 SMALL = model(steps=3, a=(6, 5), b=(7, 4), c=(3, 9), d=Leaf((5,)))
 TX = two_groups(SMALL.labels)
@@ -163,3 +168,60 @@ def test_parameters_whose_placements_have_changed_are_an_error(world: World):
         assert isinstance(result, Failed)
         assert isinstance(result.error, ShardingError), result.trace
         assert "placed" in str(result.error)
+
+
+def strict_on_one_rank(here: Here, what: str, on: int, folder: Path) -> None:
+    """Something to warn of, which is an error on one rank; then a step as ever."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.replicated(params, here.group)
+    local = layout.shard(params)
+    tx = mfx.momentum()
+    if what == "a pattern":
+        blocks = mfx.MatrixView(blocks={"*.qvk": 3})
+        tx = mfx.masked(mfx.orthogonalize(view=blocks), {"a": True, "b": False})
+    if what == "gathering":
+        tx = mfx.stateless(halve)  # of the whole tree
+    over = sharding.sharded(tx, layout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if here.rank == on else "ignore")
+        if what == "a failed save":
+
+            def fail() -> None:
+                raise ValueError("no room")
+
+            saving = background.start(folder, fail)
+            background.wait_for_saves()
+            assert saving.done
+            mfx.checkpoint.save(folder / "new", params, group=here.group)
+        state = over.init(local)
+        grads = {name: leaf + here.rank for name, leaf in local.items()} if what == "gradients" else local
+        over.update(grads, state, local)
+
+
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("what", ["gradients", "a pattern", "gathering", "a failed save"])
+def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(world: World, tmp_path: Path, what: str, on: int):
+    size = 3
+    found = world.run(size, strict_on_one_rank, what=what, on=on, folder=tmp_path)
+    for rank, result in enumerate(found):
+        assert isinstance(result, Failed), rank
+        if rank == on:
+            assert isinstance(result.error, UserWarning | mfx.checkpoint.CheckpointError), result.trace
+        else:
+            assert isinstance(result.error, sharding.ShardingError | mfx.checkpoint.CheckpointError), result.trace
+            assert f"rank {on}: " in str(result.error)
+    world.check(size, steps)
+
+
+def steps(here: Here) -> None:
+    """Every verb under strict warnings: neither ours nor torch's is one."""
+    params = {"a": some(4, 5), "b": some(3)}
+    made = sharding.replicated(params, here.group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if here.rank == 0 else "ignore")
+        tx = sharding.sharded(mfx.scale_by_adam(), made)
+        local = made.shard(params)
+        state = tx.init(local)
+        for _ in range(2):
+            _, state = tx.update(made.reduce_scatter(params), state, local)
+        sharding.broadcast(made.shard(made.gather(local)), made)

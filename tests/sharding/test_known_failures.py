@@ -1,5 +1,11 @@
-"""What went wrong elsewhere: each scheme is shown to be wrong (`tests.sharding.naive`), and its case right here."""
+"""What went wrong elsewhere: each scheme is shown to be wrong, and its case right here.
 
+First the schemes, in the simplest form of what was released, in one process that plays all ranks. Gradients come as one
+dict for each rank; what comes out is the update of each parameter as the ranks would put it together.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate as running
 from typing import Any
 
 import pytest
@@ -8,8 +14,8 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import sharding
+from muonfx.polar import orthogonalize
 from tests.processes import Here, World
-from tests.sharding import naive
 from tests.sharding.cases import (
     Case,
     Flat,
@@ -27,6 +33,96 @@ from tests.sharding.cases import (
 from tests.sharding.test_law import check
 
 pytestmark = pytest.mark.dist
+
+
+Trees = Sequence[dict[str, Tensor]]
+
+
+def mean(grads: Trees) -> dict[str, Tensor]:
+    """What all ranks would have after an all-reduce, added in the order of the ranks."""
+    return {name: sum(tree[name].double() for tree in grads).div(len(grads)).float() for name in grads[0]}
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    return orthogonalize(x, dtype=torch.float32)
+
+
+def whole(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The right answer."""
+    return {name: newton_schulz(grad) for name, grad in grads.items()}
+
+
+def _flat(tree: dict[str, Tensor]) -> Tensor:
+    return torch.cat([leaf.reshape(-1) for leaf in tree.values()])
+
+
+def _unflat(flat: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    parts = flat.split([leaf.numel() for leaf in like.values()])
+    return {name: part.view(leaf.shape) for part, (name, leaf) in zip(parts, like.items(), strict=True)}
+
+
+def on_partly_reduced_gradients(grads: Trees, cuts: Sequence[int]) -> dict[str, Tensor]:
+    """ZeRO with reduce_scatter, as DeepSpeed issue 7807 has it.
+
+    A rank has the mean in its own interval of the buffer only; beyond, its own gradient is still there. A matrix that
+    crosses a boundary is orthogonalized as it lies, and each rank keeps its interval of the result.
+    """
+    reduced, out = _flat(mean(grads)), []
+    for rank, tree in enumerate(grads):
+        begin, end = cuts[rank], cuts[rank + 1]
+        buffer = _flat(tree)
+        buffer[begin:end] = reduced[begin:end]
+        out.append(_flat(whole(_unflat(buffer, tree)))[begin:end])
+    return _unflat(torch.cat(out), grads[0])
+
+
+def on_shards(grad: Tensor, ranks: int) -> Tensor:
+    """Newton-Schulz on each rank's rows, as LLaMA-Factory's first Muon for FSDP2."""
+    return torch.cat([newton_schulz(rows) for rows in grad.tensor_split(ranks)])
+
+
+def on_shards_of_fixed_size(grad: Tensor, ranks: int) -> Tensor:
+    """The same where a shard is a buffer of equal size on each rank, whose tail nobody has filled."""
+    size = -(-grad.shape[0] // ranks)
+    rows = torch.full((size * ranks, grad.shape[1]), float("nan"))  # what empty() may hold
+    rows[: len(grad)] = grad
+    return torch.cat([newton_schulz(part) for part in rows.split(size)])[: len(grad)]
+
+
+def in_padded_chunks(grads: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """A chunk of as many matrices as ranks at a time, the last one padded by repeating its last matrix as an output."""
+    names = list(grads)
+    out = {name: torch.zeros_like(grad) for name, grad in grads.items()}
+    for base in range(0, len(names), ranks):
+        chunk = names[base : base + ranks]
+        outputs = [out[name] for name in chunk] + [out[chunk[-1]]] * (ranks - len(chunk))  # one tensor, several outputs
+        for rank, output in enumerate(outputs):  # all_gather: each rank's contribution goes to its output
+            has_one = rank < len(chunk)
+            output.copy_(newton_schulz(grads[chunk[rank]]) if has_one else torch.zeros_like(output))
+    return out
+
+
+def aligned_as_a_whole(grads: dict[str, Tensor], ranks: int, alignment: int) -> tuple[list[int], list[int]]:
+    """Padding at the tail only: where parameters begin, and where the buffer is cut."""
+    starts = [0, *running(grad.numel() for grad in grads.values())]
+    step = ranks * alignment
+    total = -(-starts[-1] // step) * step
+    return starts[:-1], [rank * total // ranks for rank in range(ranks + 1)]
+
+
+def by_position(groups: Sequence[dict[str, Tensor]], muon_groups: int) -> dict[str, Tensor]:
+    """Take the first groups for Muon's, whatever their parameters are."""
+    out: dict[str, Tensor] = {}
+    for place, group in enumerate(groups):
+        for name, grad in group.items():
+            out[name] = newton_schulz(grad) if place < muon_groups and grad.ndim == 2 else grad.sign()
+    return out
+
+
+def one_buffer_for_each_group(groups: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """A flat buffer for each group, empty or not."""
+    return [torch.cat([grad.reshape(-1) for grad in group.values()]) for group in groups]
+
 
 NS = mfx.orthogonalize(dtype=torch.float32)
 FAR, NEAR = 0.05, 2e-5  # a wrong answer is nowhere near
@@ -87,8 +183,8 @@ def test_matrices_that_cross_a_boundary_under_reduce_scatter(world: World):
     """DeepSpeed issue 7807."""
     drawn = model(steps=1, a=(6, 5), b=(7, 4))
     own = own_gradients(drawn, 2)
-    wanted = naive.whole(naive.mean(own))
-    assert apart(naive.on_partly_reduced_gradients(own, [0, 29, 58]), wanted) > FAR
+    wanted = whole(mean(own))
+    assert apart(on_partly_reduced_gradients(own, [0, 29, 58]), wanted) > FAR
     for layout in (Zero(2, "flat"), Flat(("a", "b"), (0, 29, 58))):
         for found in world.check(2, from_own_gradients, model=drawn, tx=NS, case=layout):
             assert apart(found, wanted) < NEAR
@@ -99,7 +195,7 @@ def test_fewer_matrices_than_ranks_and_a_last_chunk_that_is_not_full(world: Worl
     """DeepSpeed pull requests 7919 and 7939: one tensor as several outputs of an all_gather."""
     drawn = model(steps=2, **{f"m{i}": (i + 2, 9) for i in range(count)})
     grads = drawn.grads(0)
-    assert apart(naive.in_padded_chunks(grads, 4), naive.whole(grads)) > FAR
+    assert apart(in_padded_chunks(grads, 4), whole(grads)) > FAR
     layouts = (Zero(1, "whole"), Zero(3, "flat"), Replicated(), Placed(dict.fromkeys(drawn.leaves, ("0",))))
     check(world, 4, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
 
@@ -109,7 +205,7 @@ def test_odd_sizes_in_bf16_with_alignment(world: World):
     shapes = {"a": (7, 3), "b": (5, 5), "c": (3, 11), "d": (9, 2)}
     drawn = Model({n: Leaf(s, "muon", torch.bfloat16) for n, s in shapes.items()} | {"e": Leaf((13,))}, 0)
     drawn = Model(drawn.leaves, 0, (frozenset(),) * 2)
-    starts, cuts = naive.aligned_as_a_whole(drawn.grads(0), 3, 8)
+    starts, cuts = aligned_as_a_whole(drawn.grads(0), 3, 8)
     assert any(start % 8 for start in starts)
     ends = [start + drawn.leaves[name].numel for start, name in zip(starts, drawn.leaves, strict=True)]
     assert any(start < cut < end for start, end in zip(starts, ends, strict=True) for cut in cuts)
@@ -130,7 +226,7 @@ def test_groups_in_any_order(world: World, first: str):
     drawn = Model({name: leaves[name] for name in names}, 0)
     grads = drawn.grads(0)
     groups = [{n: grads[n] for n in names if leaves[n].label == label} for label in ("adamw", "muon")]
-    assert apart(naive.by_position(groups, 1), naive.by_position(groups[::-1], 1)) > FAR
+    assert apart(by_position(groups, 1), by_position(groups[::-1], 1)) > FAR
     cuts = (0, 20, 40, drawn.numel)
     layouts = (Flat(tuple(names), cuts), Flat(tuple(reversed(names)), cuts), Zero(1, "whole"))
     check(world, 3, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
@@ -141,10 +237,10 @@ def test_newton_schulz_on_shards(world: World, rows: int):
     """LLaMA-Factory pull request 10618: each rank its own rows; wrong from the first step, NaN from the second."""
     drawn = model(steps=3, w=(rows, 9))
     grad = drawn.grads(0)["w"]
-    wanted = naive.whole({"w": grad})
-    assert apart({"w": naive.on_shards(grad, 4)}, wanted) > FAR
+    wanted = whole({"w": grad})
+    assert apart({"w": on_shards(grad, 4)}, wanted) > FAR
     if rows % -(-rows // 4):  # a shard that is not full
-        assert apart({"w": naive.on_shards_of_fixed_size(grad, 4)}, wanted) == float("inf")
+        assert apart({"w": on_shards_of_fixed_size(grad, 4)}, wanted) == float("inf")
     case = Case(drawn, muon(), Placed({"w": ("0",)}), exact=True)
     check(world, 4, [case])
     check(world, 4, [case], dtensors=True)
@@ -169,7 +265,7 @@ def test_all_but_one_group_frozen(world: World, left: str, how: str):
     grads = {name: grad for name, grad in drawn.grads(0).items() if name not in frozen}
     empty = [{n: grads[n] for n in grads if leaves[n].label == label} for label in ("muon", "adamw")]
     with pytest.raises((RuntimeError, ValueError), match="non-empty"):
-        naive.one_buffer_for_each_group(empty)
+        one_buffer_for_each_group(empty)
     layouts = (Zero(1, "whole"), Zero(2, "flat"), Replicated(), Placed(dict.fromkeys(leaves, ("0",))))
     check(world, 3, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
 
@@ -179,6 +275,6 @@ def test_the_wrong_schemes_are_right_where_nothing_is_uneven():
     drawn = model(steps=1, a=(6, 5), b=(7, 4))
     same = [drawn.grads(0)] * 2
     # where all ranks have the same gradients, partly reduced ones are fully reduced: the scheme is then right
-    assert apart(naive.on_partly_reduced_gradients(same, [0, 29, 58]), naive.whole(naive.mean(same))) < NEAR
+    assert apart(on_partly_reduced_gradients(same, [0, 29, 58]), whole(mean(same))) < NEAR
     grads = drawn.grads(0)
-    assert apart(naive.in_padded_chunks(grads, 2), naive.whole(grads)) < NEAR  # a full chunk
+    assert apart(in_padded_chunks(grads, 2), whole(grads)) < NEAR  # a full chunk

@@ -13,9 +13,9 @@ import muonfx as mfx
 from muonfx import sharding
 from muonfx.program.offload import files, store
 from tests.processes import Here
-from tests.sharding import law
 from tests.sharding.cases import Case, bits, laid_out
 from tests.sharding.counting import counting
+from tests.sharding.test_law import as_dtensors, held, noted, plain
 
 HOMES = ("memory", "lane", "disk")
 """Host memory, worked in where it lies; host memory behind a lane, as for a GPU; and a disk whose pages are tiny."""
@@ -41,14 +41,14 @@ def on_disk(tree: Any) -> list[bool]:
 
 
 def all_bits(tree: Any) -> list[Any]:
-    here = map(law.held, mfx.tree.leaves(tree))
-    return [None if leaf is None else bits(law.plain(leaf)) for leaf in here]
+    here = map(held, mfx.tree.leaves(tree))
+    return [None if leaf is None else bits(plain(leaf)) for leaf in here]
 
 
 def check_cases(here: Here, cases: list[Case], kind: str, bucket_bytes: int, dtensors: bool) -> None:
     """Check that each case, offloaded, is the same as without: bits, bytes that are sent, and matrices computed."""
     for case in cases:
-        law.noted(check_case, here, case, kind, bucket_bytes, dtensors)
+        noted(check_case, here, case, kind, bucket_bytes, dtensors)
 
 
 def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, dtensors: bool) -> None:
@@ -57,7 +57,7 @@ def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, dtensors: b
 
     def enter(whole: Any) -> Any:
         local = layout.shard(whole)
-        return law.as_dtensors(local, layout, here, case, params) if dtensors else local
+        return as_dtensors(local, layout, here, case, params) if dtensors else local
 
     with at_home(kind) as to:
         plain = sharding.sharded(case.tx, layout, bucket_bytes=bucket_bytes)

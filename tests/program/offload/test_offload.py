@@ -24,8 +24,7 @@ from tests.processes import World
 from tests.program.offload import offloaded
 from tests.program.offload.offloaded import HOMES, all_bits, at_home, on_disk
 from tests.program.test_buckets import by_place
-from tests.sharding.cases import Case
-from tests.sharding.strategies import cases
+from tests.sharding.cases import Case, cases
 from tests.sharding.test_law import dtensor_cases
 
 pytestmark = [
