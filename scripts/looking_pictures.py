@@ -43,7 +43,8 @@ def pictures() -> dict[str, Axes]:
     matrix = params["blocks.0.mlp.up"] @ torch.diag(torch.logspace(0, -2, 64))
     found["looking-spectrum"] = mfx.plot.plot_spectrum(matrix, mfx.polar.orthogonalize(matrix, dtype=torch.float32))
 
-    muon = mfx.muon_with_adamw(0.02, 0.003, labels=labels)
+    fp32 = mfx.orthogonalize(dtype=torch.float32)  # of "auto", the sizes in the picture of the plan are the machine's
+    muon = mfx.muon_with_adamw(0.02, 0.003, orthogonalize=fp32, labels=labels)
     tx = mfx.chain(
         mfx.monitor("gradients", ("rms",), by_leaf=True), muon, mfx.monitor("updates", ("rms",), by_leaf=True)
     )
