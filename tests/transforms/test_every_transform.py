@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from muonfx import recipes, select
 from muonfx import testing as kit
 from muonfx.contrib import recipes as variants
 from muonfx.core import schedules
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, within
 from muonfx.core.order import signs
 from muonfx.testing.transforms import by_rank, halve, with_value
 from muonfx.tree import elementwise as ew
@@ -307,21 +307,6 @@ def test_every_chain_obeys_the_plain_laws(members: list[mfx.Transform], example:
         kit.LAWS[name].check(tx, *example)
 
 
-EVERY = [pytest.param(tx, id=f"{name}-{place}") for name, cases in CASES.items() for place, tx in enumerate(cases)]
-
-
-def within(tx: mfx.Transform) -> Iterator[mfx.Transform]:
-    """A transform and all that it calls."""
-    yield tx
-    for part in tx.children:
-        yield from within(part)
-
-
-def factories() -> dict[str, Callable[..., mfx.Transform]]:
-    """Every public factory and recipe by name."""
-    return {name: NAMES[name] for name in kit.arguments()}
-
-
 # --------------------------------------------------------------------------------------------------- patterns
 
 TYPO: dict[str, Any] = {
@@ -333,9 +318,9 @@ TYPO: dict[str, Any] = {
 INNER = mfx.scale(1.0)
 REQUIRED: dict[str, Any] = {"inner": INNER, "heads": (), "labels": {"w": "muon"}, "limit": 1.0}
 PATTERNS = [
-    pytest.param(factory, argument, id=f"{name}-{argument}")
-    for name, factory in factories().items()
-    for argument in inspect.signature(factory).parameters
+    pytest.param(NAMES[name], argument, id=f"{name}-{argument}")
+    for name in kit.arguments()
+    for argument in inspect.signature(NAMES[name]).parameters
     if argument in TYPO
 ]
 
@@ -394,6 +379,7 @@ def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(name: str, ex
 
 # ------------------------------------------------------------------------------------------------------ order
 
+EVERY = [pytest.param(tx, id=f"{name}-{place}") for name, cases in CASES.items() for place, tx in enumerate(cases)]
 GRADS = {"a.weight": torch.tensor([[1.0, -0.5, 0.25], [0.5, 2.0, -1.0], [-1.0, 0.75, 0.5], [0.3, -0.2, 1.5]])}
 
 

@@ -40,11 +40,8 @@ WAYS: dict[str, Callable[[mfx.Transform], mfx.Transform]] = {
 
 
 def run(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> tuple[list[Any], Any]:
-    state, found = tx.init(params), []
-    for grads in steps:
-        updates, state = tx.run(grads, state, params)
-        found.append(updates)
-    return found, state
+    found = kit.examples.history(tx, params, steps)
+    return [updates for updates, _ in found], found[-1][1]
 
 
 def plain(state: Any) -> Any:
