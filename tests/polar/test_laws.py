@@ -1,7 +1,5 @@
 """The laws of the polar iteration, also at extreme magnitudes and shapes; the polar factor by SVD."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +11,6 @@ from muonfx.polar import PRESETS, band, orthogonalize, orthogonalize_many, polar
 from .strategies import (
     DTYPES,
     FULL_RANK,
-    TOLERANCE,
     Problem,
     coarse,
     gap,
@@ -123,27 +120,6 @@ def test_input_is_left_alone_and_output_is_like_it(p: Problem, name: str, held: 
     assert torch.equal(y, orthogonalize(x, coefficients=name, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["keller", "quintic", "polar_express_5"])
-@pytest.mark.parametrize("shape", [(8, 12), (33, 16), (64, 128)])
-def test_stated_tolerances_hold_on_gaussian_matrices(shape: tuple[int, int], name: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(11)
-    m, n = shape
-    x = torch.randn(2, m, n, dtype=torch.float64, generator=generator).to(dtype)
-    left, right = orthogonal(m, m, generator=generator), orthogonal(n, n, generator=generator)
-
-    def run(z: torch.Tensor) -> torch.Tensor:
-        return orthogonalize(z.to(dtype), coefficients=name, dtype=dtype).double()
-
-    y = run(x)
-    bound = TOLERANCE[dtype]
-    assert gap(y, orthogonalize(x.double(), coefficients=name)) < bound
-    assert gap(run(x.mT).mT, y) < bound
-    assert gap(run(left @ x.double() @ right.mT), left @ y @ right.mT) < bound
-    assert gap(run(x.double() * 3.7), y) < bound
-    assert gap(torch.stack([run(z) for z in x]), y) < bound
-
-
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_no_set_amplifies_rounding_without_bound(name: str) -> None:
     # One part in 256 (bf16) too much at every step: CANS without its safety factor gives 1e60.
@@ -222,13 +198,6 @@ def test_many_equals_a_loop(shapes: list, dtypes: list[torch.dtype], name: str, 
         assert x.numel() == 0 or y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_many_equals_a_loop_in_low_precision(dtype: torch.dtype) -> None:
-    xs = tensors([((), 16, 24), ((), 24, 16), ((2,), 16, 24), ((), 16, 16)], [torch.float32] * 4)
-    for y, x in zip(orthogonalize_many(xs, dtype=dtype), xs, strict=True):
-        assert gap(y, orthogonalize(x, dtype=dtype)) < {torch.float32: 2e-5, torch.float16: 0.03}.get(dtype, 0.2)
-
-
 def test_one_group_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[torch.Size] = []
     real = torch.bmm
@@ -296,13 +265,6 @@ def test_exponent_is_that_of_each_matrix() -> None:
     x = coarse(problem(2, 5, 7, batch=(3,)).x).float()
     scales = torch.tensor([2.0**-90, 1.0, 2.0**90]).reshape(3, 1, 1)
     assert torch.equal(orthogonalize(x * scales), orthogonalize(x))
-
-
-@pytest.mark.parametrize("name", list(PRESETS))
-def test_zero_gives_zero(name: str) -> None:
-    for held, dtype in itertools.product(DTYPES, DTYPES):
-        zero = torch.zeros(2, 3, 4, dtype=held)
-        assert torch.equal(orthogonalize(zero, coefficients=name, dtype=dtype), zero)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
