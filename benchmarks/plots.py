@@ -94,7 +94,7 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
     return path
 
 
-DRAWN = {BASELINE: "#2a9d8f", "keller": "#d0702c", "polar_express_5": "#5b6ee1"}
+DRAWN = {BASELINE: "#2a9d8f", "polar_express_4": "#d0702c", "polar_express_5": "#5b6ee1"}
 """The candidates of the study of coefficients, whose losses are drawn over all rates."""
 HEADLINE = {"AdamW": ("AdamW", "#d0702c"), BASELINE: (BASELINE, "#2a9d8f"), "polar_express_5": ("mfx.Muon", "#5b6ee1")}
 """The candidates of the first page: a label and a colour each."""
@@ -108,14 +108,14 @@ def draw_training() -> None:
     figure, all_axes = plt.subplots(1, len(sizes), figsize=(9.6, 3.9), squeeze=False, layout="constrained")
     for axes, size in zip(all_axes[0], sizes, strict=True):
         _losses(axes, curves(found, size), {name: (name, color) for name, color in DRAWN.items()})
-        axes.set_title(f"{size} parameters, 300 steps, 3 seeds", loc="left", fontsize=10, color=GREY)
+        axes.set_title(f"{size} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
     all_axes[0, 0].set_ylabel("validation loss, nats per byte", color=GREY)
     _write(plt, figure, all_axes[0, 0], TRAINING_PICTURE, columns=3)
     figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
     _losses(axes, curves(found, sizes[-1]), HEADLINE)
     axes.set_ylabel("validation loss, nats per byte", color=GREY)
     axes.set_xlabel("peak learning rate", color=GREY)  # of all parameters under AdamW
-    axes.set_title(f"GPT, {sizes[-1]} parameters, 300 steps, 3 seeds", loc="left", fontsize=10, color=GREY)
+    axes.set_title(f"GPT, {sizes[-1]} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
     _write(plt, figure, axes, HEADLINE_PICTURE, columns=3)
 
 

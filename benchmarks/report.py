@@ -363,7 +363,7 @@ def curves(found: dict[str, Any], size: str) -> Curves:
 
 
 def training() -> str:
-    """The losses that models end at, each candidate at its best rate, beside torch.optim.Muon at its own."""
+    """The losses that models end at, each candidate at its best rate and at the default's, beside torch.optim.Muon."""
     found = load("training_quality")
     if found is None:
         return ""
@@ -371,7 +371,7 @@ def training() -> str:
     for size in dict.fromkeys(row["size"] for row in found["rows"]):
         own = curves(found, size)
         best = {name: min(by_rate.items(), key=lambda item: fmean(item[1])) for name, by_rate in own.items()}
-        base = best[BASELINE][1]
+        base, default_rate = best[BASELINE][1], best["polar_express_5"][0]
         lines: list[list[str]] = []
         for name, (rate, losses) in sorted(best.items(), key=lambda item: fmean(item[1][1])):
             apart = [mine - theirs for mine, theirs in zip(losses, base, strict=True)]
@@ -379,13 +379,15 @@ def training() -> str:
             spent = [r for r in found["rows"] if (r["size"], r["candidate"], r["rate"]) == (size, name, rate)]
             share = fmean(r["optimizer_seconds"] / (r["optimizer_seconds"] + r["model_seconds"]) for r in spent)
             rates = ", ".join(f"{rate:g}" for rate in sorted(own[name]))
-            lines.append([name, rates, f"{rate:g}", f"{fmean(losses):.4f}", error, f"{share:.0%}"])
+            at_default = f"{fmean(own[name][default_rate]):.4f}" if default_rate in own[name] else ""
+            lines.append([name, rates, f"{rate:g}", f"{fmean(losses):.4f}", error, at_default, f"{share:.0%}"])
         head = [
             "",
             "rates tried",
             "best rate",
             "mean loss",
             f"less {BASELINE}'s, ± standard error",
+            f"mean loss at {default_rate:g}",
             "optimizer's share",
         ]
         parts += [f"## {size} parameters\n", _table(head, lines), ""]
