@@ -1,6 +1,7 @@
 """The whole optimizer step on sets of matrices: muonfx against other packages' Muon, time and quality.
 
-Everywhere: float32 parameters and gradients, momentum with Nesterov's look-ahead, five quintic steps, weight decay.
+Everywhere: float32 parameters and gradients, momentum with Nesterov's look-ahead, weight decay, and five quintic steps
+(four in the row that says so).
 What differs from torch.optim.Muon: pytorch_optimizer batches equal shapes and overwrites the gradients. HeavyBall
 compiles, rounds to bf16 stochastically, overwrites the gradients, and has its own coefficients: `quintic`, five steps
 too, so equal work (others can be had for square matrices only). muonfx overwrites gradients with `donate_grads=True`
@@ -55,6 +56,7 @@ def ours() -> Iterator[Optimizer]:
         ("muonfx, donate_grads", True, {"coefficients": COMMON}),
         ("muonfx, float32", False, {"coefficients": COMMON, "dtype": torch.float32}),
         ("muonfx, quintic", False, {"coefficients": "quintic"}),
+        ("muonfx, four steps", False, {"coefficients": "polar_express_4"}),
     ):
         yield Optimizer(name, partial(_chain, donate=donate, **settings), settings["coefficients"], False, "muonfx")
     yield Optimizer("mfx.Muon", _muon, "polar_express_5", True, "muonfx")
