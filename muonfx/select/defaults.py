@@ -193,8 +193,9 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: 
     said = (
         ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
         f"{format_list(unknown, str)}. Give Muon's orthogonalize, or each transform that takes a view, "
-        "view=muonfx.MatrixView(dims={'*.name': ((-2,), (-1,))}) for a stack of matrices (out, in), ((-1,), (-2,)) if "
-        "each is (in, out), ((0,), (1, 2)) for one matrix whose columns are two dims"
+        "view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a stack of matrices (out, in), "
+        "'... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for one matrix whose columns are two "
+        "dims"
     )
     return found, said if unknown else ""
 

@@ -79,7 +79,8 @@ def orthogonalize(
         dtype: the compute dtype; "auto" decides by the device, and is at least fp32 if derivatives are taken
             through the transform. Updates are returned in their own dtype.
         products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
-        view: which matrices a leaf consists of: ``MatrixView(blocks={"*.qkv.weight": 3})`` for a fused QKV.
+        view: which matrices a leaf consists of: ``MatrixView({"*.qkv.weight": "(qkv=3 out) in -> qkv out in"})`` for a
+            fused query, key and value.
 
     Returns:
         A stateless transform. It reads one matrix at a time if the view's matrices are the last two dims, else a leaf.

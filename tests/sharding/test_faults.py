@@ -177,7 +177,7 @@ def strict_on_one_rank(here: Here, what: str, on: int, folder: Path) -> None:
     local = layout.shard(params)
     tx = mfx.momentum()
     if what == "a pattern":
-        blocks = mfx.MatrixView(blocks={"*.qvk": 3})
+        blocks = mfx.MatrixView({"*.qvk": "(part=3 out) in -> part out in"})
         tx = mfx.masked(mfx.orthogonalize(view=blocks), {"a": True, "b": False})
     if what == "gathering":
         tx = mfx.stateless(halve)  # of the whole tree

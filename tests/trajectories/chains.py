@@ -58,7 +58,7 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
     "muon_with_adamw": lambda: mfx.muon_with_adamw(
         0.05, 0.01, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)
     ),
-    "muon_in_blocks": lambda: on_matrices(muon(view=mfx.MatrixView(blocks={"*.qkv.weight": 3})), mfx.adamw(0.01)),
+    "muon_in_blocks": lambda: on_matrices(muon(view=mfx.MatrixView({"*.qkv.weight": "(part=3 out) in -> part out in"})), mfx.adamw(0.01)),
     "muon_in_bfloat16": lambda: on_matrices(
         mfx.muon(0.05, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), mfx.adamw(0.01)
     ),
