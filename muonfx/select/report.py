@@ -78,9 +78,9 @@ class Routing(Shown):
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
     """Return a table of every parameter's label and the reason for it, with totals for each label.
 
-    If a parameter holds several matrices, or a transposed matrix, two more columns show the number and sides of the
-    matrices, and the order in which they are stored. Names are never shortened, so that rules can be written from them.
-    The label None is shown as ``-``.
+    If the labels have a view for a parameter, because it holds several matrices or a transposed matrix, two more
+    columns show the number and sides of the matrices, and the order in which they are stored. The view of a transform
+    is not shown. Names are never shortened, so that rules can be written from them. The label None is shown as ``-``.
 
     Args:
         what: labels, together with ``params``; a model or named tensors, to which `default_labels` is applied; or a
