@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -41,8 +42,7 @@ class MatrixView:
     ====================================================  =========================================================
 
     ``name=size`` gives the size of an axis. In each dim, one size may be left out. ``a + b`` are parts that are
-    concatenated along an axis; there is one result for each part, separated by commas. ``...`` stands for any number
-    of dims.
+    concatenated along an axis; there is one result for each part, separated by commas. ``...`` is any number of dims.
 
     Args:
         pattern: a pattern for all parameters; or a mapping from globs over dotted names to patterns. The first glob
@@ -66,23 +66,24 @@ class MatrixView:
     """
 
     pattern: str | Mapping[str, str] | None = None
+    _parsed: ClassVar[Mapping[str, Pattern]]
 
     def __post_init__(self) -> None:
         """Check the patterns, and copy a mapping so that callers cannot modify it."""
-        pattern = self.pattern
-        given = pattern.values() if isinstance(pattern, Mapping) else () if pattern is None else (pattern,)
-        for text in given:
+        pattern, parsed = self.pattern, dict[str, Pattern]()
+        for text in pattern.values() if isinstance(pattern, Mapping) else () if pattern is None else (pattern,):
             if not isinstance(text, str):
                 raise TypeError(
                     f"MatrixView: found {text!r}, expected a pattern such as '(qkv=3 out) in -> qkv out in', or a "
                     "mapping from globs over parameter names to patterns"
                 )
             try:
-                parse(text)
+                parsed[text] = parse(text)
             except ValueError as error:
                 raise ValueError(f"MatrixView: {error}") from None
         if isinstance(pattern, Mapping):
             object.__setattr__(self, "pattern", dict(pattern))
+        object.__setattr__(self, "_parsed", parsed)  # here, since a tracer would parse at every call
 
     def __repr__(self) -> str:
         return f"MatrixView({'' if self.pattern is None else repr(self.pattern)})"
@@ -100,7 +101,7 @@ class MatrixView:
 
     def of(self, names: Sequence[str]) -> list[Pattern | None]:
         """Return the pattern of each named parameter; None for the default."""
-        return [None if text is None else parse(text) for text in map(self.text, names)]
+        return [None if text is None else self._parsed[text] for text in map(self.text, names)]
 
     def text(self, name: str) -> str | None:
         """Return the pattern of a named parameter as it was given; None for the default."""

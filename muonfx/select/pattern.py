@@ -85,7 +85,8 @@ class Pattern:
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return a stack of matrices (..., rows, columns) for each result; ValueError if the shape does not fit."""
         bound = self._bound(tensor.shape)
-        whole, found = tensor.reshape(bound.sizes), list[Tensor]()
+        whole = tensor.reshape(bound.sizes)
+        found: list[Tensor] = []
         for one in bound.results:
             part = whole if bound.divided is None else whole.narrow(bound.divided, one.start, one.sizes[bound.divided])
             found.append(part.permute(one.order).reshape(one.shape))

@@ -14,7 +14,7 @@ from muonfx.core.contract import NOTHING
 from muonfx.core.declaration import LeafCost
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
-from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.select.matrix_view import Matrices, MatrixView, split
 from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
@@ -42,7 +42,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
         if chosen == "auto":
             chosen = torch.float64 if dtype == torch.float64 else compute
         total = 0.0
-        for matrices in own.split(torch.empty(shape, device="meta"), name):
+        for matrices in split(own, torch.empty(shape, device="meta"), name):
             *batch, rows, columns = matrices.shape
             one = newton_schulz_cost((rows, columns), device, dtype=chosen, **settings)
             total += one.load * prod(batch)
