@@ -3,21 +3,32 @@
 import copy
 import gc
 import warnings
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
 import muonfx as mfx
-from tests.optimizer import ranks_of_attachment as ranks
-from tests.optimizer.ranks_of_attachment import small as made
-from tests.processes import World, errors_of
+from muonfx import sharding
+from tests.optimizer.test_over_ranks import EXACT, FULL, quiet, whole
+from tests.processes import Here, on_ranks
 
 # What is tested here is told with names alone, too.
 pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names")
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
 
 
 def backward(model: nn.Module) -> None:
@@ -396,32 +407,126 @@ def test_an_optimizer_keeps_no_model_alive_and_a_copy_knows_none():
 # ------------------------------------------------------------------------------------------------------ real processes
 
 
-@pytest.mark.dist
+def wrapped(model: nn.Module, how: str, here: Here) -> nn.Module:
+    if how == "fully_shard":
+        return fully_shard(model, mesh=here.mesh)
+    more: dict[str, Any] = {"process_group": here.group, "device_id": torch.device("cpu")}
+    if how == "no_shard":
+        more["sharding_strategy"] = ShardingStrategy.NO_SHARD
+    with quiet():
+        return FullyShardedDataParallel(model, use_orig_params="original" in how or how == "no_shard", **more)
+
+
+def one_step(model: nn.Module, optimizer: Any) -> None:
+    with quiet():
+        model(torch.ones(3, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("chain", ["muon", "normuon"])
-def test_state_with_values_is_cut_as_its_parameters_are_cut(world: World, chain: str):
-    world.check(2, ranks.switched_late, chain=chain)
+@on_ranks(2)
+def test_state_with_values_is_cut_as_its_parameters_are_cut(here: Here, chain: str):
+    """Sharded after the first step, and back again: the same values of the state, and the steps of before."""
+    tx = {"muon": mfx.muon, "normuon": mfx.normuon}[chain](0.02, orthogonalize=mfx.orthogonalize(**EXACT))
+    model, twin = made(), made()
+    labels = mfx.default_labels(model)
+    optimizer, other = (
+        mfx.TransformOptimizer(m, mfx.partition({"muon": tx, "adamw": mfx.adamw(0.01)}, labels)) for m in (model, twin)
+    )
+    one_step(model, optimizer)
+    one_step(twin, other)
+    layouts: list[Any] = []
+    for how in ("plain", "fully_shard", "plain again"):
+        if how == "fully_shard":
+            fully_shard(model, mesh=here.mesh)
+        elif how == "plain again":
+            wholes = {name: whole(param).clone() for name, param in model.named_parameters()}
+            model = made()
+            model.load_state_dict(wholes)
+            for group in optimizer.param_groups:  # as engines do
+                group["params"] = [model.get_parameter(name) for name in group["param_names"]]
+        saved = get_optimizer_state_dict(model, optimizer, options=FULL)
+        layouts.append(type(next(model.parameters())))
+        wanted = get_optimizer_state_dict(twin, other, options=FULL)
+        for name, leaves in wanted["state"].items():
+            assert leaves.keys() == saved["state"][name].keys()
+            assert all(torch.allclose(leaf, saved["state"][name][key], atol=1e-6) for key, leaf in leaves.items())
+            if how == "fully_shard":  # nothing has been computed in another order yet
+                assert all(torch.equal(leaf, saved["state"][name][key]) for key, leaf in leaves.items())
+        for m, o in ((model, optimizer), (twin, other)):
+            o.zero_grad()
+            one_step(m, o)
+        for param, right in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(whole(param), right, atol=1e-5)
+    assert len({*layouts}) == 2
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("stepped", [False, True])
-def test_parameters_that_fsdp2_has_gathered_for_a_while_are_not_followed(world: World, stepped: bool):
-    world.check(2, ranks.saved_after_evaluation, stepped=stepped)
+@on_ranks(2)
+def test_parameters_that_fsdp2_has_gathered_for_a_while_are_not_followed(here: Here, stepped: bool):
+    """A pass without gradients leaves a root of FSDP2 gathered: plain tensors stand in the model for a while."""
+    model, twin = (fully_shard(made(), mesh=here.mesh) for _ in range(2))
+    optimizer, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin))
+    if stepped:
+        one_step(model, optimizer)
+        one_step(twin, other)
+    with torch.no_grad(), quiet():
+        model(torch.ones(3, 4))
+    assert not isinstance(next(model.parameters()), DTensor)
+    optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    assert all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+    other.zero_grad()
+    other.load_state_dict(saved)
+    for m, o in ((model, optimizer), (twin, other)):
+        one_step(m, o)
+    assert_same_bits(model, twin)
 
 
-@pytest.mark.dist
-def test_a_rank_clears_gradients_alone(world: World):
-    world.check(2, ranks.cleared_alone)
+def assert_same_bits(model: nn.Module, twin: nn.Module) -> None:
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(param), whole(wanted))
 
 
-@pytest.mark.dist
-def test_a_wrong_shape_on_one_rank_is_an_error_on_all(world: World):
-    for error in errors_of(world.run(2, ranks.cut_on_one_rank)):
-        assert "'0.weight' has shape (3, 4), and had (6, 4)" in str(error)
+@on_ranks(2)
+def test_a_rank_clears_gradients_alone(here: Here):
+    """Gradients are cleared on one rank only after the model was sharded: nothing is exchanged before the step."""
+    model, twin = made(), made()
+    optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(**EXACT))
+    fully_shard(model, mesh=here.mesh)
+    other = mfx.Muon(fully_shard(twin, mesh=here.mesh), orthogonalize=mfx.orthogonalize(**EXACT))
+    if here.rank == 0:
+        optimizer.zero_grad()
+    for m, o in ((model, optimizer), (twin, other)):
+        one_step(m, o)
+    assert_same_bits(model, twin)
 
 
-@pytest.mark.dist
-def test_a_rank_saves_alone_after_parameters_were_assigned_where_each_has_all(world: World):
-    world.check(2, ranks.saved_alone)
+@on_ranks(2)
+def test_a_wrong_shape_on_one_rank_is_an_error_on_all(here: Here):
+    model = made()
+    optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
+    if here.rank == 0:
+        optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3, 4))
+    model(torch.ones(3, 4)).square().sum().backward()
+    with pytest.raises(ValueError, match=r"'0\.weight' has shape \(3, 4\), and had \(6, 4\)"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_rank_saves_alone_after_parameters_were_assigned_where_each_has_all(here: Here):
+    model = made()
+    optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
+    one_step(model, optimizer)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    if here.rank == 0:
+        optimizer.state_dict()
+    optimizer.zero_grad()
+    one_step(model, optimizer)
+    for param in model.parameters():
+        first = param.detach().clone()
+        dist.broadcast(first, dist.get_global_rank(here.group, 0), group=here.group)
+        assert torch.equal(first, param)
 
 
 FSDP1 = {
@@ -432,16 +537,17 @@ FSDP1 = {
 }
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("when", "how"), FSDP1)
-def test_what_fsdp1_leaves_of_parameters_is_refused(world: World, when: str, how: str):
-    for error in errors_of(world.run(2, ranks.under_fsdp1, when=when, how=how)):
-        assert isinstance(error, ValueError)
-        assert FSDP1[when, how] in str(error)
-        assert "fully_shard (FSDP2" in str(error)
+@on_ranks(2)
+def test_what_fsdp1_leaves_of_parameters_is_refused(here: Here, when: str, how: str):
+    model = made()
+    optimizer = mfx.Muon(model) if when == "made before" else None
+    sharded = wrapped(model, how, here)
+    with pytest.raises(ValueError, match=r"fully_shard \(FSDP2") as caught:
+        _ = one_step(sharded, optimizer) if optimizer else mfx.Muon(sharded)
+    assert FSDP1[when, how] in str(caught.value)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "how",
     [
@@ -453,5 +559,36 @@ def test_what_fsdp1_leaves_of_parameters_is_refused(world: World, when: str, how
         "replicated, converted",
     ],
 )
-def test_what_trains_a_model_is_let_through(world: World, how: str):
-    world.check(2, ranks.trains, how=how)
+@on_ranks(2)
+def test_what_trains_a_model_is_let_through(here: Here, how: str):
+    """Two steps, between them a pass without gradients; all parameters have changed."""
+    with torch.device("meta" if "meta" in how else "cpu"):
+        model = made()
+    if "first" in how:
+        optimizer = mfx.Muon(model)
+        fully_shard(model, mesh=here.mesh)
+        if "meta" in how:
+            model.to_empty(device="cpu")
+            for param in model.parameters():
+                nn.init.normal_(param)
+    elif how == "compiled ddp":
+        optimizer = mfx.Muon(model)
+        model = torch.compile(DistributedDataParallel(model, process_group=here.group), backend="eager")
+    elif how == "replicated, converted":
+        optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
+        model = DistributedDataParallel(model.bfloat16(), process_group=here.group)
+    else:
+        model = wrapped(model, how.removesuffix(", converted"), here)
+        optimizer = mfx.Muon(model)
+        if how.endswith("converted"):
+            model.bfloat16()
+    before = [whole(param).clone() for param in model.parameters()]
+    for _ in range(2):
+        one_step(model, optimizer)
+        optimizer.zero_grad()
+        with torch.no_grad(), quiet():
+            # FSDP2 may leave parameters unsharded after this.
+            model(torch.ones(3, 4, dtype=next(model.parameters()).dtype))
+            optimizer.step()
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(whole(param), was)
