@@ -13,7 +13,7 @@ from muonfx import sharding
 from muonfx.sharding.messages import copied, octets
 from muonfx.sharding.replicas import checksum
 from tests.checkpoint.common import bits, folder
-from tests.processes import Here, World
+from tests.processes import Here, on_ranks
 
 ck = mfx.checkpoint
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -69,11 +69,14 @@ def test_checkpoints_hold_elements_in_order(x: Tensor):
         }
 
 
-def through_ranks(here: Here, how: str, kind: Any) -> None:
+@pytest.mark.parametrize("kind", ["flat", "whole", "replicated"])
+@pytest.mark.parametrize("how", variants(torch.zeros(1)))
+@on_ranks(2)
+def test_steps_over_ranks_are_of_elements_in_order(here: Here, how: str, kind: Any):
     plain = {"a": torch.arange(6.0).reshape(2, 3) + 1, "b": torch.ones(1), "c": torch.ones(()), "e": torch.zeros(0, 2)}
 
-    def odd(tree: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: variants(leaf)[how] for name, leaf in tree.items()}
+    def odd(tree: Any) -> Any:
+        return mfx.tree.map(lambda leaf: variants(leaf)[how], tree)
 
     is_zero = kind != "replicated"
     layout = sharding.zero(plain, here.group, partition=kind) if is_zero else sharding.replicated(plain, here.group)
@@ -84,26 +87,12 @@ def through_ranks(here: Here, how: str, kind: Any) -> None:
         state = tx.init(params)
         for _ in range(2):
             pieces = layout.reduce_scatter(given(plain))
-            updates, state = tx.update(given(pieces), given_state(given, state), params)
+            updates, state = tx.update(given(pieces), given(state), params)
             params = given(mfx.apply_updates(params, updates))
         same = sharding.broadcast(params, layout)
         return [bits(leaf) for leaf in mfx.tree.tensors((layout.gather(params), layout.gather(same), state))]
 
-    def given_state(given: Any, state: Any) -> Any:
-        return state if given is plainly else mfx.tree.map(lambda x: variants(x)[how], state)
-
-    assert run(odd) == run(plainly)
-
-
-def plainly(tree: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tree
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("kind", ["flat", "whole", "replicated"])
-def test_steps_over_ranks_are_of_elements_in_order(world: World, kind: str):
-    for how in variants(torch.zeros(1)):
-        world.check(2, through_ranks, how=how, kind=kind)
+    assert run(odd) == run(lambda tree: tree)
 
 
 @mfx.transform(locality=mfx.Locality.MATRIX)
@@ -117,15 +106,11 @@ def turned():
     return init, update
 
 
-def turn(here: Here) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_an_update_that_is_a_view_of_its_input_is_not_taken_for_the_input(here: Here):
     params = {"w": torch.arange(9.0).reshape(3, 3)}
     layout = sharding.zero(params, here.group)
     tx, local = sharding.sharded(turned(), layout), layout.shard(params)
     updates, _ = tx.update(local, tx.init(local), local)
     assert torch.equal(layout.gather(updates)["w"], params["w"].mT)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_update_that_is_a_view_of_its_input_is_not_taken_for_the_input(world: World, size: int):
-    world.check(size, turn)

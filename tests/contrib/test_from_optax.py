@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import muonfx as mfx
-from tests.processes import Here, World
+from tests.processes import Here, on_ranks
 
 PARAMS = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64), "b": torch.tensor([3.0], dtype=torch.float64)}
 ONES = {"w": torch.ones(2)}
@@ -107,7 +107,8 @@ def test_parameters_to_evaluate_are_found_within_chains_routes_and_optimizers():
     torch.testing.assert_close(evaluated["w"], PARAMS["w"] - 0.2)  # of 0.1, 0.2, 0.3
 
 
-def run_fully_sharded(here: Here) -> list[float]:
+@on_ranks(2)
+def test_pieces_of_the_parameters_to_evaluate_are_those_of_the_whole(here: Here):
     torch.manual_seed(0)
     models = [nn.Linear(6, 5, dtype=torch.float64) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -122,12 +123,8 @@ def run_fully_sharded(here: Here) -> list[float]:
             optimizer.step()
         params = {name: p.detach() for name, p in model.named_parameters()}
         found.append(mfx.contrib.schedule_free_eval_params(optimizer.transform_state, params))
-    return [float((p.full_tensor() - found[1][name]).abs().max()) for name, p in found[0].items()]
-
-
-@pytest.mark.dist
-def test_pieces_of_the_parameters_to_evaluate_are_those_of_the_whole(world: World):
-    assert max(max(errors) for errors in world.check(2, run_fully_sharded)) <= 1e-12
+    whole = {name: p.full_tensor() for name, p in found[0].items()}
+    torch.testing.assert_close(whole, found[1], rtol=0, atol=1e-12)
 
 
 def test_another_rate_and_a_momentum_within_are_warned_of():

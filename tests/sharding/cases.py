@@ -228,10 +228,6 @@ def flat(here: Here, params: dict[str, Tensor]) -> Any:
     return layout, layout.shard(params)
 
 
-def all_same_bits(results: list[Any]) -> bool:
-    return len({tuple(sorted((name, bits(leaf)) for name, leaf in tree.items())) for tree in results}) == 1
-
-
 _SIDES = (1, 2, 3, 4, 5, 7, 8, 13, 16, 33, 0)
 _SHORT = (1, 2, 3, 4, 5, 0)
 _DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64)

@@ -1,6 +1,5 @@
 """Named cases of states, donated storage and collectives, each once wrong."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx import sharding
-from tests.processes import Here, World
+from tests.processes import Here, on_ranks
 from tests.sharding.cases import bits, flat, some
 
 pytestmark = pytest.mark.dist
@@ -46,44 +45,45 @@ def recorded_by_parameter():
     return init, update
 
 
-def run_both(here: Here, tx: mfx.Transform, params: dict[str, Tensor], bucket_bytes: int, steps: int = 3) -> float:
-    """How far three updates are from those of one process; the states are told and taken back too."""
+def check_three_updates(
+    here: Here, tx: mfx.Transform, params: dict[str, Tensor], bucket_bytes: int, off: float
+) -> None:
+    """They are near those of one process; the states are taken to the global view and back too."""
     layout, local = flat(here, params)
-    own, wanted, far = sharding.sharded(tx, layout, bucket_bytes=bucket_bytes), tx.init(params), 0.0
+    own, wanted = sharding.sharded(tx, layout, bucket_bytes=bucket_bytes), tx.init(params)
     state = own.init(local)
-    for step in range(steps):
+    for step in range(3):
         grads = {name: some(*p.shape, seed=7 + step) for name, p in params.items()}
         out, state = own.update(layout.shard(grads), state, local)
         state = sharding.from_global(own, sharding.to_global(own, state))
         expected, wanted = tx.update(grads, wanted, params)
-        whole = layout.gather(out)
-        far = max([far, *(float((whole[n] - expected[n]).abs().max()) for n in params)])
-    return far
+        torch.testing.assert_close(layout.gather(out), expected, rtol=0, atol=off)
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
-def test_a_record_for_each_parameter_survives_several_buckets(world: World, bucket_bytes: int):
+@on_ranks(2)
+def test_a_record_for_each_parameter_survives_several_buckets(here: Here, bucket_bytes: int):
     params = {"a": some(4, 4), "b": some(5, 5), "c": some(3, 3)}
-    for far in world.check(2, run_both, tx=recorded_by_parameter(), params=params, bucket_bytes=bucket_bytes):
-        assert far < 1e-4
+    check_three_updates(here, recorded_by_parameter(), params, bucket_bytes, off=1e-4)
 
 
-def test_a_parameter_may_be_called_as_a_field_of_a_state_is(world: World):
+@on_ranks(2)
+def test_a_parameter_may_be_called_as_a_field_of_a_state_is(here: Here):
     params = {"count": some(4, 4), "z": some(4, 4), "y": some(4, 4)}
-    tx = mfx.cautious(mfx.scale_by_adam())
-    assert max(world.check(2, run_both, tx=tx, params=params, bucket_bytes=100)) < 1e-5
-    params = {"count": some(), "w": some(4)}
-    assert max(world.check(2, run_both, tx=mfx.scale_by_adam(), params=params, bucket_bytes=100)) < 1e-5
+    check_three_updates(here, mfx.cautious(mfx.scale_by_adam()), params, 100, off=1e-5)
+    check_three_updates(here, mfx.scale_by_adam(), {"count": some(), "w": some(4)}, 100, off=1e-5)
 
 
-def a_state_begins_with_the_numbers_of_its_own_transform(here: Here) -> None:
+@on_ranks(2)
+def test_a_state_begins_with_the_numbers_of_its_own_transform(here: Here):
     layout, local = flat(here, {"a": some(4, 4)})
     for b1 in (0.9, 0.5):
         tx = mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1, b1)
         assert float(sharding.sharded(tx, layout).init(local).b1) == b1
 
 
-def two_transforms_over_one_layout_do_not_share_global_shapes(here: Here) -> None:
+@on_ranks(2)
+def test_two_transforms_over_one_layout_do_not_share_global_shapes(here: Here):
     layout, local = flat(here, {"a": some(4, 4), "b": some(5)})
     first, second = sharding.sharded(mfx.momentum(0.9), layout), sharding.sharded(mfx.scale_by_adam(), layout)
     state = first.init({"a": local["a"]})
@@ -91,7 +91,8 @@ def two_transforms_over_one_layout_do_not_share_global_shapes(here: Here) -> Non
     assert sharding.to_global(first, state).trace["a"].shape == (4, 4)
 
 
-def a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype(here: Here) -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype(here: Here):
     layout, _ = flat(here, {"a": torch.ones(2, 2), "b": torch.ones(2)})
     grads: dict[str, Any] = {"a": torch.ones(2, 2).bfloat16(), "b": torch.full((2,), 3.0).bfloat16()}
     found = layout.gather(layout.reduce_scatter(grads | ({"b": None} if here.rank == 0 else {}), "sum"))
@@ -99,7 +100,8 @@ def a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype(here:
     assert (found["a"].tolist(), found["b"].tolist()) == ([[2.0, 2.0], [2.0, 2.0]], [3.0, 3.0])
 
 
-def nothing_to_reduce_is_reduced_to_nothing(here: Here) -> None:
+@on_ranks(2)
+def test_nothing_to_reduce_is_reduced_to_nothing(here: Here):
     params = {"a": some(2, 2), "e": torch.zeros(0, 3)}
     zeros = [sharding.zero(params, here.group, partition=kind) for kind in ("whole", "flat")]
     for layout in (sharding.replicated(params, here.group), *zeros):
@@ -107,7 +109,8 @@ def nothing_to_reduce_is_reduced_to_nothing(here: Here) -> None:
         assert layout.reduce_scatter({"a": None, "e": torch.zeros(0, 3)})["e"].numel() == 0
 
 
-def a_gradient_flows_through_all_gather_to_a_dtensor(here: Here) -> None:
+@on_ranks(2)
+def test_a_gradient_flows_through_all_gather_to_a_dtensor(here: Here):
     placements = {"a": placed(here, some(4, 4), Shard(0))}
     leaf = torch.nn.Parameter(placements["a"])
     whole = sharding.from_dtensors(placements).all_gather({"a": leaf}, op="sum")["a"]
@@ -116,7 +119,8 @@ def a_gradient_flows_through_all_gather_to_a_dtensor(here: Here) -> None:
     assert torch.equal(leaf.grad.full_tensor(), 2 * torch.arange(16.0).reshape(4, 4))
 
 
-def gradients_that_pass_through_a_run_are_not_overwritten(here: Here) -> None:
+@on_ranks(2)
+def test_gradients_that_pass_through_a_run_are_not_overwritten(here: Here):
     params = {"a": some(8, 8)}
     tx = mfx.chain(mfx.scale(-0.1), mfx.ema_params(dtype=mfx.int8()))
     for make in (sharding.replicated, sharding.zero):
@@ -131,7 +135,8 @@ def gradients_that_pass_through_a_run_are_not_overwritten(here: Here) -> None:
         assert bits(grads["a"]) == before
 
 
-def a_state_of_dtensors_shares_nothing_with_the_one_before(here: Here) -> None:
+@on_ranks(2)
+def test_a_state_of_dtensors_shares_nothing_with_the_one_before(here: Here):
     params = {"a": placed(here, some(4, 4), Shard(0)), "b": placed(here, some(4, 4), Shard(0))}
     tx = sharding.sharded(mfx.momentum(0.9), sharding.from_dtensors(params))
     _, first = tx.update(params, tx.init(params), params)
@@ -141,27 +146,10 @@ def a_state_of_dtensors_shares_nothing_with_the_one_before(here: Here) -> None:
     assert bits(first.trace["b"].to_local()) == before
 
 
-def expanded_gradients_may_be_donated(here: Here) -> None:
+@on_ranks(2)
+def test_expanded_gradients_may_be_donated(here: Here):
     params = {"a": some(4, 4)}
     tx = mfx.momentum(0.9)
     own = sharding.sharded(tx, sharding.replicated(params, here.group))
     found, _ = own.update({"a": torch.ones(()).expand(4, 4)}, own.init(params), params, donate=True)
     assert torch.equal(found["a"], tx.update({"a": torch.ones(4, 4)}, tx.init(params))[0]["a"])
-
-
-@pytest.mark.parametrize(
-    "holds",
-    [
-        a_state_begins_with_the_numbers_of_its_own_transform,
-        two_transforms_over_one_layout_do_not_share_global_shapes,
-        a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype,
-        nothing_to_reduce_is_reduced_to_nothing,
-        a_gradient_flows_through_all_gather_to_a_dtensor,
-        gradients_that_pass_through_a_run_are_not_overwritten,
-        a_state_of_dtensors_shares_nothing_with_the_one_before,
-        expanded_gradients_may_be_donated,
-    ],
-    ids=lambda function: function.__name__,
-)
-def test_on_every_rank(world: World, holds: Callable[[Here], None]):
-    world.check(2, holds)
