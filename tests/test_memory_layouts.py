@@ -1,4 +1,4 @@
-"""How a tensor lies in memory changes nothing: odd strides, offsets, negated and expanded views."""
+"""The place of a tensor in memory changes nothing: odd strides, offsets, negated and expanded views; and checksums."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding.messages import copied, octets
-from muonfx.sharding.replicas import checksum
+from muonfx.sharding.replicas import WORDS, checksum
 from tests.checkpoint.common import bits, folder
 from tests.processes import Here, on_ranks
 
@@ -38,10 +38,10 @@ def variants(x: Tensor) -> dict[str, Tensor]:
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
-    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+def tensors(draw: st.DrawFn, side: int = 3, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
+    shape = draw(st.lists(st.integers(0, side), max_size=3))
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 3
-    return drawn.to(draw(st.sampled_from(DTYPES)))
+    return drawn.to(draw(st.sampled_from(dtypes)))
 
 
 @given(tensors())
@@ -114,3 +114,34 @@ def test_an_update_that_is_a_view_of_its_input_is_not_taken_for_the_input(here: 
     tx, local = sharding.sharded(turned(), layout), layout.shard(params)
     updates, _ = tx.update(local, tx.init(local), local)
     assert torch.equal(layout.gather(updates)["w"], params["w"].mT)
+
+
+WITH_INTEGERS = (*DTYPES, torch.int8, torch.int64, torch.bool)
+
+
+@given(tensors(9, WITH_INTEGERS), st.data())
+def test_a_checksum_is_of_bits_in_their_order(x: Tensor, data: st.DataObject):
+    number = int(checksum(x))
+    order = data.draw(st.permutations(range(x.numel())))
+    other = x.reshape(-1)[order].view(x.shape) if x.numel() else x
+    assert (int(checksum(other)) == number) == (bits(other) == bits(x))
+
+
+@given(tensors(9, WITH_INTEGERS), st.lists(st.tuples(st.integers(0, 728), st.integers(0, 63)), min_size=1, max_size=4))
+def test_flipped_bits_change_the_checksum(x: Tensor, flips: list[tuple[int, int]]):
+    """Also the signs of two elements, and 0.0 for -0.0, which an even weight would hide."""
+    other = x.clone()
+    octets = other.view(-1).view(torch.uint8) if x.numel() else other.view(torch.uint8)
+    for place, bit in flips:
+        if x.numel() and x.dtype != torch.bool:
+            octets[place * x.element_size() % octets.numel() + bit // 8 % x.element_size()] ^= 1 << bit % 8
+    assert (int(checksum(other)) == int(checksum(x))) == (bits(other) == bits(x))
+
+
+def test_elements_count_wherever_a_pass_begins():
+    x = torch.arange(2 * WORDS + 5, dtype=torch.int32)
+    number = int(checksum(x))
+    for one, other in ((0, 1), (5, WORDS + 5), (WORDS, 2 * WORDS + 1), (7, len(x) - 1)):
+        y = x.clone()
+        y[one], y[other] = x[other], x[one]
+        assert int(checksum(y)) != number, (one, other)

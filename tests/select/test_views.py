@@ -15,7 +15,7 @@ import muonfx as mfx
 from muonfx.select import Labels, Route, default_labels, default_labels_by_name, labels, path
 from muonfx.select.views import patterns
 from muonfx.tree.tracing import matches
-from tests.select.test_default_labels import Conv1D, Holder
+from tests.select.test_select import Conv1D, Holder
 
 STACK, TRANSPOSED_STACK = ((-2,), (-1,)), ((-1,), (-2,))
 

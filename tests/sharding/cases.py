@@ -5,7 +5,6 @@ A case is drawn in one process and sent to others, which all make the same tenso
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx import sharding
@@ -210,13 +209,6 @@ def distinct(shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether no two matrices have one shape up to transposition: those are multiplied in one batch."""
     kinds = [tuple(sorted((shape[0], prod(shape[1:])))) for shape in shapes]
     return len(set(kinds)) == len(kinds)
-
-
-def bits(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that cannot be told apart."""
-    plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    flat = plain.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return tuple(plain.shape), plain.dtype, bytes(chain(flat.view(torch.uint8).tolist())) if flat.numel() else b""
 
 
 def some(*shape: int, seed: int = 0) -> Tensor:

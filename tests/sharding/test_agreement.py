@@ -16,8 +16,9 @@ import muonfx as mfx
 from muonfx import polar, sharding
 from muonfx.polar import policy
 from muonfx.sharding import ShardingError
+from tests.checkpoint.common import bits
 from tests.processes import Failed, Here, World, on_ranks
-from tests.sharding.cases import bits, flat, some
+from tests.sharding.cases import flat, some
 from tests.sharding.counting import counting
 from tests.sharding.test_law import plain
 

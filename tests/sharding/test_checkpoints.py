@@ -9,6 +9,7 @@ import torch
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding.dtensors import to_dtensors
+from tests.checkpoint.common import bits
 from tests.processes import Here, World, on_ranks
 from tests.sharding.cases import (
     Flat,
@@ -19,7 +20,6 @@ from tests.sharding.cases import (
     Placed,
     Replicated,
     Zero,
-    bits,
     laid_out,
     model,
     muon,

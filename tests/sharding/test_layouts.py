@@ -22,7 +22,8 @@ from muonfx.sharding import boxes, cut
 from muonfx.sharding.boxes import Box, boxes_of_interval, cover, intersection
 from muonfx.sharding.plan import shares
 from muonfx.sharding.shards import FlatPiece, IntervalTensor, Piece, part
-from tests.sharding.cases import Model, Zero, bits, models, pretended, zeros
+from tests.checkpoint.common import bits
+from tests.sharding.cases import Model, Zero, models, pretended, zeros
 from tests.sharding.counting import count_calls
 
 SIZES = st.integers(1, 5)
