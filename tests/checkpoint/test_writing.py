@@ -29,7 +29,7 @@ from muonfx.checkpoint.writing import Draft
 from muonfx.polar import policy
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
-from tests.processes import Failed, Here, World
+from tests.processes import Here, World, on_ranks
 
 ck = mfx.checkpoint
 OLD = {"w": torch.arange(1000.0), "b": torch.zeros(3)}
@@ -276,22 +276,17 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-def odd_error(here: Here, path: Path) -> None:
+@on_ranks(2)
+def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(here: Here, tmp_path: Path):
     def write(*args: Any) -> Any:
         raise Odd(1, 2)
 
     half = ck.FlatPiece.cut(OLD["w"], 500 * here.rank, 500 * (here.rank + 1))
-    with mock.patch.object(Draft, "write", write) if here.rank == 1 else nullcontext():
-        ck.save(path, {"w": half}, group=here.group)
-
-
-@pytest.mark.dist
-def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(world: World, tmp_path: Path):
-    for result in world.run(2, odd_error, path=tmp_path / "one"):
-        assert isinstance(result, Failed)
-        assert isinstance(result.error, CheckpointError), result.trace
-        assert "rank 1: " in str(result.error)
-        assert "Odd: odd" in str(result.error)
+    with (
+        mock.patch.object(Draft, "write", write) if here.rank == 1 else nullcontext(),
+        pytest.raises(CheckpointError, match=r"rank 1: .*Odd: odd"),
+    ):
+        ck.save(tmp_path / "one", {"w": half}, group=here.group)
 
 
 def test_the_recorded_chain_has_the_numbers_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -424,22 +419,18 @@ def test_saves_in_the_background_end_in_the_order_in_which_they_began(tmp_path: 
     assert ck.verify(tmp_path / "one").step == 101
 
 
-def many_in_flight(here: Here, path: Path) -> None:
+@on_ranks(3)
+def test_many_saves_with_one_group_are_done_in_order(here: Here, tmp_path: Path):
     """Several on one group, and saves and loads in the foreground meanwhile, wait for nothing but each other."""
-    state = {"w": torch.full((300_000,), 1.0)}
-    savings = [ck.save_async(path / "one", state, step=step, group=here.background) for step in range(5)]
-    savings.append(ck.save_async(path / "other", state, step=5, group=here.background))
-    ck.save(path / "one", state, step=6, group=here.background)
-    loaded = ck.load(path / "other", like=state, group=here.background)
-    assert torch.equal(loaded["w"], state["w"])
+    state, group = {"w": torch.full((300_000,), 1.0)}, here.background
+    savings = [ck.save_async(tmp_path / "one", state, step=step, group=group) for step in range(5)]
+    savings.append(ck.save_async(tmp_path / "other", state, step=5, group=group))
+    ck.save(tmp_path / "one", state, step=6, group=group)
+    assert torch.equal(ck.load(tmp_path / "other", like=state, group=group)["w"], state["w"])
     for saving in savings:
         saving.wait()
-    assert ck.verify(path / "one").step == 6
-
-
-@pytest.mark.dist
-def test_many_saves_with_one_group_are_done_in_order(world: World, tmp_path: Path):
-    world.check(3, many_in_flight, path=tmp_path)
+    assert ck.verify(tmp_path / "one").step == 6
+    dist.barrier(here.group)
     assert len(list((tmp_path / "one").iterdir())) == 2  # what is the same on all ranks is written once
 
 
@@ -504,9 +495,11 @@ def test_a_reader_sees_one_checkpoint_while_it_is_replaced(tmp_path: Path, times
         writer.join()
 
 
-def ranks_reading(here: Here, path: Path, times: int) -> None:
+@pytest.mark.parametrize("times", [20, pytest.param(500, marks=pytest.mark.deep)])
+@on_ranks(4)
+def test_ranks_load_one_checkpoint_while_it_is_replaced(here: Here, tmp_path: Path, times: int):
     """Rank 3 replaces until the others have loaded so many times, together, each a part, and all of it."""
-    readers = dist.new_group([0, 1, 2])
+    readers, path = dist.new_group([0, 1, 2]), tmp_path / "one"
     if here.rank == 3:
         ck.save(path, state_of(0))
     dist.barrier(here.group)
@@ -530,12 +523,6 @@ def ranks_reading(here: Here, path: Path, times: int) -> None:
             assert len(set(seen)) == 1, f"ranks have loaded {seen}"
         done.touch()
     dist.barrier(here.group)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("times", [20, pytest.param(500, marks=pytest.mark.deep)])
-def test_ranks_load_one_checkpoint_while_it_is_replaced(world: World, tmp_path: Path, times: int):
-    world.check(4, ranks_reading, path=tmp_path / "one", times=times)
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(tmp_path: Path, monkeypatch):

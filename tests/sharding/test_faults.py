@@ -55,21 +55,6 @@ def killed_in_mid_step(here: Here, model: Model, tx: mfx.Transform, case: Layout
         _, state = sharded.update(layout.shard(model.grads(step)), state, layout.shard(params))
 
 
-def soak(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, steps: int) -> Any:
-    """Many steps with None and NaN here and there; the parameters in the end, and how many steps were skipped."""
-    params = model.params()
-    layout = laid_out(case, params, here, tx)
-    local, sharded = layout.shard(params), sharding.sharded(mfx.skip_nonfinite(tx), layout)
-    state = sharded.init(local)
-    for step in range(steps):
-        reduced = layout.reduce_scatter(troubled(model, step, here.rank))
-        grads = {name: None if leaf is None else plain(leaf) for name, leaf in reduced.items()}
-        updates, state = sharded.update(grads, state, local)
-        local = mfx.apply_updates(local, updates)
-    whole = layout.gather(local)
-    return {name: bits(leaf) for name, leaf in whole.items()}, int(state.skipped)
-
-
 def troubled(model: Model, step: int, rank: int) -> dict[str, Any]:
     """Gradients of one rank, of which some are None and, seldom, one has a NaN."""
     draw = torch.Generator().manual_seed(step * 101 + rank)
@@ -99,39 +84,35 @@ def test_a_rank_that_is_killed_in_mid_step_makes_the_others_fail_in_time():
         assert "another rank has ended" in str(survivor.error)
 
 
-def alone(drawn: Model, tx: mfx.Transform, steps: int, size: int) -> tuple[dict[str, torch.Tensor], int]:
-    """What one process makes of the same gradients."""
-    params, tx = drawn.params(), mfx.skip_nonfinite(tx)
-    state = tx.init(params)
-    for step in range(steps):
-        each = [troubled(drawn, step, rank) for rank in range(size)]
-        grads: dict[str, Any] = {}
-        for name, leaf in params.items():
-            there = [own[name] for own in each if own[name] is not None]
-            total = torch.zeros_like(leaf)
-            for grad in there:
-                total = total + grad
-            grads[name] = total / size if there else None
-        updates, state = tx.update(grads, state, params)
-        params = mfx.apply_updates(params, updates)
-    return params, int(state.skipped)
-
-
 ABCD = Placed(dict.fromkeys("abcd", ("0",)))
 SOAKS = [Zero(2, "flat"), Zero(1, "whole"), Replicated(), ABCD, Flat(tuple("dacb"), (0, 3, 20, 30))]
 
 
 @pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=[pytest.mark.deep, pytest.mark.slow])])
-@pytest.mark.parametrize("layout", SOAKS, ids=["flat", "whole", "ddp", "rows", "cuts"])
-def test_a_soak_with_none_and_nan_here_and_there(world: World, layout: Any, steps: int):
+@pytest.mark.parametrize("case", SOAKS, ids=["flat", "whole", "ddp", "rows", "cuts"])
+@on_ranks(3)
+def test_a_soak_with_none_and_nan_here_and_there(here: Here, case: LayoutCase, steps: int):
+    """The parameters of one process that has the mean of the same gradients, and as many skipped steps."""
     drawn = Model({"a": Leaf((4, 3), "muon"), "b": Leaf((5, 2), "muon"), "c": Leaf((3,)), "d": Leaf((2, 2), "muon")}, 3)
-    found = world.check(3, soak, model=drawn, tx=two_groups(drawn.labels), case=layout, steps=steps)
-    params, skipped = alone(drawn, two_groups(drawn.labels), steps, 3)
-    assert {count for _, count in found} == {skipped}
-    assert 0 < skipped < steps
-    assert found[1:] == found[:-1]  # identical on all ranks
-    for name, leaf in params.items():
-        assert found[0][0][name] == bits(leaf), name
+    params, tx = drawn.params(), mfx.skip_nonfinite(two_groups(drawn.labels))
+    layout = laid_out(case, params, here, tx)
+    local, sharded = layout.shard(params), sharding.sharded(tx, layout)
+    state, wanted = sharded.init(local), tx.init(params)
+    for step in range(steps):
+        each = [troubled(drawn, step, rank) for rank in range(here.size)]
+        reduced = layout.reduce_scatter(each[here.rank])
+        pieces = {name: None if leaf is None else plain(leaf) for name, leaf in reduced.items()}
+        updates, state = sharded.update(pieces, state, local)
+        local = mfx.apply_updates(local, updates)
+        grads: dict[str, Any] = {}
+        for name in params:
+            there = [own[name] for own in each if own[name] is not None]
+            grads[name] = sum(there) / here.size if there else None
+        updates, wanted = tx.update(grads, wanted, params)
+        params = mfx.apply_updates(params, updates)
+    assert int(state.skipped) == int(wanted.skipped)
+    assert 0 < int(state.skipped) < steps
+    assert {name: bits(leaf) for name, leaf in layout.gather(local).items()} == {n: bits(p) for n, p in params.items()}
 
 
 @pytest.mark.parametrize("trouble", ["none", "nan"])
@@ -163,61 +144,45 @@ def test_parameters_whose_placements_have_changed_are_an_error(here: Here):
         tx.update(other, state, other)
 
 
-def strict_on_one_rank(here: Here, what: str, on: int, folder: Path) -> None:
-    """Something to warn of, which is an error on one rank; then a step as ever."""
-    params = {"a": some(4, 5), "b": some(3)}
-    layout = sharding.replicated(params, here.group)
-    local = layout.shard(params)
-    tx = mfx.momentum()
-    if what == "a pattern":
-        blocks = mfx.MatrixView(blocks={"*.qvk": 3})
-        tx = mfx.masked(mfx.orthogonalize(view=blocks), {"a": True, "b": False})
-    if what == "gathering":
-        tx = mfx.stateless(halve)  # of the whole tree
-    over = sharding.sharded(tx, layout)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error" if here.rank == on else "ignore")
-        if what == "a failed save":
-
-            def fail() -> None:
-                raise ValueError("no room")
-
-            saving = background.start(folder, fail)
-            background.wait_for_saves()
-            assert saving.done
-            mfx.checkpoint.save(folder / "new", params, group=here.group)
-        state = over.init(local)
-        grads = {name: leaf + here.rank for name, leaf in local.items()} if what == "gradients" else local
-        over.update(grads, state, local)
+def fail() -> None:
+    raise ValueError("no room")
 
 
 @pytest.mark.parametrize("on", [0, 1])
 @pytest.mark.parametrize("what", ["gradients", "a pattern", "gathering", "a failed save"])
-def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(world: World, tmp_path: Path, what: str, on: int):
-    size = 3
-    found = world.run(size, strict_on_one_rank, what=what, on=on, folder=tmp_path)
-    for rank, result in enumerate(found):
-        assert isinstance(result, Failed), rank
-        if rank == on:
-            assert isinstance(result.error, UserWarning | mfx.checkpoint.CheckpointError), result.trace
-        else:
-            assert isinstance(result.error, sharding.ShardingError | mfx.checkpoint.CheckpointError), result.trace
-            assert f"rank {on}: " in str(result.error)
-    world.check(size, steps)
-
-
-def steps(here: Here) -> None:
-    """Every verb under strict warnings: neither ours nor torch's is one."""
+@on_ranks(3)
+def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(here: Here, tmp_path: Path, what: str, on: int):
+    """Afterwards every verb works under strict warnings: neither ours nor torch's is one."""
     params = {"a": some(4, 5), "b": some(3)}
-    made = sharding.replicated(params, here.group)
+    layout = sharding.replicated(params, here.group)
+    local, tx = layout.shard(params), mfx.momentum()
+    if what == "a pattern":
+        tx = mfx.masked(mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qvk": 3})), {"a": True, "b": False})
+    if what == "gathering":
+        tx = mfx.stateless(halve)  # of the whole tree
+    grads = {name: leaf + here.rank for name, leaf in local.items()} if what == "gradients" else local
+
+    def warns() -> None:
+        if what == "a failed save":
+            saving = background.start(tmp_path, fail)
+            background.wait_for_saves()
+            assert saving.done
+            mfx.checkpoint.save(tmp_path / "new", params, group=here.group)
+        over = sharding.sharded(tx, layout)
+        over.update(grads, over.init(local), local)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if here.rank == on else "ignore")
+        kinds = (UserWarning if here.rank == on else ShardingError, mfx.checkpoint.CheckpointError)
+        with pytest.raises(kinds, match=None if here.rank == on else f"rank {on}: "):
+            warns()
     with warnings.catch_warnings():
         warnings.simplefilter("error" if here.rank == 0 else "ignore")
-        tx = sharding.sharded(mfx.scale_by_adam(), made)
-        local = made.shard(params)
-        state = tx.init(local)
+        over = sharding.sharded(mfx.scale_by_adam(), layout)
+        state = over.init(local)
         for _ in range(2):
-            _, state = tx.update(made.reduce_scatter(params), state, local)
-        sharding.broadcast(made.shard(made.gather(local)), made)
+            _, state = over.update(layout.reduce_scatter(params), state, local)
+        sharding.broadcast(layout.shard(layout.gather(local)), layout)
 
 
 def placed(here: Here, tensor: Tensor, *placements: Any) -> DTensor:
