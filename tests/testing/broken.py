@@ -20,8 +20,8 @@ def traces(params, dtype=None):
     return MomentumState(tree.map(lambda p: torch.zeros_like(p, dtype=dtype), params))
 
 
-def named(make, function, **declared):
-    make.__name__ = make.__qualname__ = function.__name__
+def named(make, name, **declared):
+    make.__name__ = make.__qualname__ = name
     return mfx.transform(make, **declared)
 
 
@@ -32,12 +32,12 @@ def of_trees(locality=ELEMENT, init=no_state, **declared):
         def make():
             return init, lambda updates, state, params=None: (function(updates, state, params), state)
 
-        return named(make, function, locality=locality, **declared)
+        return named(make, function.__name__, locality=locality, **declared)
 
     return decorate
 
 
-def of_each_leaf(locality=ELEMENT, *, factor=None, **declared):
+def of_each_leaf(locality=ELEMENT, *, factor=None, name=None, **declared):
     """Make a transform of a function of one leaf, and of a number if one is given."""
 
     def decorate(function):
@@ -53,7 +53,8 @@ def of_each_leaf(locality=ELEMENT, *, factor=None, **declared):
         def with_a_number(factor: float = factor):
             return returned(factor)
 
-        return named(without_numbers if factor is None else with_a_number, function, locality=locality, **declared)
+        make = without_numbers if factor is None else with_a_number
+        return named(make, name or function.__name__, locality=locality, **declared)
 
     return decorate
 
@@ -72,14 +73,52 @@ def of_traces(dtype=None):
         def make():
             return lambda params: traces(params, dtype), update
 
-        return named(make, function, locality=ELEMENT)
+        return named(make, function.__name__, locality=ELEMENT)
 
     return decorate
 
 
-@of_each_leaf()
-def writes_to_its_gradients(u):
-    return u.mul_(2.0)
+def of_donations(function, name):
+    """Make a transform of a function of one leaf and of what is donated."""
+
+    def make():
+        def update(updates, state, params=None, *, donate=NOTHING):
+            return tree.map(lambda u: function(u, donate), updates), state
+
+        return no_state, update
+
+    return named(make, name, locality=ELEMENT)
+
+
+def normalized_if_long(u):
+    norm = u.norm()
+    return u * (1.0 / norm).to(u.dtype) if norm > 1.0 else u
+
+
+OF_A_LEAF = {
+    "writes_to_its_gradients": (ELEMENT, lambda u: u.mul_(2.0)),
+    "draws_hidden_randomness": (ELEMENT, lambda u: u + random.random()),
+    "narrows_float64": (ELEMENT, lambda u: u.float() * 2 if u.dtype is torch.float64 else u * 2),
+    "branches_on_values": (LEAF, normalized_if_long),
+    "is_not_elementwise": (ELEMENT, lambda u: u - u.mean() if u.numel() else u),
+    "is_not_elementwise_where_leaves_are_large": (ELEMENT, lambda u: u - u.mean() if u.numel() > 4096 else u * 1.0),
+    "is_not_matrixwise": (MATRIX, lambda u: u / (1 + u.abs().sum())),
+    "cuts_the_graph": (ELEMENT, lambda u: u.detach() * u * 2.0),
+    "looks_at_the_number_of_dims": (ELEMENT, lambda u: u * (0.5 if u.ndim >= 2 else 1.0)),
+}
+"""Bugs of one leaf, each with the locality that the transform declares."""
+
+OF_DONATIONS = {
+    "breaks_its_donation_promise": lambda u, donate: u.view(u.shape),  # another tensor, but not another storage
+    "donates_more_than_it_was_given": lambda u, donate: u.mul_(2.0) if donate.state else u * 2.0,
+    "computes_differently_when_donated": lambda u, donate: u.mul_(3.0) if all(donate) else u * 2.0,
+}
+"""Bugs of one leaf and of the donation."""
+
+globals().update(
+    {name: of_each_leaf(locality, name=name)(function) for name, (locality, function) in OF_A_LEAF.items()}
+)
+globals().update({name: of_donations(function, name) for name, function in OF_DONATIONS.items()})
 
 
 @of_traces()
@@ -96,16 +135,6 @@ def keeps_hidden_python_state():
         return tree.map(lambda u: u * (-0.5) ** (calls[0] % 2), updates), state
 
     return no_state, update
-
-
-@of_each_leaf()
-def draws_hidden_randomness(u):
-    return u + random.random()
-
-
-@of_each_leaf()
-def narrows_float64(u):
-    return u.float() * 2 if u.dtype is torch.float64 else u * 2
 
 
 @of_trees(TREE)
@@ -152,22 +181,6 @@ def decays_the_state_of_absent_gradients():
     return traces, update
 
 
-@of_each_leaf(LEAF)
-def branches_on_values(u):
-    norm = u.norm()
-    return u * (1.0 / norm).to(u.dtype) if norm > 1.0 else u
-
-
-@of_each_leaf()
-def is_not_elementwise(u):
-    return u - u.mean() if u.numel() else u
-
-
-@of_each_leaf(MATRIX)
-def is_not_matrixwise(u):
-    return u / (1 + u.abs().sum())
-
-
 @of_trees(LEAF)
 def is_not_leafwise(updates, state, params):
     total = mfx.tree.norm(updates)
@@ -183,38 +196,6 @@ def takes_sums_only_where_it_has_leaves():
         return tree.map(lambda u: (u / (1 + total)).to(u.dtype), updates), state
 
     return no_state, update
-
-
-def of_donations(function):
-    """Make a transform of a function of one leaf and of what is donated."""
-
-    def make():
-        def update(updates, state, params=None, *, donate=NOTHING):
-            return tree.map(lambda u: function(u, donate), updates), state
-
-        return no_state, update
-
-    return named(make, function, locality=ELEMENT)
-
-
-@of_donations
-def breaks_its_donation_promise(u, donate):
-    return u.view(u.shape)  # another tensor, but not another storage
-
-
-@of_donations
-def donates_more_than_it_was_given(u, donate):
-    return u.mul_(2.0) if donate.state else u * 2.0
-
-
-@of_donations
-def computes_differently_when_donated(u, donate):
-    return u.mul_(3.0) if donate.updates and donate.state else u * 2.0
-
-
-@of_each_leaf()
-def cuts_the_graph(u):
-    return u.detach() * u * 2.0
 
 
 @of_each_leaf(factor=2.0)
@@ -259,16 +240,6 @@ def reads_parameters_that_it_disowns(updates, state, params):
 @of_trees(init=lambda params: EmaParamsState(tree.map(lambda p: p.detach() * 1.0, params)), reads_params=False)
 def reads_parameters_at_init(updates, state, params):
     return tree.map(lambda u, p: u - p.to(u.dtype), updates, state.average)
-
-
-@of_each_leaf()
-def looks_at_the_number_of_dims(u):
-    return u * (0.5 if u.ndim >= 2 else 1.0)
-
-
-@of_each_leaf()
-def is_not_elementwise_where_leaves_are_large(u):
-    return u - u.mean() if u.numel() > 4096 else u * 1.0
 
 
 @of_trees(LEAF)
