@@ -95,23 +95,13 @@ def test_steps_over_ranks_are_of_elements_in_order(here: Here, how: str, kind: A
     assert run(odd) == run(lambda tree: tree)
 
 
-@mfx.transform(locality=mfx.Locality.MATRIX)
-def turned():
-    def init(params: Any) -> Any:
-        return mfx.core.EmptyState()
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return mfx.tree.map(lambda u: u.mT, updates), state
-
-    return init, update
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @on_ranks()
 def test_an_update_that_is_a_view_of_its_input_is_not_taken_for_the_input(here: Here):
     params = {"w": torch.arange(9.0).reshape(3, 3)}
     layout = sharding.zero(params, here.group)
-    tx, local = sharding.sharded(turned(), layout), layout.shard(params)
+    turned = mfx.stateless(lambda updates, params: mfx.tree.map(lambda u: u.mT, updates), mfx.Locality.MATRIX)
+    tx, local = sharding.sharded(turned, layout), layout.shard(params)
     updates, _ = tx.update(local, tx.init(local), local)
     assert torch.equal(layout.gather(updates)["w"], params["w"].mT)
 

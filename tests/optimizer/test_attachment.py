@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -268,9 +267,7 @@ def test_parameters_that_a_model_got_later_are_warned_of_by_name(change, strange
     backward(model)
     with pytest.warns(UserWarning, match=rf"are not the optimizer's, such as '{stranger}'"):
         optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()  # it is said once
+    optimizer.step()  # it is said once
 
 
 def test_a_lora_model_of_which_nothing_of_old_is_trained_is_an_error():
@@ -389,9 +386,7 @@ def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
     rules = [(mfx.select.path("1.down"), "adamw"), (mfx.select.path("1.up"), "adamw")]
     with pytest.warns(UserWarning, match=r"AdamW trains 2: '1\.down' is 'adamw'"):  # not the frozen ones first
         mfx.Muon(adapted, labels=lambda model: mfx.default_labels(model, rules))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mfx.Muon(made())
+    mfx.Muon(made())
 
 
 def test_an_optimizer_keeps_no_model_alive_and_a_copy_knows_none():

@@ -294,9 +294,7 @@ def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
     split, _ = lines_of(caught)
     labels = default_labels(model)
     before = labels.view(mfx.MatrixView(blocks=given))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=split))
+    mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=split))
     for name, view, known in zip(labels, split.of(list(labels)), before.of(list(labels)), strict=True):
         assert view.dims == known.dims
         assert view.blocks == {"0.qkv.weight": 3, "1.experts.gate_up_proj": 2}.get(name, known.blocks)
