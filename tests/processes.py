@@ -8,6 +8,8 @@ import importlib
 import inspect
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -23,9 +25,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+ROOT = Path(__file__).resolve().parent.parent
 WORLD = 4
 PATIENCE = 240
 """Seconds until a rank that has not answered counts as failed: more than any call takes on a busy machine."""
+
+
+def run_python(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a fresh process, with one thread and this checkout on its path; require that it succeeds."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 class Failed:

@@ -7,8 +7,6 @@ import errno
 import itertools
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -29,7 +27,7 @@ from muonfx.checkpoint.writing import Draft
 from muonfx.polar import policy
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
-from tests.processes import Here, World, on_ranks
+from tests.processes import Here, World, on_ranks, run_python
 
 ck = mfx.checkpoint
 OLD = {"w": torch.arange(1000.0), "b": torch.zeros(3)}
@@ -306,9 +304,6 @@ def test_the_recorded_chain_has_the_numbers_of_the_save(tmp_path: Path, monkeypa
         assert index.chain == repr(tx)
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 def state_of(number: int, size: int = 500) -> dict[str, torch.Tensor]:
     return {name: torch.full((size,), float(number)) for name in "abcd"}
 
@@ -363,9 +358,7 @@ def test_the_later_of_two_saves_at_the_same_time_remains(tmp_path: Path, monkeyp
 
 def run_apart(call: str) -> str:
     """Call something of `checkpoint` in a process that ends at once, and return its stderr."""
-    code = f"import torch, muonfx as mfx; mfx.checkpoint.{call}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stderr
+    return run_python("-c", f"import torch, muonfx as mfx; mfx.checkpoint.{call}").stderr
 
 
 @pytest.mark.slow

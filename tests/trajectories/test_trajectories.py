@@ -104,13 +104,15 @@ def gradients(step: int) -> dict[str, Tensor | None]:
 # ----------------------------------------------------------------------------------------------- ten steps in each form
 
 
-def in_one_process(tx: mfx.Transform) -> list[dict[str, Tensor]]:
-    params = drawn(0)
+def in_one_process(tx: mfx.Transform, layout: Any = None) -> list[dict[str, Tensor]]:
+    """The parameters after each step; with a layout, of which this rank holds its pieces."""
+    enter, leave = (dict, dict) if layout is None else (layout.shard, layout.gather)
+    params = enter(drawn(0))
     state, found = tx.init(params), []
     for step in range(STEPS):
-        updates, state = tx.update(gradients(step), state, params)
+        updates, state = tx.update(enter(gradients(step)), state, params)
         params = mfx.apply_updates(params, updates)
-        found.append(params)
+        found.append(leave(params))
     return found
 
 
@@ -119,15 +121,8 @@ def offloaded(tx: mfx.Transform) -> list[dict[str, Tensor]]:
 
 
 def under_zero(here: Here, name: str) -> list[dict[str, Tensor]]:
-    params = drawn(0)
-    layout = sharding.zero(params, here.group, partition="flat")
-    tx, local = sharding.sharded(CHAINS[name](), layout), layout.shard(params)
-    state, found = tx.init(local), []
-    for step in range(STEPS):
-        updates, state = tx.update(layout.shard(gradients(step)), state, local)
-        local = mfx.apply_updates(local, updates)
-        found.append(layout.gather(local))
-    return found
+    layout = sharding.zero(drawn(0), here.group, partition="flat")
+    return in_one_process(sharding.sharded(CHAINS[name](), layout), layout)
 
 
 class Net(nn.Module):

@@ -5,8 +5,6 @@ import errno
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from muonfx import sharding
 from muonfx.program.offload import files, store, transfer
 from muonfx.testing import chains, params_and_grads, transforms
 from tests.checkpoint.common import bits
-from tests.processes import Here, World
+from tests.processes import Here, World, run_python
 from tests.program.test_lower_and_execute import by_place
 from tests.sharding.cases import Case, cases, laid_out
 from tests.sharding.counting import counting
@@ -436,13 +434,9 @@ print(peak() - before)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux how much memory was resident")
 def test_a_state_on_disk_takes_no_memory(tmp_path: Path):
     # What is freed goes back at once, so that the peak is of what was in use.
-    environment = os.environ | {"PYTHONPATH": str(Path(mfx.__file__).parent.parent), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    run = subprocess.run(
-        [sys.executable, "-c", GROWTH, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    said = run_python("-c", GROWTH, tmp_path, MALLOC_MMAP_THRESHOLD_="65536").stdout
     # Two buckets of 8 MiB, and what the arithmetic takes for one; the state is of 256 MiB.
-    assert int(run.stdout) <= 48, run.stdout
+    assert int(said) <= 48
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
