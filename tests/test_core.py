@@ -13,6 +13,7 @@ import muonfx as mfx
 from muonfx.core.contract import within
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.recorded import parts_of
+from muonfx.testing.violation import require_same
 
 
 def test_a_chains_state_is_keyed_by_the_transforms_names():
@@ -166,8 +167,7 @@ def test_bad_updates_are_named_and_change_nothing(updates, message):
     before = copy.deepcopy(state)
     with pytest.raises((ValueError, TypeError), match=message):
         tx.update(updates, state, PARAMS, donate=True)
-    for old, new in zip(mfx.tree.leaves(before), mfx.tree.leaves(state), strict=True):
-        assert torch.equal(old, new)
+    require_same("the state", state, before, "before the update")
 
 
 def test_a_state_of_another_chain_or_other_parameters_is_refused():

@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,7 +28,7 @@ from nbformat import v4
 
 import muonfx
 from muonfx import testing as kit
-from muonfx.tree import PyTree
+from muonfx.testing.transforms import with_value
 from muonfx.tree.arguments import NAMES_HERE
 from tests.processes import Failed, Here, World
 
@@ -204,17 +204,6 @@ DECORATED = re.compile(
 )
 
 
-@muonfx.transform(locality=muonfx.Locality.ELEMENT)
-def with_loss(factory: Callable[[], muonfx.Transform]):
-    """Gives a transform the extra ``value``, which laws do not know of."""
-    inner = factory()
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None):
-        return inner.update(updates, state, params, value=torch.tensor(0.5))
-
-    return inner.init, update
-
-
 def taught(page: str) -> dict[str, Any]:
     """The factories that the code of a page defines, by name; of several with one name the last."""
     found: dict[str, Any] = {"mfx": muonfx, "torch": torch}
@@ -234,7 +223,7 @@ def test_every_transform_that_a_page_defines_is_checked():
 @pytest.mark.parametrize("page", TAUGHT)
 def test_a_taught_transform_obeys_the_laws(page: str):
     for name, factory in taught(page).items():
-        tx = with_loss(factory) if name == "scale_by_loss" else factory()
+        tx = with_value(factory()) if name == "scale_by_loss" else factory()
         report = kit.check_transform(tx, max_examples=6)
         assert len(report.held) >= 20
 

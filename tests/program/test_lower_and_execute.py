@@ -264,7 +264,4 @@ def test_values_are_those_of_all_leaves_at_once(chain, data) -> None:
         stepped(CHAINS[chain], layout, dtype, absent=absent, donate=donate, bucket_bytes=some)
         for some in (None, bucket_bytes)
     )
-    assert mfx.tree.names(found) == mfx.tree.names(wanted)
-    for name, x, y in zip(mfx.tree.names(found), mfx.tree.leaves(found), mfx.tree.leaves(wanted), strict=True):
-        assert x.dtype == y.dtype, name
-        assert torch.equal(x, y), name
+    kit.violation.require_same("parameters and state", found, wanted, "of all leaves at once")

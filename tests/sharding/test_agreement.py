@@ -267,13 +267,10 @@ def test_gradients_that_differ_at_the_first_step_are_a_warning_on_all(here: Here
 def reads_value():
     """Multiplies by the extra ``value``."""
 
-    def init(params: Any) -> mfx.core.EmptyState:
-        return mfx.core.EmptyState()
-
     def update(updates: Any, state: Any, params: Any = None, *, value: float = 1.0):
         return mfx.tree.map(lambda u: u * value, updates), state
 
-    return init, update
+    return mfx.identity().functions.init, update
 
 
 def by_closure(function: Any) -> mfx.Schedule:
