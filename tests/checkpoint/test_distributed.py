@@ -121,24 +121,6 @@ def load_mixed(here: Here, path: Path, seed: int, layout: int, kinds: tuple[str,
     assert_is_layout_of(ck.load_params(path, like=like, group=here.group), params, like)
 
 
-def random_pieces(here: Here, path: Path, seeds: range) -> None:
-    """Arrays of drawn shapes, cut in drawn ways, saved and loaded under other cuts."""
-    for seed in seeds:
-        draw = random.Random(seed)
-        shapes = [[draw.choice(range(6)) for _ in range(draw.randrange(4))] for _ in range(6)]
-        whole = {str(place): torch.arange(float(prod(shape))).reshape(shape) for place, shape in enumerate(shapes)}
-        own = slice(here.rank, here.rank + 2)
-        one, other = (
-            {
-                name: FlatPiece.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
-                for name, leaf in whole.items()
-            }
-            for turn in (0, 1)
-        )
-        ck.save(path / str(seed), one, group=here.group)
-        assert_is_layout_of(ck.load(path / str(seed), like=other, group=here.group), whole, other)
-
-
 def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) -> None:
     """Save, with something wrong on one rank, or in the shards of all."""
     state, original = mixed(tree_of(seed), here, ("plain", "flat"), seed), distributed.Draft.write
@@ -231,12 +213,27 @@ def test_each_layout_stores_the_logical_tensors(world: World, tmp_path: Path, ki
         world.check(4, load_mixed, path=path, seed=3, layout=3, kinds=(kind,))
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "seeds", [range(12), *(pytest.param(range(at, at + 50), marks=pytest.mark.deep) for at in range(12, 1000, 50))]
+)
 @pytest.mark.parametrize("size", SIZES)
-def test_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: Path, size: int, number: int):
-    for start in range(0, number, 50):
-        world.check(size, random_pieces, path=tmp_path, seeds=range(start, min(number, start + 50)))
+@on_ranks()
+def test_pieces_of_any_shape_and_cut_go_there_and_back(here: Here, tmp_path: Path, seeds: range):
+    """Arrays of drawn shapes, cut in drawn ways, saved and loaded under other cuts."""
+    for seed in seeds:
+        draw, path = random.Random(seed), tmp_path / str(seed)
+        shapes = [[draw.choice(range(6)) for _ in range(draw.randrange(4))] for _ in range(6)]
+        whole = {str(place): torch.arange(float(prod(shape))).reshape(shape) for place, shape in enumerate(shapes)}
+        own = slice(here.rank, here.rank + 2)
+        one, other = (
+            {
+                name: FlatPiece.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
+                for name, leaf in whole.items()
+            }
+            for turn in (0, 1)
+        )
+        ck.save(path, one, group=here.group)
+        assert_is_layout_of(ck.load(path, like=other, group=here.group), whole, other)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -48,13 +48,13 @@ def chain() -> mfx.Transform:
 
 def three_steps(tx: mfx.Transform, layout: Any = None) -> dict[str, torch.Tensor]:
     """The parameters after three steps, whole."""
-    params = values(0) if layout is None else layout.shard(values(0))
+    enter, leave = (dict, dict) if layout is None else (layout.shard, layout.gather)
+    params = enter(values(0))
     state = tx.init(params)
     for step in range(1, 4):
-        grads = values(step) if layout is None else layout.shard(values(step))
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(enter(values(step)), state, params)
         params = mfx.apply_updates(params, updates)
-    return params if layout is None else layout.gather(params)
+    return leave(params)
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
