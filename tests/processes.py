@@ -5,8 +5,11 @@ the first so many. It starts when first asked for something. A test that kills a
 """
 
 import importlib
+import inspect
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -17,13 +20,24 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+ROOT = Path(__file__).resolve().parent.parent
 WORLD = 4
 PATIENCE = 240
 """Seconds until a rank that has not answered counts as failed: more than any call takes on a busy machine."""
+
+
+def run_python(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a fresh process, with one thread and this checkout on its path; require that it succeeds."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 class Failed:
@@ -114,6 +128,27 @@ class World:
         running, self._running = self._running, None
         if running is not None:
             running.close()
+
+
+def on_ranks(size: int | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of a function that runs on so many ranks and raises on none; without a number, the test takes `size`.
+
+    The function gets a `Here` as its first argument; its other arguments are the test's.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        def test(world: World, **arguments: Any) -> None:
+            world.check(arguments.pop("size") if size is None else size, test, **arguments)
+
+        test.__module__, test.__name__, test.__qualname__ = function.__module__, function.__name__, function.__name__
+        names = ["world", *["size"] * (size is None), *list(inspect.signature(function).parameters)[1:]]
+        keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        vars(test).update(
+            on_rank=function, __signature__=inspect.Signature(keywords)
+        )  # what pytest gives, and `_serve`
+        return pytest.mark.dist(test)
+
+    return decorate
 
 
 def _alike(results: list[Any]) -> bool:
@@ -225,7 +260,8 @@ def _serve(rank: int, world: int, timeout: float, store: str, inbox: Any, outbox
         try:
             if size not in places:
                 places[size] = Here(rank, size, groups[size], background[size], grid if size == WORLD else None)
-            answer = pickle.dumps(getattr(importlib.import_module(module), name)(places[size], **arguments))
+            function = getattr(importlib.import_module(module), name)
+            answer = pickle.dumps(getattr(function, "on_rank", function)(places[size], **arguments))
         except BaseException as error:
             answer = pickle.dumps(Failed(error))
         outbox.put((rank, number, answer))

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory changes nothing: odd strides, offsets, negated and expanded views."""
+"""The place of a tensor in memory changes nothing: odd strides, offsets, negated and expanded views; and checksums."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding.messages import copied, octets
-from muonfx.sharding.replicas import checksum
+from muonfx.sharding.replicas import WORDS, checksum
 from tests.checkpoint.common import bits, folder
-from tests.processes import Here, World
+from tests.processes import Here, on_ranks
 
 ck = mfx.checkpoint
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -38,10 +38,10 @@ def variants(x: Tensor) -> dict[str, Tensor]:
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
-    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+def tensors(draw: st.DrawFn, side: int = 3, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
+    shape = draw(st.lists(st.integers(0, side), max_size=3))
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 3
-    return drawn.to(draw(st.sampled_from(DTYPES)))
+    return drawn.to(draw(st.sampled_from(dtypes)))
 
 
 @given(tensors())
@@ -69,11 +69,14 @@ def test_checkpoints_hold_elements_in_order(x: Tensor):
         }
 
 
-def through_ranks(here: Here, how: str, kind: Any) -> None:
+@pytest.mark.parametrize("kind", ["flat", "whole", "replicated"])
+@pytest.mark.parametrize("how", variants(torch.zeros(1)))
+@on_ranks(2)
+def test_steps_over_ranks_are_of_elements_in_order(here: Here, how: str, kind: Any):
     plain = {"a": torch.arange(6.0).reshape(2, 3) + 1, "b": torch.ones(1), "c": torch.ones(()), "e": torch.zeros(0, 2)}
 
-    def odd(tree: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: variants(leaf)[how] for name, leaf in tree.items()}
+    def odd(tree: Any) -> Any:
+        return mfx.tree.map(lambda leaf: variants(leaf)[how], tree)
 
     is_zero = kind != "replicated"
     layout = sharding.zero(plain, here.group, partition=kind) if is_zero else sharding.replicated(plain, here.group)
@@ -84,48 +87,51 @@ def through_ranks(here: Here, how: str, kind: Any) -> None:
         state = tx.init(params)
         for _ in range(2):
             pieces = layout.reduce_scatter(given(plain))
-            updates, state = tx.update(given(pieces), given_state(given, state), params)
+            updates, state = tx.update(given(pieces), given(state), params)
             params = given(mfx.apply_updates(params, updates))
         same = sharding.broadcast(params, layout)
         return [bits(leaf) for leaf in mfx.tree.tensors((layout.gather(params), layout.gather(same), state))]
 
-    def given_state(given: Any, state: Any) -> Any:
-        return state if given is plainly else mfx.tree.map(lambda x: variants(x)[how], state)
-
-    assert run(odd) == run(plainly)
+    assert run(odd) == run(lambda tree: tree)
 
 
-def plainly(tree: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tree
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("kind", ["flat", "whole", "replicated"])
-def test_steps_over_ranks_are_of_elements_in_order(world: World, kind: str):
-    for how in variants(torch.zeros(1)):
-        world.check(2, through_ranks, how=how, kind=kind)
-
-
-@mfx.transform(locality=mfx.Locality.MATRIX)
-def turned():
-    def init(params: Any) -> Any:
-        return mfx.core.EmptyState()
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return mfx.tree.map(lambda u: u.mT, updates), state
-
-    return init, update
-
-
-def turn(here: Here) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_an_update_that_is_a_view_of_its_input_is_not_taken_for_the_input(here: Here):
     params = {"w": torch.arange(9.0).reshape(3, 3)}
     layout = sharding.zero(params, here.group)
-    tx, local = sharding.sharded(turned(), layout), layout.shard(params)
+    turned = mfx.stateless(lambda updates, params: mfx.tree.map(lambda u: u.mT, updates), mfx.Locality.MATRIX)
+    tx, local = sharding.sharded(turned, layout), layout.shard(params)
     updates, _ = tx.update(local, tx.init(local), local)
     assert torch.equal(layout.gather(updates)["w"], params["w"].mT)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_update_that_is_a_view_of_its_input_is_not_taken_for_the_input(world: World, size: int):
-    world.check(size, turn)
+WITH_INTEGERS = (*DTYPES, torch.int8, torch.int64, torch.bool)
+
+
+@given(tensors(9, WITH_INTEGERS), st.data())
+def test_a_checksum_is_of_bits_in_their_order(x: Tensor, data: st.DataObject):
+    number = int(checksum(x))
+    order = data.draw(st.permutations(range(x.numel())))
+    other = x.reshape(-1)[order].view(x.shape) if x.numel() else x
+    assert (int(checksum(other)) == number) == (bits(other) == bits(x))
+
+
+@given(tensors(9, WITH_INTEGERS), st.lists(st.tuples(st.integers(0, 728), st.integers(0, 63)), min_size=1, max_size=4))
+def test_flipped_bits_change_the_checksum(x: Tensor, flips: list[tuple[int, int]]):
+    """Also the signs of two elements, and 0.0 for -0.0, which an even weight would hide."""
+    other = x.clone()
+    octets = other.view(-1).view(torch.uint8) if x.numel() else other.view(torch.uint8)
+    for place, bit in flips:
+        if x.numel() and x.dtype != torch.bool:
+            octets[place * x.element_size() % octets.numel() + bit // 8 % x.element_size()] ^= 1 << bit % 8
+    assert (int(checksum(other)) == int(checksum(x))) == (bits(other) == bits(x))
+
+
+def test_elements_count_wherever_a_pass_begins():
+    x = torch.arange(2 * WORDS + 5, dtype=torch.int32)
+    number = int(checksum(x))
+    for one, other in ((0, 1), (5, WORDS + 5), (WORDS, 2 * WORDS + 1), (7, len(x) - 1)):
+        y = x.clone()
+        y[one], y[other] = x[other], x[one]
+        assert int(checksum(y)) != number, (one, other)

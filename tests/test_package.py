@@ -2,21 +2,17 @@
 
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from email import message_from_string
 from email.message import Message
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
 
 import muonfx
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "https://github.com/muonfx/muonfx"
 BLOB, RAW = f"{REPOSITORY}/blob/main/", "https://raw.githubusercontent.com/muonfx/muonfx/main/"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -30,11 +26,8 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
             pytest.skip(f"{needed} is not installed (make setup)")
     where = tmp_path_factory.mktemp("metadata")
     script = "import sys, hatchling.build as b; print(b.prepare_metadata_for_build_wheel(sys.argv[1]))"
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(where)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    return message_from_string((where / ran.stdout.split()[-1] / "METADATA").read_text(encoding="utf-8"))
+    said = run_python("-c", script, where).stdout
+    return message_from_string((where / said.split()[-1] / "METADATA").read_text(encoding="utf-8"))
 
 
 def test_links_of_the_readme_are_absolute_and_lead_to_files_that_exist(metadata: Message):
@@ -65,8 +58,7 @@ for torch.__version__ in sys.argv[1:]:
 
 def test_an_older_torch_is_refused_at_import():
     floor = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[0]
-    command = [sys.executable, "-c", TRY_TO_IMPORT, "2.12.1+cpu", f"{floor}.0a0+git1"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = run_python("-c", TRY_TO_IMPORT, "2.12.1+cpu", f"{floor}.0a0+git1").stdout
     advice = f"muonfx needs torch {floor} or later, found torch 2.12.1+cpu: pip install --upgrade 'torch>={floor}'"
     assert said.splitlines() == [advice, "imported"]
 
@@ -96,7 +88,7 @@ HEAVY = {
 
 def test_nothing_heavy_is_imported_with_the_package():
     found = "import sys, torch; before = set(sys.modules); import muonfx; print(*(set(sys.modules) - before))"
-    new = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True).stdout.split()
+    new = run_python("-c", found).stdout.split()
     assert "muonfx" in new
     assert not HEAVY & set(new)
 
@@ -127,7 +119,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = run_python("-c", code).stdout
     assert said == f"muonfx.{name} needs {needs}: pip install 'muonfx[{extra}]'\n"
 
 
@@ -169,7 +161,4 @@ def test_no_collected_module_imports_a_package_outside_the_extra_dev():
         for package, distributions in packages_distributions().items()
         if package.isidentifier() and engines & set(map(canonicalize_name, distributions))
     ]
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-c", COLLECT, *hidden]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_python("-c", COLLECT, *hidden, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")

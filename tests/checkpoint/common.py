@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import muonfx as mfx
 
 
 def bits(tensor: Tensor) -> bytes:
     """Shape, dtype and bytes: equal for tensors that cannot be told apart, NaN and -0.0 included."""
+    plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
     # Copied: a tensor of one element counts as contiguous with any stride.
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    flat = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))
     values = flat.view(torch.uint8).tolist() if flat.numel() else []
-    return repr((tuple(tensor.shape), tensor.dtype)).encode() + bytes(values)
+    return repr((tuple(plain.shape), plain.dtype)).encode() + bytes(values)
 
 
 def assert_same_tree(one: Any, other: Any) -> None:

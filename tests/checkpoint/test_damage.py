@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import socket
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, CorruptError, FormatError, MismatchError
 from muonfx.checkpoint.index import BLOCK, INDEX, LONGEST
 from tests.checkpoint.common import assert_same_tree, copies, grads_like, threads
+from tests.processes import run_python
 
 ck = mfx.checkpoint
 PARAMS = {
@@ -272,7 +272,6 @@ def test_errors_survive_pickling():
 
 
 STATE = {"trace": {"w": torch.randn(6, 4), "b": torch.randn(3)}}
-ROOT = Path(__file__).resolve().parents[2]
 
 # In a process of its own: a wait there is a time-out here, and large memory an error, not the machine's end.
 PROGRAM = """
@@ -405,13 +404,7 @@ def test_forged_files_end_in_an_error_of_ours_in_bounded_time_and_memory(tmp_pat
     sign(path, too_large)
     replace(next(path.glob("*.safetensors")), sparse(50 << 30))
 
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *(str(path) for _, path in made)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_python("-c", PROGRAM, *(path for _, path in made))
     *outcomes, last = done.stdout.split("=\n")
     assert len(outcomes) == len(made)
     for (what, _), lines in zip(made, map(str.splitlines, outcomes), strict=True):

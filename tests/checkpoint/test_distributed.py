@@ -18,7 +18,7 @@ import muonfx as mfx
 from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data, distributed
 from muonfx.sharding import rendezvous
 from tests.checkpoint.common import assert_same_tree, bits, copies
-from tests.processes import Here, World, errors_of
+from tests.processes import Here, World, errors_of, on_ranks
 
 ck = mfx.checkpoint
 SIZES = (1, 2, 4)
@@ -121,35 +121,6 @@ def load_mixed(here: Here, path: Path, seed: int, layout: int, kinds: tuple[str,
     assert_is_layout_of(ck.load_params(path, like=like, group=here.group), params, like)
 
 
-def random_pieces(here: Here, path: Path, seeds: range) -> None:
-    """Arrays of drawn shapes, cut in drawn ways, saved and loaded under other cuts."""
-    for seed in seeds:
-        draw = random.Random(seed)
-        shapes = [[draw.choice(range(6)) for _ in range(draw.randrange(4))] for _ in range(6)]
-        whole = {str(place): torch.arange(float(prod(shape))).reshape(shape) for place, shape in enumerate(shapes)}
-        own = slice(here.rank, here.rank + 2)
-        one, other = (
-            {
-                name: FlatPiece.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
-                for name, leaf in whole.items()
-            }
-            for turn in (0, 1)
-        )
-        ck.save(path / str(seed), one, group=here.group)
-        assert_is_layout_of(ck.load(path / str(seed), like=other, group=here.group), whole, other)
-
-
-def save_in_background(here: Here, path: Path, seed: int) -> None:
-    """Save in the background, overwrite the state at once, and wait."""
-    state = mixed(tree_of(seed), here, KINDS, seed)
-    saving = ck.save_async(path, state, group=here.background, step=seed)
-    for leaf in mfx.tree.leaves(state):
-        local = leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        local.copy_(torch.zeros_like(local))
-    assert saving.wait(60) == path
-    assert saving.done
-
-
 def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) -> None:
     """Save, with something wrong on one rank, or in the shards of all."""
     state, original = mixed(tree_of(seed), here, ("plain", "flat"), seed), distributed.Draft.write
@@ -205,28 +176,6 @@ def call_differently(here: Here, path: Path, what: str, argument: str) -> None:
         ck.load(where, like=tree_of(0), group=here.group, **given)
 
 
-def one_alone(here: Here, path: Path, what: str) -> str:
-    """One rank alone saves or loads, while the others go on with other collectives; then all do it together."""
-    state = tree_of(1)
-    calls = {
-        "save": lambda: ck.save(path, state, group=here.group),
-        "load": lambda: ck.load(path, like=state, group=here.group),
-    }
-    calls["save"]()
-    kept, said = rendezvous._timeout, ""
-    if here.rank == 0:
-        rendezvous._timeout = lambda group: timedelta(seconds=0.2)
-        try:
-            calls[what]()
-        except ck.CheckpointError as error:
-            said = f"{type(error).__name__}: {error}"
-        finally:
-            rendezvous._timeout = kept
-    dist.all_reduce(torch.ones(3), group=here.group)
-    calls[what]()
-    return said
-
-
 # --------------------------------------------------------------------------------------------------------- many ranks
 
 
@@ -264,19 +213,41 @@ def test_each_layout_stores_the_logical_tensors(world: World, tmp_path: Path, ki
         world.check(4, load_mixed, path=path, seed=3, layout=3, kinds=(kind,))
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "seeds", [range(12), *(pytest.param(range(at, at + 50), marks=pytest.mark.deep) for at in range(12, 1000, 50))]
+)
 @pytest.mark.parametrize("size", SIZES)
-def test_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: Path, size: int, number: int):
-    for start in range(0, number, 50):
-        world.check(size, random_pieces, path=tmp_path, seeds=range(start, min(number, start + 50)))
+@on_ranks()
+def test_pieces_of_any_shape_and_cut_go_there_and_back(here: Here, tmp_path: Path, seeds: range):
+    """Arrays of drawn shapes, cut in drawn ways, saved and loaded under other cuts."""
+    for seed in seeds:
+        draw, path = random.Random(seed), tmp_path / str(seed)
+        shapes = [[draw.choice(range(6)) for _ in range(draw.randrange(4))] for _ in range(6)]
+        whole = {str(place): torch.arange(float(prod(shape))).reshape(shape) for place, shape in enumerate(shapes)}
+        own = slice(here.rank, here.rank + 2)
+        one, other = (
+            {
+                name: FlatPiece.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
+                for name, leaf in whole.items()
+            }
+            for turn in (0, 1)
+        )
+        ck.save(path, one, group=here.group)
+        assert_is_layout_of(ck.load(path, like=other, group=here.group), whole, other)
 
 
-@pytest.mark.dist
-def test_a_save_in_the_background_keeps_what_was_there_when_it_began(world: World, tmp_path: Path):
-    for seed in (1, 2):
-        world.check(4, save_in_background, path=tmp_path / str(seed), seed=seed)
-        assert_same_tree(ck.load(tmp_path / str(seed), like=tree_of(seed)), tree_of(seed))
+@pytest.mark.parametrize("seed", [1, 2])
+@on_ranks(4)
+def test_a_save_in_the_background_keeps_what_was_there_when_it_began(here: Here, tmp_path: Path, seed: int):
+    """The state is overwritten at once."""
+    state = mixed(tree_of(seed), here, KINDS, seed)
+    saving = ck.save_async(tmp_path / "saved", state, group=here.background, step=seed)
+    for leaf in mfx.tree.leaves(state):
+        local = leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        local.zero_()
+    assert saving.wait(60) == tmp_path / "saved"
+    assert saving.done
+    assert_same_tree(ck.load(tmp_path / "saved", like=tree_of(seed)), tree_of(seed))
 
 
 def errors(results: list[object]) -> list[BaseException]:
@@ -341,13 +312,29 @@ def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path
         ck.load(path, like=tree_of(4))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("what", "done"), [("save", "WriteError: .* written"), ("load", "CheckpointError: .* loaded")])
-def test_a_rank_that_calls_alone_is_told_which_ranks_did_not(world: World, tmp_path: Path, what: str, done: str):
-    said, other = world.check(2, one_alone, path=tmp_path, what=what)
-    together = rf": nothing.*all ranks must call checkpoint\.{what} together, but rank 1 did not.*"
-    assert re.fullmatch(done.replace(".* ", ".* was not ") + together, said)
-    assert not other
+@on_ranks(2)
+def test_a_rank_that_calls_alone_is_told_which_ranks_did_not(here: Here, tmp_path: Path, what: str, done: str):
+    """The others call other collectives meanwhile; then all do it together."""
+    state, path = tree_of(1), tmp_path / "saved"
+    calls = {
+        "save": lambda: ck.save(path, state, group=here.group),
+        "load": lambda: ck.load(path, like=state, group=here.group),
+    }
+    calls["save"]()
+    kept = rendezvous._timeout
+    if here.rank == 0:
+        rendezvous._timeout = lambda group: timedelta(seconds=0.2)
+        try:
+            with pytest.raises(ck.CheckpointError) as caught:
+                calls[what]()
+        finally:
+            rendezvous._timeout = kept
+        together = rf": nothing.*all ranks must call checkpoint\.{what} together, but rank 1 did not.*"
+        said = f"{type(caught.value).__name__}: {caught.value}"
+        assert re.fullmatch(done.replace(".* ", ".* was not ") + together, said)
+    dist.all_reduce(torch.ones(3), group=here.group)
+    calls[what]()
 
 
 @pytest.mark.dist

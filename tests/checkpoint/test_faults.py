@@ -10,8 +10,6 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -30,9 +28,9 @@ from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError
 from muonfx.sharding import rendezvous
 from tests.checkpoint.common import assert_same_tree
 from tests.checkpoint.faults import faults
+from tests.processes import run_python
 
 ck = mfx.checkpoint
-ROOT = Path(__file__).resolve().parents[2]
 OLD = {"w": torch.arange(1000.0).reshape(10, 100), "b": torch.zeros(3)}
 NEW = {name: leaf + 1 for name, leaf in OLD.items()}
 
@@ -254,9 +252,7 @@ def kill_writers(folder: str, seed: int, tries: int) -> None:
 def run_apart(*calls: str) -> None:
     """Call functions of this file in a process of one thread, which can fork safely."""
     code = "import muonfx.checkpoint.distributed, tests.checkpoint.test_faults as t; " + "; ".join(calls)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = run_python("-c", code)
     assert done.stdout.count("done") == len(calls), done.stderr
 
 

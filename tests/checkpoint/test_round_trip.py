@@ -1,8 +1,5 @@
 """What is saved comes back bit for bit, and the next step is the one that would have been taken."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import muonfx as mfx
 from muonfx import testing as kit
 from muonfx.tree.dtypes import DTYPES
 from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, threads, trained
+from tests.processes import run_python
 from tests.transforms.test_every_transform import CASES
 
 pytestmark = [
@@ -155,8 +153,7 @@ def test_a_fresh_process_takes_the_same_step(tmp_path: Path):
         ck.save(tmp_path / str(dtype), state, tx=tx, params=params, step=2)
         expected[dtype] = tx.update(grads_like(params, 7), state, params)
     code = f"import tests.checkpoint.test_round_trip as t; t.take_a_step({str(tmp_path)!r})"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "77"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=Path(__file__).parents[2])
+    run_python("-c", code, PYTHONHASHSEED="77")
     for dtype, (updates, state) in expected.items():
         path = tmp_path / f"{dtype}-next"
         assert_same_tree(ck.load(path, like=state, tx=tx), state)

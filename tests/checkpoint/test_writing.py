@@ -1,11 +1,15 @@
-"""Saves: never lose the last good checkpoint, and no other file; paths that cannot be, and errors that cannot be sent.
+"""Saves never lose the last good checkpoint, nor any other file, with several writers and readers at one path too.
 
 `test_faults` fails the system calls.
 """
 
 import errno
+import itertools
 import os
 import re
+import threading
+import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,16 +17,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import CheckpointError, WriteError, catalog
+from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError, catalog
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.index import INDEX
 from muonfx.checkpoint.writing import Draft
 from muonfx.polar import policy
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
-from tests.processes import Failed, Here, World
+from tests.processes import Here, World, on_ranks, run_python
 
 ck = mfx.checkpoint
 OLD = {"w": torch.arange(1000.0), "b": torch.zeros(3)}
@@ -269,22 +274,17 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-def odd_error(here: Here, path: Path) -> None:
+@on_ranks(2)
+def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(here: Here, tmp_path: Path):
     def write(*args: Any) -> Any:
         raise Odd(1, 2)
 
     half = ck.FlatPiece.cut(OLD["w"], 500 * here.rank, 500 * (here.rank + 1))
-    with mock.patch.object(Draft, "write", write) if here.rank == 1 else nullcontext():
-        ck.save(path, {"w": half}, group=here.group)
-
-
-@pytest.mark.dist
-def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(world: World, tmp_path: Path):
-    for result in world.run(2, odd_error, path=tmp_path / "one"):
-        assert isinstance(result, Failed)
-        assert isinstance(result.error, CheckpointError), result.trace
-        assert "rank 1: " in str(result.error)
-        assert "Odd: odd" in str(result.error)
+    with (
+        mock.patch.object(Draft, "write", write) if here.rank == 1 else nullcontext(),
+        pytest.raises(CheckpointError, match=r"rank 1: .*Odd: odd"),
+    ):
+        ck.save(tmp_path / "one", {"w": half}, group=here.group)
 
 
 def test_the_recorded_chain_has_the_numbers_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -302,3 +302,235 @@ def test_the_recorded_chain_has_the_numbers_of_the_save(tmp_path: Path, monkeypa
         index = ck.inspect(ck.save(tmp_path, tx.init(params), tx=tx, params=params))
         assert index.products == {"orthogonalize": product}
         assert index.chain == repr(tx)
+
+
+def state_of(number: int, size: int = 500) -> dict[str, torch.Tensor]:
+    return {name: torch.full((size,), float(number)) for name in "abcd"}
+
+
+def assert_one_of(found: dict[str, torch.Tensor]) -> int:
+    """That all leaves are of one save; its number."""
+    numbers = {float(value) for leaf in found.values() for value in leaf.unique()}
+    assert len(numbers) == 1, f"a mix of {numbers}"
+    return int(numbers.pop())
+
+
+def each_for_itself(here: Here, folder: Path, rounds: int) -> list[str]:
+    """All ranks save to the same paths, none with a group; what each was told."""
+    said: list[str] = []
+    for number in range(rounds):
+        dist.barrier(here.group)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            ck.save(folder / str(number), state_of(10 * number + here.rank), step=here.rank)
+        said += [str(warning.message) for warning in told]
+        dist.barrier(here.group)
+        assert_one_of(ck.load(folder / str(number), like=state_of(0)))
+    return said
+
+
+@pytest.mark.dist
+def test_ranks_that_each_save_to_one_path_lose_nothing_and_are_told(world: World, tmp_path: Path):
+    told = world.check(4, each_for_itself, folder=tmp_path, rounds=5)
+    for number in range(5):
+        path = tmp_path / str(number)
+        ck.clean(path)
+        assert ck.verify(path)
+        assert len(list(path.iterdir())) == 2, list(path.iterdir())
+    heard = [line for said in told for line in said]
+    assert heard
+    assert all("pass group= on all of them, or save on one only" in line for line in heard)
+
+
+def test_the_later_of_two_saves_at_the_same_time_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    original = Draft.write
+
+    def write(draft: Draft, *args: Any) -> Any:
+        monkeypatch.setattr(Draft, "write", original)
+        ck.save(tmp_path / "one", state_of(2))
+        return original(draft, *args)
+
+    monkeypatch.setattr(Draft, "write", write)
+    with pytest.warns(UserWarning, match="another process saved to this path at the same time"):
+        ck.save(tmp_path / "one", state_of(1))
+    assert assert_one_of(ck.load(tmp_path / "one", like=state_of(0))) == 1
+
+
+def run_apart(call: str) -> str:
+    """Call something of `checkpoint` in a process that ends at once, and return its stderr."""
+    return run_python("-c", f"import torch, muonfx as mfx; mfx.checkpoint.{call}").stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_at_once_waits_for_a_large_save(tmp_path: Path):
+    run_apart(f"save_async({str(tmp_path / 'a')!r}, {{'w': torch.ones(3_000_000)}})")
+    assert ck.read(tmp_path / "a")["w"].sum() == 3_000_000
+
+
+def test_a_save_in_the_background_goes_where_it_was_asked_to(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saving = ck.save_async("here", {"w": torch.ones(2_000_000)})
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    assert saving.wait() == tmp_path / "here"
+    assert ck.verify(tmp_path / "here")
+
+
+def test_a_failed_save_that_nobody_waits_for_is_told_of_when_the_next_begins(tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    saving = ck.save_async(tmp_path / "file", {"w": torch.ones(1)})
+    while not saving.done:
+        time.sleep(0.01)
+    with pytest.warns(UserWarning, match="file in the background has failed, and nobody has waited for it"):
+        ck.save(tmp_path / "a", {"w": torch.ones(1)})
+    ck.save(tmp_path / "a", {"w": torch.ones(1)})  # and once is enough
+    for _ in range(2):
+        with pytest.raises(WriteError, match="a checkpoint is a folder"):
+            saving.wait()
+    # Nor where it was waited for.
+    with pytest.raises(WriteError):
+        ck.save_async(tmp_path / "file", {"w": torch.ones(1)}).wait()
+    ck.save(tmp_path / "a", {"w": torch.ones(1)})
+
+
+def test_a_failed_save_that_nobody_waits_for_is_told_of_at_the_end_of_the_process(tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    said = run_apart(f"save_async({str(tmp_path / 'file')!r}, {{'w': torch.ones(3)}})")
+    assert f"muonfx: the save to {tmp_path / 'file'} in the background has failed, and nobody" in said
+    assert "a checkpoint is a folder" in said
+
+
+def test_saves_in_the_background_end_in_the_order_in_which_they_began(tmp_path: Path):
+    for number in range(0, 30, 3):
+        for later in range(3):
+            saving = ck.save_async(tmp_path / "one", state_of(number + later), step=number + later)
+        saving.wait()
+        assert ck.verify(tmp_path / "one").step == number + 2
+        assert len(list((tmp_path / "one").iterdir())) == 2
+    ck.save_async(tmp_path / "one", state_of(100, size=1_000_000), step=100)
+    ck.save(tmp_path / "one", state_of(101), step=101)
+    assert ck.verify(tmp_path / "one").step == 101
+
+
+@on_ranks(3)
+def test_many_saves_with_one_group_are_done_in_order(here: Here, tmp_path: Path):
+    """Several on one group, and saves and loads in the foreground meanwhile, wait for nothing but each other."""
+    state, group = {"w": torch.full((300_000,), 1.0)}, here.background
+    savings = [ck.save_async(tmp_path / "one", state, step=step, group=group) for step in range(5)]
+    savings.append(ck.save_async(tmp_path / "other", state, step=5, group=group))
+    ck.save(tmp_path / "one", state, step=6, group=group)
+    assert torch.equal(ck.load(tmp_path / "other", like=state, group=group)["w"], state["w"])
+    for saving in savings:
+        saving.wait()
+    assert ck.verify(tmp_path / "one").step == 6
+    dist.barrier(here.group)
+    assert len(list((tmp_path / "one").iterdir())) == 2  # what is the same on all ranks is written once
+
+
+def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:
+    """Save with a group that is gone before the save begins, or in the midst of it."""
+    group: Any = dist.new_group(list(range(4)), backend="gloo")
+    gone, first, original = threading.Event(), None, Draft.write
+
+    def write(draft: Draft, *args: Any) -> Any:
+        written = original(draft, *args)
+        assert gone.wait(60)
+        return written
+
+    Draft.write = write
+    state = {"w": FlatPiece.cut(torch.ones(8), 2 * here.rank, 2 * here.rank + 2)}
+    if when == "before":  # it waits for one that waits for us
+        first = ck.save_async(path / f"own-{here.rank}", {"w": torch.ones(3)})
+    saving = ck.save_async(path / "one", state, group=group)
+    while when == "in the midst" and not list(path.glob("one/data-*")):
+        time.sleep(0.01)
+    dist.barrier(here.group)
+    dist.destroy_process_group(group)
+    gone.set()
+    if first is not None:
+        first.wait()
+    with pytest.raises(CheckpointError) as caught:
+        saving.wait()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("when", ["before", "in the midst"])
+def test_a_save_whose_group_is_destroyed_says_so(tmp_path: Path, when: str):
+    own = World(4, timeout=30)
+    try:
+        said = own.check(4, with_a_destroyed_group, path=tmp_path, when=when)
+    finally:
+        own.close()
+    assert all("group" in text for text in said), said
+    assert not (tmp_path / "one" / "index.json").exists()
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(2000, marks=pytest.mark.deep)])
+def test_a_reader_sees_one_checkpoint_while_it_is_replaced(tmp_path: Path, times: int):
+    path, until = ck.save(ck.step_path(tmp_path, 1), state_of(0)), threading.Event()
+
+    def replace() -> None:
+        for number in itertools.takewhile(lambda _: not until.is_set(), itertools.count()):
+            ck.save(path, state_of(number), step=number)
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        for _ in range(times):
+            assert_one_of(ck.load(path, like=state_of(0)))
+            assert_one_of(ck.read(path))
+            ck.verify(path)
+            assert ck.latest(tmp_path) == path
+    finally:
+        until.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(500, marks=pytest.mark.deep)])
+@on_ranks(4)
+def test_ranks_load_one_checkpoint_while_it_is_replaced(here: Here, tmp_path: Path, times: int):
+    """Rank 3 replaces until the others have loaded so many times, together, each a part, and all of it."""
+    readers, path = dist.new_group([0, 1, 2]), tmp_path / "one"
+    if here.rank == 3:
+        ck.save(path, state_of(0))
+    dist.barrier(here.group)
+    done = path.with_name("done")
+    if here.rank == 3:
+        number = 0
+        while not done.exists():
+            number += 1
+            ck.save(path, state_of(number), step=number)
+    else:
+        for _ in range(times):
+            whole = state_of(0)
+            like: Any = whole | {
+                "b": FlatPiece.cut(whole["b"], *((0, 100), (100, 300), (300, 500))[here.rank]),
+                "c": FlatPiece.cut(whole["c"], *((0, 0), (0, 499), (499, 500))[here.rank]),
+            }
+            found = ck.load(path, like=like, group=readers)
+            plain = {name: leaf.data if isinstance(leaf, FlatPiece) else leaf for name, leaf in found.items()}
+            seen: list[int] = [0, 0, 0]
+            dist.all_gather_object(seen, assert_one_of(plain), group=readers)
+            assert len(set(seen)) == 1, f"ranks have loaded {seen}"
+        done.touch()
+    dist.barrier(here.group)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(tmp_path: Path, monkeypatch):
+    from muonfx.checkpoint.data import Reader
+
+    path = ck.save(ck.step_path(tmp_path, 1), state_of(1))
+    check = Reader.check_files
+
+    def late(self: Reader, *arguments: Any) -> Reader:
+        monkeypatch.setattr(Reader, "check_files", check)
+        if path.exists():
+            ck.save(ck.step_path(tmp_path, 2), state_of(2), keep=1)
+        return check(self, *arguments)
+
+    monkeypatch.setattr(Reader, "check_files", late)
+    with pytest.raises(ck.NotFoundError, match="no such folder"):
+        ck.load(path, like=state_of(0))
+    assert_same_tree(ck.load(ck.step_path(tmp_path, 2), like=state_of(0)), state_of(2))

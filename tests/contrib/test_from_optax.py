@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import muonfx as mfx
-from tests.processes import Here, World
+from tests.processes import Here, on_ranks
 
 PARAMS = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64), "b": torch.tensor([3.0], dtype=torch.float64)}
 ONES = {"w": torch.ones(2)}
@@ -74,9 +74,8 @@ def test_a_constant_rate_gives_the_plain_average_of_the_iterates():
         iterates.append(state.z)
     average = mfx.tree.map(lambda *zs: torch.stack(zs).mean(0), *iterates)
     evaluated = mfx.contrib.schedule_free_eval_params(state, params)
-    for name in PARAMS:
-        torch.testing.assert_close(evaluated[name], average[name])
-        torch.testing.assert_close(params[name], 0.4 * state.z[name] + 0.6 * average[name])
+    torch.testing.assert_close(evaluated, average)
+    torch.testing.assert_close(params, mfx.tree.map(lambda z, mean: 0.4 * z + 0.6 * mean, state.z, average))
 
 
 def test_the_average_stays_where_it_is_when_the_interpolation_changes():
@@ -86,9 +85,8 @@ def test_the_average_stays_where_it_is_when_the_interpolation_changes():
     before = mfx.contrib.schedule_free_eval_params(apart, PARAMS)
     updates, after = tx.replace(b1=0.5).update(PARAMS, apart, PARAMS)
     moved = mfx.apply_updates(PARAMS, updates)
-    for name, average in mfx.contrib.schedule_free_eval_params(after, moved).items():
-        torch.testing.assert_close(average, before[name])
-        torch.testing.assert_close(moved[name], 0.5 * apart.z[name] + 0.5 * before[name])
+    torch.testing.assert_close(mfx.contrib.schedule_free_eval_params(after, moved), before)
+    torch.testing.assert_close(moved, mfx.tree.map(lambda z, mean: 0.5 * z + 0.5 * mean, apart.z, before))
 
 
 def test_parameters_to_evaluate_are_found_within_chains_routes_and_optimizers():
@@ -107,7 +105,8 @@ def test_parameters_to_evaluate_are_found_within_chains_routes_and_optimizers():
     torch.testing.assert_close(evaluated["w"], PARAMS["w"] - 0.2)  # of 0.1, 0.2, 0.3
 
 
-def run_fully_sharded(here: Here) -> list[float]:
+@on_ranks(2)
+def test_pieces_of_the_parameters_to_evaluate_are_those_of_the_whole(here: Here):
     torch.manual_seed(0)
     models = [nn.Linear(6, 5, dtype=torch.float64) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -122,12 +121,8 @@ def run_fully_sharded(here: Here) -> list[float]:
             optimizer.step()
         params = {name: p.detach() for name, p in model.named_parameters()}
         found.append(mfx.contrib.schedule_free_eval_params(optimizer.transform_state, params))
-    return [float((p.full_tensor() - found[1][name]).abs().max()) for name, p in found[0].items()]
-
-
-@pytest.mark.dist
-def test_pieces_of_the_parameters_to_evaluate_are_those_of_the_whole(world: World):
-    assert max(max(errors) for errors in world.check(2, run_fully_sharded)) <= 1e-12
+    whole = {name: p.full_tensor() for name, p in found[0].items()}
+    torch.testing.assert_close(whole, found[1], rtol=0, atol=1e-12)
 
 
 def test_another_rate_and_a_momentum_within_are_warned_of():
@@ -162,8 +157,7 @@ def test_the_step_has_its_length_and_the_gradient_is_the_one_behind_it():
     behind = gradient(mfx.apply_updates(PARAMS, step))
     sharded = mfx.sharding.sharded(mfx.contrib.sam(0.25), mfx.sharding.zero(PARAMS, 1))
     for tx in (mfx.contrib.sam(0.25), sharded):
-        for name, found in mfx.contrib.sam_gradient(gradient, PARAMS, tx).items():
-            assert torch.equal(found, behind[name])
+        torch.testing.assert_close(mfx.contrib.sam_gradient(gradient, PARAMS, tx), behind, rtol=0, atol=0)
 
 
 def test_a_gradient_of_zero_gives_no_step_and_a_nan_shows():

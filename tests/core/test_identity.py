@@ -2,7 +2,6 @@
 
 import os
 import pkgutil
-import subprocess
 import sys
 from collections import Counter
 from importlib import import_module
@@ -17,9 +16,7 @@ import muonfx as mfx
 from muonfx import testing as kit
 from muonfx.core.identity import public_name
 from muonfx.core.order import signs
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.processes import ROOT, run_python
 
 SCALED = mfx.scale(2.0)
 
@@ -160,9 +157,8 @@ def test_fingerprints_are_the_same_in_every_process_and_for_a_script_and_its_imp
     (tmp_path / "train.py").write_text(PROGRAM + MAIN + SPAWNING)
 
     def run(*command: str, seed: str) -> list[str]:
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert done.returncode == 0, done.stderr
+        search = f"{ROOT}{os.pathsep}{tmp_path}"
+        done = run_python(*command, cwd=tmp_path, PYTHONHASHSEED=seed, PYTHONPATH=search)
         return [line for line in done.stdout.splitlines() if line.startswith("[")]
 
     script, child = run("train.py", seed="1")  # in the child the script is called __mp_main__

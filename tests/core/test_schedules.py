@@ -42,13 +42,10 @@ PARAMS, GRADS = kit.Example.of({"w": (3, 2), "b": (3,)}, steps=6)
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def shifted(amount: float, *, often: float = 1.0):
-    def init(params: Any) -> mfx.core.EmptyState:
-        return mfx.core.EmptyState()
-
     def update(updates: Any, state: mfx.core.EmptyState, params: Any = None, *, more: float = 0.0):
         return mfx.tree.map(lambda u: u + often * (amount + more), updates), state
 
-    return init, update
+    return mfx.identity().functions.init, update
 
 
 MAKERS: dict[str, Callable[[Any], mfx.Transform]] = {

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.common_state_dict import VerifyStateDic
 
 import muonfx as mfx
 from tests.peers.torch_optim import CHECKS, cases, inputs_of
-from tests.processes import Here, World
+from tests.processes import Here, on_ranks
 
 pytestmark = pytest.mark.engines
 
@@ -31,7 +31,9 @@ class Verify(VerifyStateDictMixin, TestCase):
     """Torch's checks, as they are."""
 
 
-def verified(here: Here, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"cpu_offload": True}], ids=str)
+@on_ranks(2)
+def test_of_distributed_state_dicts(here: Here, options: dict[str, bool]) -> None:
     """Train a model whole and sharded; compare their state dicts, and load the sharded one into a new optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
@@ -51,12 +53,6 @@ def verified(here: Here, options: dict[str, bool]) -> None:
     verify._verify_osd(model, one, one.state_dict(), saved)
     if not options:
         verify._verify_osd_by_load(model, one, mfx.Muon(model, orthogonalize=part), saved)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"cpu_offload": True}], ids=str)
-def test_of_distributed_state_dicts(world: World, options: dict[str, bool]) -> None:
-    world.check(2, verified, options=options)
 
 
 def test_the_page_shows_how_many_checks_run() -> None:

@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,11 +20,11 @@ from hypothesis import strategies as st
 import muonfx as mfx
 from muonfx.polar import explain, kernels, orthogonalize, policy
 from muonfx.polar.kernels import available, exact_product
+from tests.processes import ROOT, run_python
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILES = (None, (16, 16, 16, 4, 3), (16, 32, 16, 4, 3), (32, 32, 32, 4, 3))
-ROOT = Path(__file__).parents[2]
 
 with_kernels = pytest.mark.skipif(not available(DEVICE), reason="Triton is missing, or the GPU is too old")
 
@@ -223,16 +221,10 @@ def test_where_triton_is_there_the_kernels_are() -> None:
     assert not available(torch.device("cuda", 10**6))
 
 
-def run_in_process(script: str, *arguments: object, **environment: str) -> str:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment)
-    return done.stdout
-
-
 def test_the_package_needs_no_triton_that_works(tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise OSError('libtriton.so: broken')")
     script = "import torch, muonfx.polar.kernels as k; assert not k.available(torch.device('cpu'))"
-    run_in_process(script, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", TRITON_INTERPRET="1")
+    run_python("-c", script, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", TRITON_INTERPRET="1")
 
 
 COMPILE = """
@@ -269,8 +261,8 @@ print(json.dumps(found))
 )
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing")
 def test_every_tile_compiles_for_a_gpu(tmp_path: Path, capability: int, instruction: str) -> None:
-    environment = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    for dtype, columns, shared, ptx in json.loads(run_in_process(COMPILE, capability, **environment)):
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    for dtype, columns, shared, ptx in json.loads(run_python("-c", COMPILE, capability, **environment).stdout):
         assert shared <= 227 * 1024
         assert "tf32" not in ptx
         assert "cp.async.cg.shared.global" in ptx

@@ -1,21 +1,25 @@
-"""Routing: the algebra of predicates, the laws of labels, and rules and parameters that are refused."""
+"""Routing: predicates, rules and labels, and the default labels of the models that people train."""
 
 import pickle
 import random
 from collections import OrderedDict
 from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
+import muonfx
 from muonfx.select import (
     Labels,
     ParamInfo,
     Route,
     default_labels,
+    default_labels_by_name,
     describe,
     labels,
     module_type,
@@ -232,3 +236,404 @@ def test_a_rule_that_matches_nothing_is_warned_of_where_it_is_written():
         with pytest.warns(UserWarning, match=rf"^{kind} 1: path\('typo.*'\) -> 'a' matches none of the 1") as caught:
             route({"w": torch.zeros(1)}, [(path("typo.*"), "a")])
         assert caught[0].filename == __file__
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, whose weight is (in, out)."""
+
+    def __init__(self, out: int, inp: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.bias = nn.Parameter(torch.randn(inp, out)), nn.Parameter(torch.zeros(out))
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, *size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(*size))
+
+
+class LayerNormLinear(nn.Linear):
+    """As in Transformer Engine: a norm and a hidden matrix in one layer."""
+
+
+class Holder(nn.Module):
+    """A module that holds parameters directly."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, size in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(size)))
+
+
+class TokenEmbedding(Holder):
+    pass
+
+
+def build(tree: dict) -> nn.Module:
+    """A model from nested names; a digit makes a list-like child."""
+    model = nn.Module()
+    for name, child in tree.items():
+        model.add_module(name, build(child) if isinstance(child, dict) else child)
+    return model
+
+
+def lin(out: int, inp: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inp, out, bias=bias)
+
+
+D, V = 8, 32
+
+
+def gpt2(layers: int = 1, d: int = D, v: int = V) -> nn.Module:
+    def block() -> dict:
+        return {
+            "ln_1": nn.LayerNorm(d),
+            "attn": {"c_attn": Conv1D(3 * d, d), "c_proj": Conv1D(d, d)},
+            "ln_2": nn.LayerNorm(d),
+            "mlp": {"c_fc": Conv1D(4 * d, d), "c_proj": Conv1D(d, 4 * d)},
+        }
+
+    model = build(
+        {
+            "transformer": {
+                "wte": nn.Embedding(v, d),
+                "wpe": nn.Embedding(16, d),
+                "h": {str(n): block() for n in range(layers)},
+                "ln_f": nn.LayerNorm(d),
+            },
+            "lm_head": lin(v, d),
+        }
+    )
+    model.lm_head.weight = model.transformer.wte.weight
+    return model
+
+
+def torchtitan() -> nn.Module:
+    attention = {n: lin(D, D) for n in ("wq", "wk", "wv", "wo")}
+    moe = {"router": {"gate": lin(4, D)}, "experts": Holder(w1=(4, 16, D), w2=(4, D, 16), w3=(4, 16, D))}
+    layers = {
+        "0": {"attention": attention, "feed_forward": {"w1": lin(16, D)}, "attention_norm": nn.RMSNorm(D)},
+        "1": {"moe": moe},
+    }
+    return build({"tok_embeddings": nn.Embedding(V, D), "layers": layers, "norm": nn.RMSNorm(D), "output": lin(V, D)})
+
+
+def lora() -> nn.Module:
+    q = {"base_layer": lin(D, D), "lora_A": {"default": lin(4, D)}, "lora_B": {"default": lin(D, 4)}}
+    embedding = build({"base_layer": nn.Embedding(V, D)})
+    embedding.lora_embedding_A = nn.ParameterDict({"default": nn.Parameter(torch.zeros(4, V))})
+    head = {"original_module": lin(V, D), "modules_to_save": {"default": lin(V, D)}}
+    inner = {"embed_tokens": embedding, "layers": {"0": {"self_attn": {"q_proj": q}}}}
+    model = build({"base_model": {"model": {"model": inner, "lm_head": head}}})
+    for name, p in model.named_parameters():
+        p.requires_grad = "lora_" in name or "modules_to_save" in name
+    return model
+
+
+# What each model sends to Muon; all else goes to AdamW or, frozen, nowhere.
+MODELS = {
+    gpt2: {
+        "transformer.h.0.attn.c_attn",
+        "transformer.h.0.attn.c_proj",
+        "transformer.h.0.mlp.c_fc",
+        "transformer.h.0.mlp.c_proj",
+    },
+    torchtitan: {f"layers.0.attention.w{n}" for n in "qkvo"}
+    | {"layers.0.feed_forward.w1", *(f"layers.1.moe.experts.w{n}" for n in "123")},
+    lora: set(),
+}
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("by_name_alone", [False, True])
+def test_models_are_routed_as_in_practice(make, by_name_alone):
+    model = make()
+    params = dict(model.named_parameters())
+    found = default_labels(params if by_name_alone else model)
+    assert list(found) == list(params)
+    assert {name.removesuffix(".weight") for name, label in found.items() if label == "muon"} == MODELS[make]
+    assert {name for name, label in found.items() if label is None} == {
+        name for name, p in params.items() if not p.requires_grad
+    }
+
+
+def reasons(model) -> dict[str, str]:
+    found = default_labels(model)
+    return {name: found.reason(name) for name in found}
+
+
+def test_the_reason_names_the_rule():
+    found = reasons(gpt2()) | reasons(lora()) | reasons({"mlp.gate.weight": torch.zeros(6, 4)})
+    wanted = {
+        "transformer.wte.weight": "embedding (module type Embedding, tied with 'lm_head.weight')",
+        "transformer.ln_f.weight": "norm (module type LayerNorm)",
+        "transformer.h.0.mlp.c_fc.weight": "hidden matrix (2-D)",
+        "transformer.h.0.mlp.c_fc.bias": "1-D",
+        "base_model.model.lm_head.original_module.weight": "frozen",
+        "base_model.model.lm_head.modules_to_save.default.weight": "name component 'lm_head'",
+        "base_model.model.model.embed_tokens.lora_embedding_A.default": (
+            "low-rank factor (name component 'lora_embedding_A')"
+        ),
+        "mlp.gate.weight": "name component 'gate'",
+    }
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_a_tied_head_goes_with_its_embedding_under_any_name():
+    head_first = build({"proj": lin(V, D), "tokens": nn.Embedding(V, D)})
+    head_first.tokens.weight = head_first.proj.weight
+    assert default_labels(head_first) == {"proj.weight": "adamw"}
+    weight = torch.zeros(V, D)
+    assert default_labels({"proj.weight": weight, "wte.weight": weight}) == {
+        "proj.weight": "adamw",
+        "wte.weight": "adamw",
+    }
+
+
+def test_types_win_over_names():
+    model = build(
+        {
+            "up_proj": nn.Embedding(V, D),
+            "table": TokenEmbedding(weight=(V, D)),
+            "scale": LlamaRMSNorm(D, D),
+            "norm": LayerNormLinear(D, D, bias=False),
+            "embedder_proj": lin(D, D),
+        }
+    )
+    found = default_labels(model)
+    assert [name.removesuffix(".weight") for name in found if found[name] == "muon"] == ["norm", "embedder_proj"]
+    assert default_labels({"norm.weight": torch.zeros(4, 4)}) == {"norm.weight": "adamw"}
+
+
+MUON_NAMES = """
+    model.layers.0.mlp.gate_proj.weight mlp.gate_up_proj.weight experts.gate_up_proj experts.w_gate mlp.w_gate
+    embedder_proj.weight embedding_projection.weight time_emb_proj.weight
+    albert.embedding_hidden_mapping_in.weight blocks.0.sa.heads.0.key.weight attn.multi_head.weight
+    attn.in_proj_weight attention.output.dense.weight experts.3.gate.weight shared_experts.gate.weight
+    rnn.weight_ih_l0 conv2.weight attn.headwise.weight cls.predictions.transform.dense.weight token_mixer.weight
+    aggregate.weight decoder.0.weight block.fc.weight transformer.h.0.mlp.fc_out.weight
+    blocks.0.attn.to_out.0.weight layers.0.fc.parametrizations.weight.original
+    attn.output_projection.weight conv_out_layer.weight attn.proj_out.weight projector.weight
+    mm_input_projection_weight neck.conv1.weight layers.0.fc.weight_orig self_attn.q_a_proj.weight
+    self_attn.kv_a_proj_with_mqa.weight mlp.experts.0.down_proj.weight mtp.eh_proj.weight
+"""
+ADAMW_NAMES = """
+    transformer.wte.weight wpe.weight tok_embeddings.weight embed_tokens.weight gpt_neox.embed_in.weight
+    embed_out.weight pos_embed pos_embedding positional_embedding class_embedding mask_token register_tokens
+    value_embeds.0.weight shared.weight to_patch_embedding.2.weight
+    vit.embeddings.patch_embeddings.projection.weight tokEmbedding.weight token_embedding_table.weight
+    lm_head.weight head.weight heads.head.weight classifier.1.weight score.weight output_layer.weight
+    unembed.weight lmHead.weight cls.predictions.decoder.weight lm_head.dense.weight mtp_head.0.weight
+    output.weight model.output.weight fc.weight proj_out.weight mlp.gate.weight block_sparse_moe.gate.weight
+    mlp.router.weight moe.router.gate.weight ffn.router.layer.weight gate.wg.weight router.classifier.weight
+    mlp.shared_expert_gate.weight experts.gate_up_proj_bias relative_position_bias_table
+    block.0.relative_attention_bias.weight q_proj.lora_A.default.weight wq.lora_a.weight lora.down.weight
+    mixer.A_log embed_tokens.parametrizations.weight.original0 _orig_mod.wte.weight
+    lm_head.modules_to_save.mine.weight query_embed.weight
+    cls.seq_relationship.weight wav2vec.ctc_proj.weight decoder.output_projection.weight logits.weight
+    mamba.x_proj.weight mixer.dt_proj.weight mamba.x_proj_weight mamba.D attn.rel_pos_h self_attn.pos_bias_u
+    self_attn.bias_v quantizer.codevectors q_l2_clip.scale embed_state.weight model.vision_embed_tokens.weight
+    mtp.shared_head.head.weight self_attn.q_a_layernorm.weight
+    label_embeddings_concat perceiver.latents_1d moe.router_mlp.0.weight
+    fc.hada_w1_a.default fc.lokr_w2.default fc.oft_R.default.weight fc.boft_R.default fc.hra_u.default
+    fc.randlora_lambda.default fc.vera_lambda_b.default fc.ia3_l.default fc.c3a_kernel.default fc.miss_block.default
+"""
+
+
+def test_names_are_read_by_component():
+    for label, found in (("muon", MUON_NAMES.split()), ("adamw", ADAMW_NAMES.split())):
+        assert {name for name in found if default_labels({name: torch.zeros(6, 4)})[name] != label} == set()
+
+
+def test_a_gate_beside_up_and_down_belongs_to_the_mlp():
+    mlp = {f"layers.0.mlp.{n}.weight": torch.zeros(4, 4) for n in ("gate", "up", "down")}
+    assert set(default_labels(mlp).values()) == {"muon"}
+    moe = {
+        "moe.gate.weight": torch.zeros(4, 8),
+        "moe.up_proj": torch.zeros(4, 16, 8),
+        "moe.down_proj": torch.zeros(4, 8, 16),
+    }
+    assert default_labels(moe) == {"moe.gate.weight": "adamw", "moe.up_proj": "muon", "moe.down_proj": "muon"}
+
+
+def test_a_vector_in_disguise_is_no_matrix():
+    hidden = {(4, 8), (8, 4, 1, 1), (8, 4, 3), (8, 4, 3, 3), (2, 3, 64, 64), (0, 4), (4, 64)}
+    others = {(1, 8), (8, 1), (1, 7, 8), (8, 1, 4), (8, 1, 3, 3), (8, 3, 7, 7), (2, 64), (128, 4), (4,), ()}
+    assert {size for size in hidden | others if default_labels({"x": torch.zeros(size)})["x"] == "muon"} == hidden
+
+
+def test_packed_attention_is_a_matrix_and_a_depthwise_convolution_is_not():
+    model = build({"attn": nn.MultiheadAttention(8, 2), "dw": nn.Conv1d(8, 8, 4, groups=8), "pw": nn.Conv1d(8, 8, 1)})
+    found = default_labels(model)
+    assert {n for n in found if found[n] == "muon"} == {"attn.in_proj_weight", "attn.out_proj.weight", "pw.weight"}
+    assert found.reason("dw.weight") == "depthwise: one vector a channel"
+    image = default_labels(build({"conv1": nn.Conv2d(3, 8, 7), "conv2": nn.Conv2d(8, 8, 3), "bn2": nn.BatchNorm2d(8)}))
+    assert [name for name, label in image.items() if label == "muon"] == ["conv2.weight"]
+    assert image.reason("conv1.weight") == "convolution from or to 3 channels"
+
+
+def test_parametrized_layers_keep_their_type():
+    model = build(
+        {"table": parametrizations.orthogonal(nn.Embedding(8, 4)), "fc1": parametrizations.weight_norm(lin(8, 4))}
+    )
+    found = default_labels(model)
+    assert found["table.parametrizations.weight.original"] == "adamw"
+    assert found.reason("table.parametrizations.weight.original") == "embedding (module type Embedding)"
+    # A direction is no matrix: its length lies beside it, and only their product is the weight.
+    assert found["fc1.parametrizations.weight.original1"] == "adamw"
+    assert found["fc1.parametrizations.weight.original0"] == "adamw"
+    parts = {"up.weight_g": torch.zeros(4, 1), "up.weight_v": torch.zeros(4, 8), "down.weight_v": torch.zeros(4, 8)}
+    assert default_labels(parts) == {"up.weight_g": "adamw", "up.weight_v": "adamw", "down.weight_v": "muon"}
+
+
+def test_a_projector_is_part_of_the_head_only_beside_a_classifier():
+    model = build({"model": {"up": lin(8, 8)}, "projector": lin(16, 8)})
+    assert default_labels(model)["projector.weight"] == "muon"
+    model.add_module("classifier", lin(3, 16))
+    assert default_labels(model)["projector.weight"] == "adamw"
+
+
+def test_the_convolution_that_sees_raw_audio_goes_to_adamw():
+    for inner in ({"encoder": {"conv1": nn.Conv1d(80, 8, 3)}}, {"conv_pre": nn.Conv1d(80, 8, 3)}):
+        found = reasons(build({"model": inner, "up": lin(8, 8)}))
+        assert next(iter(found.values())).startswith("convolution of the input")
+    layers = {"0": {"conv": nn.Conv1d(80, 8, 3)}, "1": {"conv": nn.Conv1d(8, 8, 3)}}
+    found = default_labels(build({"feature_extractor": {"conv_layers": layers}}))
+    assert [label for name, label in found.items() if name.endswith("weight")] == ["adamw", "muon"]
+
+
+def test_the_shape_that_zero_3_took_away_is_the_one_that_counts():
+    model = build({"fc1": lin(8, 4)})
+    model.fc1.weight.ds_shape = torch.Size([8, 4])
+    model.fc1.weight.data = torch.empty(0)
+    assert default_labels(model) == {"fc1.weight": "muon"}
+
+
+def test_frozen_parameters_are_left_out_and_plain_tensors_are_not_frozen():
+    model = build({"fc1": lin(8, 4)})
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    model.requires_grad_(False)
+    assert default_labels(model) == {"fc1.weight": None}
+    assert default_labels(plain) == {"fc1.weight": "muon"}
+    assert default_labels(model, [(where(lambda info: not info.requires_grad), "sgd")]) == {"fc1.weight": "sgd"}
+
+
+class Pair(NamedTuple):
+    wte: Tensor
+    hidden: Tensor
+
+
+def test_any_pytree_is_named_by_its_paths():
+    x = [torch.zeros(4, 4) for _ in range(4)]
+    found = default_labels({"blocks": [{"q": x[0]}, {"q": x[1]}], "pair": Pair(x[2], x[3]), "absent": None})
+    assert found == {
+        "blocks.0.q": "muon",
+        "blocks.1.q": "muon",
+        "pair.wte": "adamw",
+        "pair.hidden": "muon",
+        "absent": None,
+    }
+    assert default_labels([torch.zeros(2, 2), torch.zeros(2)]) == {"0": "muon", "1": "adamw"}
+
+
+def test_an_absent_leaf_is_labelled_none_and_not_reported():
+    params = {"fc1.weight": torch.zeros(4, 4), "gone": None}
+    for found in (default_labels(params), labels(params, [(ndim(2), "muon")])):
+        assert found == {"fc1.weight": "muon", "gone": None}
+        assert found.reason("gone") == "absent"
+        assert "gone" not in str(describe(found, params))
+
+
+@pytest.mark.parametrize("nothing", [{}, [], (), nn.Module()])
+def test_no_parameters_give_no_labels_and_no_warning(nothing):
+    assert default_labels(nothing, [(path("*"), "a")]) == {}
+
+
+def test_predicates_see_all_names_and_owners_of_a_tied_tensor():
+    rules = [(path("lm_head.*"), "head"), (where(lambda info: bool(info.tied)), "never")]
+    assert labels(gpt2(), rules, "rest")["transformer.wte.weight"] == "head"
+    found = labels(gpt2(), [(module_type(nn.Linear), "linear"), (module_type("Conv1D"), "conv")], None)
+    assert found["transformer.wte.weight"] == "linear"
+    assert found["transformer.h.0.mlp.c_fc.weight"] == "conv"
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def test_the_report_has_a_line_for_every_parameter_and_totals():
+    model = gpt2(2)
+    chosen = default_labels(model, [(path("*.bias"), None)])
+    lines = str(describe(chosen, model)).splitlines()
+    assert [line.split()[0] for line in lines[1 : len(chosen) + 1]] == list(chosen)
+    count = sum(p.numel() for p in model.parameters())
+    assert lines[-1].split() == ["total", str(len(chosen)), f"{count:,}", "100.0%"]
+    assert lines[-2].startswith("- (left out)")
+    assert str(describe(model)) == str(describe(default_labels(model), model))
+    named = dict(model.named_parameters())
+    assert str(describe(iter(named.items()))) == str(describe(default_labels(named), named))
+
+
+# ---------------------------------------------------------------------------------------------------- names alone
+
+
+@pytest.mark.filterwarnings("error")
+def test_named_tensors_taken_for_hidden_matrices_are_said_and_by_name_says_that_they_are():
+    model = nn.ModuleDict({"lookup": nn.Embedding(8, 4), "up": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    named = dict(model.named_parameters())
+    with pytest.warns(
+        UserWarning, match=r"without module types, .* hidden matrices: 'lookup.weight', 'up.weight'\. An emb"
+    ):
+        by_name = default_labels(named)
+    assert by_name["lookup.weight"] == "muon"
+    assert default_labels(model)["lookup.weight"] == "adamw"  # where the type is seen
+    assert default_labels_by_name(named) == by_name
+    # Nothing is assumed of what a rule has decided, nor where nothing is a hidden matrix.
+    default_labels(named, [(path("lookup.*"), "adamw"), (path("up.*"), "muon")])
+    default_labels({"norm.weight": torch.zeros(4)})
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
+    params = {"h.fc.weight": torch.ones(4, 4), "h.fc.bias": torch.ones(4)}
+    tx = muonfx.muon_with_adamw(0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32))
+    with pytest.warns(UserWarning, match="labelled these as hidden matrices: 'h.fc.weight'"):
+        state = tx.init(params)
+    tx.replace().update(params, state, params)  # one that has met no parameters, as in another process
+    silent = muonfx.muon_with_adamw(
+        0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name
+    )
+    silent.update(params, silent.init(params), params)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_of_named_groups_can_be_told_the_labels():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
+    groups = [{"params": list(model[0].named_parameters(prefix="0"))}, {"params": [("1.weight", model[1].weight)]}]
+    with pytest.warns(UserWarning, match="labelled these as hidden matrices: '0.weight', '1.weight'"):
+        muonfx.Muon([dict(group) for group in groups])
+    told = muonfx.Muon([dict(group) for group in groups], labels=default_labels(model))
+    assert [group["label"] for group in told.param_groups] == ["adamw", "muon"]
+    with pytest.raises(ValueError, match=r"labels: none for '1.weight'; every parameter needs one"):
+        muonfx.Muon([dict(group) for group in groups], labels={"0.weight": "adamw"})
+    with pytest.raises(TypeError, match=r"labels must be a mapping .* labels=lambda model: muonfx.default_labels"):
+        muonfx.Muon(model, labels=[(path("*"), "muon")])
+    rules = [(path("1.*"), None)]
+    ruled = muonfx.Muon(groups[1:], labels=lambda model: default_labels(model, rules), model=model)
+    assert not ruled.param_groups[0].get("label")
+
+
+@pytest.mark.filterwarnings("ignore:partition. by their names")
+def test_an_optimizer_is_described_by_its_groups():
+    model = gpt2(2)
+    optimizer = muonfx.Muon(model, lr=0.02, adamw_lr=1e-3)
+    found = describe(optimizer)
+    assert found.labels == default_labels(model)
+    assert all(found.labels.reason(name) == default_labels(model).reason(name) for name in found.labels)
+    routing, totals, numbers = (part.to_text().splitlines() for part in found.report().parts)
+    assert len(routing) == 1 + len(found.labels)
+    assert [int(line.split()[2]) for line in totals[1:3]] == [len(group["params"]) for group in optimizer.param_groups]
+    assert ["lr", "0.02", "0.001"] in [line.split() for line in numbers]
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert ["lr", "0.5", "0.001"] in [line.split() for line in str(describe(optimizer)).splitlines()]

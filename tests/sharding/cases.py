@@ -5,7 +5,6 @@ A case is drawn in one process and sent to others, which all make the same tenso
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx import sharding
@@ -212,13 +211,6 @@ def distinct(shapes: Sequence[tuple[int, ...]]) -> bool:
     return len(set(kinds)) == len(kinds)
 
 
-def bits(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that cannot be told apart."""
-    plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    flat = plain.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return tuple(plain.shape), plain.dtype, bytes(chain(flat.view(torch.uint8).tolist())) if flat.numel() else b""
-
-
 def some(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
@@ -226,10 +218,6 @@ def some(*shape: int, seed: int = 0) -> Tensor:
 def flat(here: Here, params: dict[str, Tensor]) -> Any:
     layout = sharding.zero(params, here.group, partition="flat")
     return layout, layout.shard(params)
-
-
-def all_same_bits(results: list[Any]) -> bool:
-    return len({tuple(sorted((name, bits(leaf)) for name, leaf in tree.items())) for tree in results}) == 1
 
 
 _SIDES = (1, 2, 3, 4, 5, 7, 8, 13, 16, 33, 0)

@@ -9,7 +9,8 @@ import torch
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding.dtensors import to_dtensors
-from tests.processes import Here, World
+from tests.checkpoint.common import bits
+from tests.processes import Here, World, on_ranks
 from tests.sharding.cases import (
     Flat,
     LayoutCase,
@@ -19,7 +20,6 @@ from tests.sharding.cases import (
     Placed,
     Replicated,
     Zero,
-    bits,
     laid_out,
     model,
     muon,
@@ -173,12 +173,14 @@ def test_the_global_view_is_the_one_that_is_taken_by_hand(world: World, tmp_path
         assert_trees_equal(mfx.checkpoint.load_params(tmp_path / "whole", like=DRAWN.params()), DRAWN.params())
 
 
-def of_another_layout(here: Here, path: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["state", "params", "structure"])
+@on_ranks(2)
+def test_a_state_of_another_layout_is_refused_on_all_ranks(here: Here, tmp_path: Path, what: str):
     params = DRAWN.params()
     layout = laid_out(LAYOUTS["flat"], params, here)
     sharded, local = sharding.sharded(chain_of("plain"), layout), layout.shard(params)
     state = sharded.init(local)
-    mfx.checkpoint.save(path / "good", state, params=local, tx=sharded)
+    mfx.checkpoint.save(tmp_path / "good", state, params=local, tx=sharded)
     if here.rank == 1:  # what is wrong on one rank is said on all
         if what == "state":
             leaves, treedef = mfx.tree.flatten(state)
@@ -190,18 +192,13 @@ def of_another_layout(here: Here, path: Path, what: str) -> None:
             state = {"trace": local["c"]}
     said = {"state": r"'partition.adamw.mu.c' has shape \(99,\)", "params": r"'c' has shape \(99,\)"}
     for use in (
-        lambda: mfx.checkpoint.save(path / "bad", state, params=local, tx=sharded),
+        lambda: mfx.checkpoint.save(tmp_path / "bad", state, params=local, tx=sharded),
         lambda: (
-            mfx.checkpoint.load_params(path / "good", like=local, tx=sharded)
+            mfx.checkpoint.load_params(tmp_path / "good", like=local, tx=sharded)
             if what == "params"
-            else mfx.checkpoint.load(path / "good", like=state, tx=sharded)
+            else mfx.checkpoint.load(tmp_path / "good", like=state, tx=sharded)
         ),
     ):
         with pytest.raises(mfx.checkpoint.CheckpointError, match=f"rank 1: .*{said.get(what, 'leaves, expected')}"):
             use()
-    assert not (path / "bad").exists()
-
-
-@pytest.mark.parametrize("what", ["state", "params", "structure"])
-def test_a_state_of_another_layout_is_refused_on_all_ranks(world: World, tmp_path: Path, what: str):
-    world.check(2, of_another_layout, path=tmp_path, what=what)
+    assert not (tmp_path / "bad").exists()

@@ -15,7 +15,7 @@ from torch import Tensor
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.polar import orthogonalize
-from tests.processes import Here, World
+from tests.processes import Here, World, on_ranks
 from tests.sharding.cases import (
     Case,
     Flat,
@@ -138,56 +138,38 @@ def own_gradients(drawn: Model, size: int) -> list[dict[str, Any]]:
     return [drawn.grads(drawn.steps - 1, rank) for rank in range(size)]
 
 
-def from_own_gradients(
-    here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, op: str = "mean"
-) -> dict[str, Any]:
-    """Steps in which every rank has gradients of its own, which are reduced to pieces; the last whole update."""
-    params = model.params()
-    layout = laid_out(case, params, here, tx)
-    local = layout.shard(params)
-    sharded = sharding.sharded(tx, layout)
-    state = sharded.init(local)
-    updates: Any = None
-    for step in range(model.steps):
-        pieces = layout.reduce_scatter(model.grads(step, here.rank), op)
-        updates, state = sharded.update(pieces, state, local)
-    return layout.gather(updates)
-
-
-def reduced_by_own(here: Here, model: Model, case: LayoutCase, op: str) -> dict[str, Any]:
-    """Gradients of its own on each rank, reduced to local tensors as shards are, and put together again."""
-    layout = laid_out(case, model.params(), here)
-    reduced = layout.reduce_scatter(model.grads(0, here.rank), op)
-    shards = layout.shard(model.params())
-    assert [type(leaf) for leaf in mfx.tree.leaves(reduced)] == [type(leaf) for leaf in mfx.tree.leaves(shards)]
-    return layout.gather(reduced)
-
-
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize(
-    "layout",
+    "case",
     [
         *(Zero(2, "flat"), Zero(2, "whole"), Flat(("b", "a"), (0, 0, 20, 74))),
         *(Replicated(), Placed({"a": ("0",), "b": ("0",)})),
     ],
 )
-def test_each_rank_gets_its_pieces_of_the_reduced_gradients(world: World, layout: Any, op: str):
+@on_ranks(3)
+def test_each_rank_gets_its_pieces_of_the_reduced_gradients(here: Here, case: LayoutCase, op: str):
+    """As local tensors of the kind that shards are."""
     drawn = model(steps=1, a=(7, 5), b=(3, 13))
-    own = own_gradients(drawn, 3)
-    wanted = {name: sum(tree[name] for tree in own) / (3 if op == "mean" else 1) for name in own[0]}
-    for found in world.check(3, reduced_by_own, model=drawn, case=layout, op=op):
-        assert apart(found, wanted) < 1e-6
+    own = own_gradients(drawn, here.size)
+    wanted = {name: sum(tree[name] for tree in own) / (here.size if op == "mean" else 1) for name in own[0]}
+    layout = laid_out(case, drawn.params(), here)
+    reduced, shards = layout.reduce_scatter(own[here.rank], op), layout.shard(drawn.params())
+    assert [type(leaf) for leaf in mfx.tree.leaves(reduced)] == [type(leaf) for leaf in mfx.tree.leaves(shards)]
+    assert apart(layout.gather(reduced), wanted) < 1e-6
 
 
-def test_matrices_that_cross_a_boundary_under_reduce_scatter(world: World):
-    """DeepSpeed issue 7807."""
+@pytest.mark.parametrize("case", [Zero(2, "flat"), Flat(("a", "b"), (0, 29, 58))])
+@on_ranks(2)
+def test_matrices_that_cross_a_boundary_under_reduce_scatter(here: Here, case: LayoutCase):
+    """DeepSpeed issue 7807: every rank has gradients of its own, which are reduced to pieces."""
     drawn = model(steps=1, a=(6, 5), b=(7, 4))
-    own = own_gradients(drawn, 2)
+    own = own_gradients(drawn, here.size)
     wanted = whole(mean(own))
     assert apart(on_partly_reduced_gradients(own, [0, 29, 58]), wanted) > FAR
-    for layout in (Zero(2, "flat"), Flat(("a", "b"), (0, 29, 58))):
-        for found in world.check(2, from_own_gradients, model=drawn, tx=NS, case=layout):
-            assert apart(found, wanted) < NEAR
+    layout = laid_out(case, drawn.params(), here, NS)
+    local, sharded = layout.shard(drawn.params()), sharding.sharded(NS, layout)
+    updates, _ = sharded.update(layout.reduce_scatter(own[here.rank], "mean"), sharded.init(local), local)
+    assert apart(layout.gather(updates), wanted) < NEAR
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import muonfx as mfx
 from muonfx import sharding
-from tests.processes import Here, World
-from tests.sharding.cases import Case, Flat, LayoutCase, Params, Placed, Replicated, Zero, laid_out, model
+from tests.processes import Here, World, on_ranks
+from tests.sharding.cases import Flat, LayoutCase, Params, Placed, Replicated, Zero, laid_out, model
 
 pytestmark = pytest.mark.dist
 
@@ -112,37 +112,6 @@ def laid_out_as(here: Here, way: str) -> tuple[list[Tensor], Params]:
     return trained(model, {"dp": sequences, "cp": queries}[way], add_up, layout=layout)
 
 
-def own_logits(here: Here, cases: list[Case], logits: list[dict[str, Tensor]]) -> None:
-    """Updates where each rank has seen other logits are those of one process that has seen all."""
-    for case in cases:
-        params, grads = case.model.params(), case.model.grads(0)
-        layout = laid_out(case.layout, params, here, case.tx)
-        tx = sharding.sharded(case.tx, layout)
-        local, mine = layout.shard(params), layout.shard(grads)
-        updates, _ = tx.update(mine, tx.init(local), local, max_logits=logits[here.rank])
-        most = {name: torch.stack([seen[name] for seen in logits[: here.size]]).amax(0) for name in logits[0]}
-        wanted, _ = case.tx.update(grads, case.tx.init(params), params, max_logits=most)
-        for name, found in layout.gather(updates).items():
-            assert torch.equal(found, wanted[name]), (name, case.layout)
-
-
-def bad_logits_on_one_rank(here: Here) -> list[str]:
-    """The error of each rank for logits that are wrong on the last rank alone; then a good step."""
-    params = {name: leaf.detach() for name, leaf in made().named_parameters()}
-    layout = sharding.zero(params, here.group)
-    tx = sharding.sharded(mfx.qk_clip(HEADS), layout)
-    local = layout.shard(params)
-    state, good = tx.init(local), {"h.attn": torch.zeros(4)}
-    said: list[str] = []
-    for bad in ({"h.atn": torch.zeros(4)}, {"h.attn": torch.zeros(2)}, {**good, "other": torch.zeros(1)}):
-        try:
-            tx.update(local, state, local, max_logits=bad if here.rank == here.size - 1 else good)
-        except (ValueError, sharding.ShardingError) as error:
-            said.append(str(error))
-    tx.update(local, state, local, max_logits=good)
-    return said
-
-
 @pytest.mark.parametrize(("way", "size"), [("dp", 3), ("cp", 3), ("tp", 2), ("fsdp2", 2)])
 def test_training_is_that_of_one_process(world: World, way: str, size: int):
     wanted_logits, wanted = alone()
@@ -154,8 +123,7 @@ def test_training_is_that_of_one_process(world: World, way: str, size: int):
         torch.testing.assert_close(seen.amax(0), like, rtol=1e-9, atol=1e-9)
         assert not all(torch.equal(own, seen[0]) for own in seen)  # each rank has seen something else
     for _, params in results:
-        for name, leaf in params.items():
-            torch.testing.assert_close(leaf, wanted[name], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(params, wanted, rtol=1e-9, atol=1e-9)
 
 
 MODEL = model(
@@ -174,23 +142,41 @@ LAYOUTS: dict[int, list[LayoutCase]] = {
 
 
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_the_largest_logits_of_all_ranks_count_under_every_layout(world: World, size: int):
+@on_ranks()
+def test_the_largest_logits_of_all_ranks_count_under_every_layout(here: Here):
+    """Updates where each rank has seen other logits are those of one process that has seen all."""
     draw = torch.Generator().manual_seed(0)
     logits = [
         {"a": 300 * torch.rand(4, generator=draw), "b": torch.tensor([500.0 if rank == 0 else -torch.inf, 20.0])}
-        for rank in range(4)
+        for rank in range(here.size)
     ]
-    chains = [
+    most = {name: torch.stack([seen[name] for seen in logits]).amax(0) for name in logits[0]}
+    params, grads = MODEL.params(), MODEL.grads(0)
+    for tx in (
         mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1), mfx.qk_clip(BOTH_HEADS)),
         mfx.master_params(mfx.chain(mfx.clip_by_global_norm(1e9), mfx.qk_clip(BOTH_HEADS, 150.0, alpha=0.3))),
-    ]
-    cases = [Case(MODEL, tx, layout, exact=True) for tx in chains for layout in LAYOUTS[size]]
-    world.check(size, own_logits, cases=cases, logits=logits)
+    ):
+        wanted, _ = tx.update(grads, tx.init(params), params, max_logits=most)
+        for case in LAYOUTS[here.size]:
+            layout = laid_out(case, params, here, tx)
+            over, local = sharding.sharded(tx, layout), layout.shard(params)
+            updates, _ = over.update(layout.shard(grads), over.init(local), local, max_logits=logits[here.rank])
+            torch.testing.assert_close(layout.gather(updates), wanted, rtol=0, atol=0)
 
 
-def test_bad_logits_on_one_rank_are_an_error_on_all(world: World):
-    for said in world.check(2, bad_logits_on_one_rank):
-        assert len(said) == 3
-        assert "found none (did you mean 'h.atn'?)" in said[0]
-        assert "found one of (2,)" in said[1]
-        assert "the ranks have different named extras" in said[2]
+@on_ranks(2)
+def test_bad_logits_on_one_rank_are_an_error_on_all(here: Here):
+    """Logits that are wrong on the last rank alone; then a good step."""
+    params = {name: leaf.detach() for name, leaf in made().named_parameters()}
+    layout = sharding.zero(params, here.group)
+    tx = sharding.sharded(mfx.qk_clip(HEADS), layout)
+    local = layout.shard(params)
+    state, good = tx.init(local), {"h.attn": torch.zeros(4)}
+    for bad, said in (
+        ({"h.atn": torch.zeros(4)}, r"found none \(did you mean 'h\.atn'\?\)"),
+        ({"h.attn": torch.zeros(2)}, r"found one of \(2,\)"),
+        ({**good, "other": torch.zeros(1)}, "the ranks have different named extras"),
+    ):
+        with pytest.raises((ValueError, sharding.ShardingError), match=said):
+            tx.update(local, state, local, max_logits=bad if here.rank == here.size - 1 else good)
+    tx.update(local, state, local, max_logits=good)

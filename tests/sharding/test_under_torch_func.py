@@ -12,7 +12,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import Layout, ShardingError
-from tests.processes import Here, World
+from tests.processes import Here, on_ranks
 from tests.sharding.cases import some
 
 pytestmark = pytest.mark.dist
@@ -43,7 +43,11 @@ def hvp(function: Callable[[Tree], Tensor], v: Tree) -> Callable[[Tree], Tree]:
     return grad(lambda values: inner(grad(function)(values), v))
 
 
-def transformed(here: Here, kind: str, op: Any) -> None:
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@on_ranks()
+def test_all_gather_has_all_derivatives_and_batches(here: Here, kind: str, op: Any):
     whole, other = ({"a": some(5, 3), "b": some(3), "e": torch.zeros(0, 2)} for _ in range(2))
     other = {name: leaf.flip(0) + 1 for name, leaf in other.items()}
     layout = LAYOUTS[kind](whole, here.group)
@@ -98,15 +102,11 @@ def transformed(here: Here, kind: str, op: Any) -> None:
     same(found(torch.ones(5, 3)), whole["a"] * mine["b"].numel())
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_all_gather_has_all_derivatives_and_batches(world: World, size: int, kind: str):
-    for op in ("mean", "sum"):
-        world.check(size, transformed, kind=kind, op=op)
-
-
-def refusals(here: Here, on: int | None) -> dict[str, str]:
-    """What each verb raises under each transform, where that is used on one rank or on all."""
+@pytest.mark.parametrize(("size", "on"), [(1, None), (2, None), (3, 1)])
+@on_ranks()
+def test_the_other_verbs_refuse_tensors_of_a_transform_by_name(here: Here, on: int | None):
+    """Under each transform, which is used on one rank or on all."""
+    is_here = on in (None, here.rank)
     whole = {"a": some(4, 4), "b": some(3)}
     layout = LAYOUTS["flat"](whole, here.group)
     mine, tx = layout.shard(whole), sharding.sharded(mfx.momentum(), layout)
@@ -132,18 +132,11 @@ def refusals(here: Here, on: int | None) -> dict[str, str]:
             "vmap": lambda total=total, stacks=stacks: vmap(total)(stacks),
         }.items():
             try:
-                _ = call() if on in (None, here.rank) else total(values)
+                _ = call() if is_here else total(values)
             except ShardingError as error:
                 said[f"{verb} {transform}"] = str(error)
-    return said
-
-
-@pytest.mark.parametrize(("size", "on"), [(1, None), (2, None), (3, 1)])
-def test_the_other_verbs_refuse_tensors_of_a_transform_by_name(world: World, size: int, on: int | None):
-    for rank, said in enumerate(world.check(size, refusals, on=on)):
-        here = on in (None, rank)
-        assert len(said) == (18 if here else 15)  # layout.shard is between no ranks
-        for case, text in said.items():
-            assert case.rpartition(" ")[0] in text
-            assert "of a torch.func transform" in text
-            assert here or f"rank {on}: " in text
+    assert len(said) == (18 if is_here else 15)  # layout.shard is between no ranks
+    for case, text in said.items():
+        assert case.rpartition(" ")[0] in text
+        assert "of a torch.func transform" in text
+        assert is_here or f"rank {on}: " in text

@@ -20,42 +20,37 @@ def traces(params, dtype=None):
     return MomentumState(tree.map(lambda p: torch.zeros_like(p, dtype=dtype), params))
 
 
-def named(make, function, **declared):
-    make.__name__ = make.__qualname__ = function.__name__
+def named(make, name, **declared):
+    make.__name__ = make.__qualname__ = name
     return mfx.transform(make, **declared)
 
 
 def of_trees(locality=ELEMENT, init=no_state, **declared):
     """Make a transform of a function of updates, state and parameters."""
 
-    def decorate(function):
+    def decorate(function, name=None):
         def make():
             return init, lambda updates, state, params=None: (function(updates, state, params), state)
 
-        return named(make, function, locality=locality, **declared)
+        return named(make, name or function.__name__, locality=locality, **declared)
 
     return decorate
 
 
-def of_each_leaf(locality=ELEMENT, *, factor=None, **declared):
+def of_a_leaf(name, function, locality=ELEMENT, factor=None, **declared):
     """Make a transform of a function of one leaf, and of a number if one is given."""
 
-    def decorate(function):
-        def returned(*numbers):
-            return no_state, lambda updates, state, params=None: (
-                tree.map(lambda u: function(u, *numbers), updates),
-                state,
-            )
+    def returned(*numbers):
+        return no_state, lambda updates, state, params=None: (tree.map(lambda u: function(u, *numbers), updates), state)
 
-        def without_numbers():
-            return returned()
+    def without_numbers():
+        return returned()
 
-        def with_a_number(factor: float = factor):
-            return returned(factor)
+    def with_a_number(factor: float = factor):
+        return returned(factor)
 
-        return named(without_numbers if factor is None else with_a_number, function, locality=locality, **declared)
-
-    return decorate
+    make = without_numbers if factor is None else with_a_number
+    return named(make, name, locality=locality, **declared)
 
 
 def of_traces(dtype=None):
@@ -72,14 +67,103 @@ def of_traces(dtype=None):
         def make():
             return lambda params: traces(params, dtype), update
 
-        return named(make, function, locality=ELEMENT)
+        return named(make, function.__name__, locality=ELEMENT)
 
     return decorate
 
 
-@of_each_leaf()
-def writes_to_its_gradients(u):
-    return u.mul_(2.0)
+def of_donations(name, function):
+    """Make a transform of a function of one leaf and of what is donated."""
+
+    def make():
+        def update(updates, state, params=None, *, donate=NOTHING):
+            return tree.map(lambda u: function(u, donate), updates), state
+
+        return no_state, update
+
+    return named(make, name, locality=ELEMENT)
+
+
+def normalized_if_long(u):
+    norm = u.norm()
+    return u * (1.0 / norm).to(u.dtype) if norm > 1.0 else u
+
+
+def rows_as_matrices(tx, shapes):
+    return tx, {name: (1, shape[-1]) for name, shape in shapes.items() if len(shape) >= 2}
+
+
+def rounds_in_word_only(tx, dtype, device):
+    return torch.bfloat16
+
+
+def resolved_by_values(tx, params):
+    leaves = list(tree.tensors(params))
+    return tx.replace(factor=float(sum(leaf.double().sum() for leaf in leaves))) if leaves else tx
+
+
+OF_A_LEAF = {
+    "writes_to_its_gradients": (lambda u: u.mul_(2.0), {}),
+    "draws_hidden_randomness": (lambda u: u + random.random(), {}),
+    "narrows_float64": (lambda u: u.float() * 2 if u.dtype is torch.float64 else u * 2, {}),
+    "branches_on_values": (normalized_if_long, {"locality": LEAF}),
+    "is_not_elementwise": (lambda u: u - u.mean() if u.numel() else u, {}),
+    "is_not_elementwise_where_leaves_are_large": (lambda u: u - u.mean() if u.numel() > 4096 else u * 1.0, {}),
+    "is_not_matrixwise": (lambda u: u / (1 + u.abs().sum()), {"locality": MATRIX}),
+    "cuts_the_graph": (lambda u: u.detach() * u * 2.0, {}),
+    "cuts_the_graph_of_its_number": (lambda u, c: (u * getattr(c, "detach", lambda: c)()).to(u.dtype), {"factor": 2.0}),
+    # false declarations
+    "looks_at_the_number_of_dims": (lambda u: u * (0.5 if u.ndim >= 2 else 1.0), {}),
+    "says_that_it_rounds": (lambda u: u * 0.7, {"locality": MATRIX, "rounds_to": rounds_in_word_only}),
+    "rounds_its_input_only": (
+        lambda u: u.to(torch.bfloat16).to(u.dtype) * 0.7,
+        {"locality": MATRIX, "rounds_to": rounds_in_word_only},
+    ),
+    "calls_its_rows_matrices": (lambda u: u / (1 + u.abs().sum()), {"locality": LEAF, "on_stacks": rows_as_matrices}),
+    "resolves_to_something_else": (
+        lambda u, factor: u * factor,
+        {"factor": 2.0, "resolve": lambda tx, params: tx.replace(factor=1.0)},
+    ),
+    "resolves_by_values": (lambda u, factor: u * factor, {"factor": 2.0, "resolve": resolved_by_values}),
+}
+"""Bugs of one leaf: the function, and the arguments that declare it."""
+
+OF_DONATIONS = {
+    "breaks_its_donation_promise": lambda u, donate: u.view(u.shape),  # another tensor, but not another storage
+    "donates_more_than_it_was_given": lambda u, donate: u.mul_(2.0) if donate.state else u * 2.0,
+    "computes_differently_when_donated": lambda u, donate: u.mul_(3.0) if all(donate) else u * 2.0,
+}
+"""Bugs of one leaf and of the donation."""
+
+
+def less_the_average(updates, state, params):
+    return tree.map(lambda u, p: u - p.to(u.dtype), updates, state.average)
+
+
+def copied(updates, state, params):
+    return tree.map(torch.clone, updates)
+
+
+OF_TREES = {
+    "keeps_the_parameters_themselves": (less_the_average, EmaParamsState),
+    "allocates_state_in_memory": (
+        copied,
+        lambda params: MomentumState(tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params)),
+    ),
+    "keeps_the_graph_of_parameters": (copied, lambda params: EmaParamsState(tree.map(lambda p: p * 1.0, params))),
+    "shares_one_buffer_between_updates": (
+        lambda updates, state, params: tree.map(lambda u: u.new_zeros(()).expand(u.shape), updates),
+        no_state,
+    ),
+}
+"""Bugs of whole trees: the function of updates, state and parameters, and the first state."""
+
+globals().update({name: of_a_leaf(name, function, **declared) for name, (function, declared) in OF_A_LEAF.items()})
+globals().update({name: of_donations(name, function) for name, function in OF_DONATIONS.items()})
+globals().update({name: of_trees(init=init)(function, name) for name, (function, init) in OF_TREES.items()})
+reads_parameters_at_init = of_trees(
+    init=lambda params: EmaParamsState(tree.map(lambda p: p.detach() * 1.0, params)), reads_params=False
+)(less_the_average, "reads_parameters_at_init")
 
 
 @of_traces()
@@ -96,16 +180,6 @@ def keeps_hidden_python_state():
         return tree.map(lambda u: u * (-0.5) ** (calls[0] % 2), updates), state
 
     return no_state, update
-
-
-@of_each_leaf()
-def draws_hidden_randomness(u):
-    return u + random.random()
-
-
-@of_each_leaf()
-def narrows_float64(u):
-    return u.float() * 2 if u.dtype is torch.float64 else u * 2
 
 
 @of_trees(TREE)
@@ -132,11 +206,6 @@ def returns_its_state_as_updates(u, trace):
     return new.to(u.dtype), new
 
 
-@of_trees(init=EmaParamsState)
-def keeps_the_parameters_themselves(updates, state, params):
-    return tree.map(lambda u, p: u - p.to(u.dtype), updates, state.average)
-
-
 @of_trees()
 def forgets_absent_gradients(updates, state, params):
     leaves, treedef = tree.flatten(updates)
@@ -150,22 +219,6 @@ def decays_the_state_of_absent_gradients():
         return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), MomentumState(trace)
 
     return traces, update
-
-
-@of_each_leaf(LEAF)
-def branches_on_values(u):
-    norm = u.norm()
-    return u * (1.0 / norm).to(u.dtype) if norm > 1.0 else u
-
-
-@of_each_leaf()
-def is_not_elementwise(u):
-    return u - u.mean() if u.numel() else u
-
-
-@of_each_leaf(MATRIX)
-def is_not_matrixwise(u):
-    return u / (1 + u.abs().sum())
 
 
 @of_trees(LEAF)
@@ -185,53 +238,6 @@ def takes_sums_only_where_it_has_leaves():
     return no_state, update
 
 
-def of_donations(function):
-    """Make a transform of a function of one leaf and of what is donated."""
-
-    def make():
-        def update(updates, state, params=None, *, donate=NOTHING):
-            return tree.map(lambda u: function(u, donate), updates), state
-
-        return no_state, update
-
-    return named(make, function, locality=ELEMENT)
-
-
-@of_donations
-def breaks_its_donation_promise(u, donate):
-    return u.view(u.shape)  # another tensor, but not another storage
-
-
-@of_donations
-def donates_more_than_it_was_given(u, donate):
-    return u.mul_(2.0) if donate.state else u * 2.0
-
-
-@of_donations
-def computes_differently_when_donated(u, donate):
-    return u.mul_(3.0) if donate.updates and donate.state else u * 2.0
-
-
-@of_each_leaf()
-def cuts_the_graph(u):
-    return u.detach() * u * 2.0
-
-
-@of_each_leaf(factor=2.0)
-def cuts_the_graph_of_its_number(u, factor):
-    return (u * (factor.detach() if isinstance(factor, torch.Tensor) else factor)).to(u.dtype)
-
-
-@of_trees(init=lambda params: MomentumState(tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params)))
-def allocates_state_in_memory(updates, state, params):
-    return tree.map(torch.clone, updates)
-
-
-@of_trees(init=lambda params: EmaParamsState(tree.map(lambda p: p * 1.0, params)))
-def keeps_the_graph_of_parameters(updates, state, params):
-    return tree.map(torch.clone, updates)
-
-
 @mfx.transform(locality=ELEMENT)
 def counts_in_python():
     def update(updates, state, params=None):
@@ -239,11 +245,6 @@ def counts_in_python():
         return tree.map(lambda u: u * 0.5**step, updates), {"step": step}
 
     return lambda params: {"step": 0}, update
-
-
-@of_trees()
-def shares_one_buffer_between_updates(updates, state, params):
-    return tree.map(lambda u: u.new_zeros(()).expand(u.shape), updates)
 
 
 # ------------------------------------------------------------------------------------------------ false declarations
@@ -254,21 +255,6 @@ def reads_parameters_that_it_disowns(updates, state, params):
     if params is None:
         return tree.map(lambda u: u * 1.0, updates)
     return tree.map(lambda u, p: u + 0.5 * p.to(u.dtype), updates, params)
-
-
-@of_trees(init=lambda params: EmaParamsState(tree.map(lambda p: p.detach() * 1.0, params)), reads_params=False)
-def reads_parameters_at_init(updates, state, params):
-    return tree.map(lambda u, p: u - p.to(u.dtype), updates, state.average)
-
-
-@of_each_leaf()
-def looks_at_the_number_of_dims(u):
-    return u * (0.5 if u.ndim >= 2 else 1.0)
-
-
-@of_each_leaf()
-def is_not_elementwise_where_leaves_are_large(u):
-    return u - u.mean() if u.numel() > 4096 else u * 1.0
 
 
 @of_trees(LEAF)
@@ -290,40 +276,6 @@ def depends_on_the_order_of_a_dict(updates, state, params):
 def knows_how_many_leaves_there_are(updates, state, params):
     number = sum(1 for _ in tree.tensors(params))
     return tree.map(lambda u: u / (1 + number), updates)
-
-
-def rounds_in_word_only(tx, dtype, device):
-    return torch.bfloat16
-
-
-@of_each_leaf(MATRIX, rounds_to=rounds_in_word_only)
-def says_that_it_rounds(u):
-    return u * 0.7
-
-
-@of_each_leaf(MATRIX, rounds_to=rounds_in_word_only)
-def rounds_its_input_only(u):
-    return u.to(torch.bfloat16).to(u.dtype) * 0.7
-
-
-@of_each_leaf(LEAF, on_stacks=lambda tx, shapes: (tx, {n: (1, s[-1]) for n, s in shapes.items() if len(s) >= 2}))
-def calls_its_rows_matrices(u):
-    return u / (1 + u.abs().sum())
-
-
-@of_each_leaf(resolve=lambda tx, params: tx.replace(factor=1.0), factor=2.0)
-def resolves_to_something_else(u, factor):
-    return u * factor
-
-
-def resolved_by_values(tx, params):
-    leaves = list(tree.tensors(params))
-    return tx.replace(factor=float(sum(leaf.double().sum() for leaf in leaves))) if leaves else tx
-
-
-@of_each_leaf(resolve=resolved_by_values, factor=2.0)
-def resolves_by_values(u, factor):
-    return u * factor
 
 
 @mfx.transform(locality=TREE, combinator=mfx.core.Combinator(ELEMENT))

@@ -37,21 +37,10 @@ TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
 def given_logits(inner: mfx.Transform, logits: dict[str, torch.Tensor]):
     """Give a transform the attention logits that it asks for, since the laws give nothing."""
 
-    def init(params: Any) -> Any:
-        return inner.functions.init(params)
-
-    def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        max_logits: Any = None,
-        donate: mfx.Donation = NOTHING,
-        **extras: Any,
-    ):
+    def update(updates, state, params=None, *, max_logits=None, donate=NOTHING, **extras):
         return inner.run(updates, state, params, donate=donate, max_logits=logits, **extras)
 
-    return init, update
+    return inner.functions.init, update
 
 
 HEADS = mfx.AttentionHeads("*attn", 2, 1), mfx.AttentionHeads("*cross", 2, query="qkv", key="qkv")

@@ -1,6 +1,14 @@
-"""torch.optim's Muon and AdamW, live: each run is handed over after three steps, in either direction."""
+"""Runs of other optimizers go on here: torch.optim's Muon and AdamW live, in either direction, and others as recorded.
 
+scripts/record_conversions.py recorded eight steps; here three of them are followed by five.
+"""
+
+import copy
+import json
+import runpy
 from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,10 +68,7 @@ def iterate_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value.detach(), rtol=2e-5, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    torch.testing.assert_close(found, {name: value.detach() for name, value in wanted.items()}, rtol=2e-5, atol=2e-5)
 
 
 def test_a_run_goes_on_there_and_here():
@@ -76,8 +81,7 @@ def test_a_run_goes_on_there_and_here():
     run_torch(model, optimizers, range(3, 6))
     near(ours, params)
     again = convert.read("torch", optimizers, tx, params)
-    for found, wanted in zip(mfx.tree.leaves(state), mfx.tree.leaves(again), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mfx.tree.leaves(state), mfx.tree.leaves(again), rtol=1e-4, atol=1e-6)
     # and back
     model.load_state_dict(ours)
     others = optimizers_of(model)
@@ -250,3 +254,88 @@ def test_nested_parameters_go_by_their_dotted_names():
 def test_what_a_torch_optimizer_would_not_get_is_named():
     with pytest.raises(ValueError, match=r"'w' has a adamw state in torch.optim; the muonfx state has a muon state"):
         convert.write("torch", mfx.momentum().init(PARAMS), saved(ENTRY), PARAMS)
+
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-4
+"""Of fp32, through an iteration that makes small errors larger; the originals were recorded in fp32 instead of bf16."""
+
+
+RECORDER = SimpleNamespace(**runpy.run_path(str(HERE.parents[2] / "scripts" / "record_conversions.py")))
+
+
+def shaped(flat: dict[str, list[float]]) -> dict[str, Tensor]:
+    return {name: torch.tensor(flat[name]).view(shape) for name, shape in RECORDER.SHAPES.items()}
+
+
+def recorded(kind: str) -> dict[str, Any]:
+    return json.loads((HERE / "recorded" / f"{kind}.json").read_text(encoding="utf-8"))
+
+
+def tensors(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with its indices and tensors, which JSON has as strings and lists."""
+    entries = {
+        int(index): {key: torch.tensor(value) if isinstance(value, list) else value for key, value in entry.items()}
+        for index, entry in saved["state"].items()
+    }
+    return {"state": entries, "param_groups": saved["param_groups"]}
+
+
+CASES = ("keller", "moonlight", "dion")
+
+
+def go_on(tx: mfx.Transform, state: Any, params: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    for step in range(RECORDER.BEFORE, RECORDER.BEFORE + RECORDER.AFTER):
+        updates, state = tx.update(shaped(RECORDER.gradients(step)), state, params)
+        params = mfx.apply_updates(params, updates)
+    return state, params
+
+
+def require_near(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor], tolerance: float):
+    """Within a share of how far the parameters went."""
+    for name, value in wanted.items():
+        moved = (value - start[name]).norm()
+        assert moved > 0.05
+        assert (found[name] - value).norm() <= tolerance * moved, name
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_run_goes_on_as_the_original_does(kind: str):
+    run = recorded(kind)
+    params = shaped(run["params"])
+    saved = tensors(run["state_dict"])
+    tx = convert.recipe(kind, saved, params, names=run["names"], dtype=torch.float32)
+    state, after = go_on(tx, convert.read(kind, saved, tx, params, names=run["names"]), params)
+    require_near(after, shaped(run["params_after"]), params, TOLERANCE)
+    with pytest.raises(AssertionError):  # and not without the state
+        require_near(go_on(tx, tx.init(params), params)[1], shaped(run["params_after"]), params, TOLERANCE)
+    expected = convert.read(kind, tensors(run["state_dict_after"]), tx, params, names=run["names"])
+    torch.testing.assert_close(mfx.tree.leaves(state), mfx.tree.leaves(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_there_and_back_is_the_same(kind: str):
+    run = recorded(kind)
+    params, saved = shaped(run["params"]), tensors(run["state_dict"])
+    tx = convert.recipe(kind, saved, params, names=run["names"])
+    empty = copy.deepcopy(saved)
+    for entry in empty["state"].values():
+        for key, value in entry.items():
+            entry[key] = torch.zeros_like(value) if isinstance(value, Tensor) else value
+    state = convert.read(kind, saved, tx, params, names=run["names"])
+    back = convert.write(kind, state, empty, params, names=run["names"])
+    assert back["param_groups"] == saved["param_groups"]
+    assert back["state"].keys() == saved["state"].keys()
+    for index, entry in saved["state"].items():
+        assert back["state"][index].keys() == entry.keys()
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(back["state"][index][key]), torch.as_tensor(value)), (index, key)
+
+
+def test_older_groups_of_keller_keep_their_numbers():
+    group = {"params": [0], "lr": 0.02, "momentum": 0.95, "nesterov": False, "ns_steps": 3, "weight_decay": 0.0}
+    found = repr(
+        convert.recipe("keller", {"state": {}, "param_groups": [group]}, {"w": torch.zeros(3, 2)}, names=["w"])
+    )
+    assert "nesterov=False" in found
+    assert "steps=3" in found

@@ -1,15 +1,17 @@
-"""Offloaded states: what is computed with them, where they lie, and how much of one is anywhere at once."""
+"""Offloaded states: the same numbers, the place of the state, and how much of it is anywhere at once."""
 
 import copy
 import errno
 import gc
 import os
 import pickle
-import subprocess
-import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +20,91 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.program.offload import files, transfer
+from muonfx.program.offload import files, store, transfer
 from muonfx.testing import chains, params_and_grads, transforms
-from tests.processes import World
-from tests.program.offload import offloaded
-from tests.program.offload.offloaded import HOMES, all_bits, at_home, on_disk
-from tests.program.test_buckets import by_place
-from tests.sharding.cases import Case, cases
-from tests.sharding.test_law import dtensor_cases
+from tests.checkpoint.common import bits
+from tests.processes import Here, World, run_python
+from tests.program.test_lower_and_execute import by_place
+from tests.sharding.cases import Case, cases, laid_out
+from tests.sharding.counting import counting
+from tests.sharding.test_law import as_dtensors, dtensor_cases, held, noted, plain
+
+HOMES = ("memory", "lane", "disk")
+"""Host memory, worked in where it lies; host memory behind a lane, as for a GPU; and a disk whose pages are tiny."""
+
+
+@contextmanager
+def at_home(kind: str) -> Iterator[str]:
+    """What to give as ``to``."""
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "memory":
+            yield "cpu"
+        elif kind == "lane":
+            with mock.patch.object(store.Store, "is_direct", return_value=False):
+                yield "cpu"
+        else:
+            with mock.patch.object(store, "PAGE", 1):  # also what is smaller than a page goes to the disk
+                yield folder
+            assert os.listdir(folder) == []  # files without a name
+
+
+def on_disk(tree: Any) -> list[bool]:
+    return [files.folder_of(leaf) is not None for leaf in mfx.tree.tensors(tree)]
+
+
+def all_bits(tree: Any) -> list[Any]:
+    here = map(held, mfx.tree.leaves(tree))
+    return [None if leaf is None else bits(plain(leaf)) for leaf in here]
+
+
+def check_cases(here: Here, cases: list[Case], kind: str, bucket_bytes: int, dtensors: bool) -> None:
+    """Check that each case, offloaded, is the same as without: bits, bytes that are sent, and matrices computed."""
+    for case in cases:
+        noted(check_case, here, case, kind, bucket_bytes, dtensors)
+
+
+def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, dtensors: bool) -> None:
+    params = case.model.params()
+    layout = laid_out(case.layout, params, here, case.tx)
+
+    def enter(whole: Any) -> Any:
+        local = layout.shard(whole)
+        return as_dtensors(local, layout, here, case, params) if dtensors else local
+
+    with at_home(kind) as to:
+        plain = sharding.sharded(case.tx, layout, bucket_bytes=bucket_bytes)
+        away = sharding.sharded(
+            sharding.offload(case.tx, to, bucket_bytes=bucket_bytes), layout, bucket_bytes=bucket_bytes
+        )
+        wanted_state, state = plain.init(enter(params)), away.init(enter(params))
+        assert all_bits(state) == all_bits(wanted_state)
+        for step in range(case.model.steps):
+            grads, weights = enter(case.model.grads(step)), enter(params)
+            with counting(here) as wanted_counts:
+                wanted, wanted_state = plain.update(grads, wanted_state, weights)
+            before = all_bits((grads, weights, state))
+            old = state
+            with counting(here) as counts:
+                updates, state = away.update(grads, state, weights, donate=mfx.Donation(False, case.donate))
+            assert all_bits((grads, weights)) == before[: len(all_bits((grads, weights)))], "inputs changed"
+            assert case.donate or all_bits((grads, weights, old)) == before, "inputs changed"
+            del old
+            assert counts == wanted_counts
+            assert all_bits(updates) == all_bits(wanted), f"step {step}"
+            assert mfx.tree.flatten(state)[1] == mfx.tree.flatten(wanted_state)[1]
+            assert all_bits(state) == all_bits(wanted_state), f"state after step {step}"
+        again = sharding.from_global(away, sharding.to_global(away, state))
+        assert all_bits(again) == all_bits(state)
+        del state, again
+
+
+def init_in(here: Here, folders: list[str]) -> None:
+    """Make a state in a folder, on each rank another; errors are the caller's to look at."""
+    params = {"w": torch.zeros(64, 64), "v": torch.zeros(5000)}
+    layout = sharding.zero(params, here.group, partition="whole")
+    tx = sharding.sharded(sharding.offload(mfx.scale_by_adam(), folders[here.rank]), layout)
+    tx.init(layout.shard(params))
+
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
@@ -355,13 +434,9 @@ print(peak() - before)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux how much memory was resident")
 def test_a_state_on_disk_takes_no_memory(tmp_path: Path):
     # What is freed goes back at once, so that the peak is of what was in use.
-    environment = os.environ | {"PYTHONPATH": str(Path(mfx.__file__).parent.parent), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    run = subprocess.run(
-        [sys.executable, "-c", GROWTH, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    said = run_python("-c", GROWTH, tmp_path, MALLOC_MMAP_THRESHOLD_="65536").stdout
     # Two buckets of 8 MiB, and what the arithmetic takes for one; the state is of 256 MiB.
-    assert int(run.stdout) <= 48, run.stdout
+    assert int(said) <= 48
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -430,7 +505,7 @@ PLACES = st.tuples(st.sampled_from(HOMES), st.sampled_from((1, 200, 1 << 26)), s
 
 def check_on_ranks(world: World, size: int, some: list[Case], place: tuple[Any, ...]) -> None:
     names = ("kind", "bucket_bytes", "dtensors")
-    world.check(size, offloaded.check_cases, cases=some, **dict(zip(names, place, strict=True)))
+    world.check(size, check_cases, cases=some, **dict(zip(names, place, strict=True)))
 
 
 @pytest.mark.slow
@@ -453,8 +528,8 @@ def test_dtensors_are_offloaded(world: World, some: tuple[int, list[Case]], plac
 @pytest.mark.dist
 def test_all_ranks_learn_that_one_has_no_room(world: World, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    found = world.run(3, offloaded.init_in, folders=[str(tmp_path), str(tmp_path / "file"), str(tmp_path)])
+    found = world.run(3, init_in, folders=[str(tmp_path), str(tmp_path / "file"), str(tmp_path)])
     assert [type(failed.error).__name__ for failed in found] == ["ShardingError", "FileExistsError", "ShardingError"]
     assert "rank 1: FileExistsError" in str(found[0].error)
-    world.check(3, offloaded.init_in, folders=[str(tmp_path)] * 3)  # one folder serves all
+    world.check(3, init_in, folders=[str(tmp_path)] * 3)  # one folder serves all
     assert os.listdir(tmp_path) == ["file"]
