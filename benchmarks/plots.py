@@ -49,9 +49,7 @@ def pyplot() -> ModuleType | None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        print(
-            "matplotlib is not installed, plots are skipped; to install it: pip install -c constraints.txt -e '.[bench]'"
-        )
+        print("matplotlib is not installed: no plot; to install it: pip install -c constraints.txt -e '.[bench]'")
         return None
     matplotlib.use("Agg")  # writes files without a display
     # A fixed salt makes files reproducible, and fonttype "none" keeps text as text.
