@@ -301,7 +301,7 @@ def test_a_layout_for_dtensors_is_refused(world: World):
 def test_copies_on_different_meshes_that_differ_are_an_error(world: World):
     for error in errors_of(world.run(4, ranks.copies_that_differ)):
         assert isinstance(error, ShardingError)
-        assert "'own' lies on different meshes" in str(error)
+        assert "'own' is on different meshes" in str(error)
 
 
 # ------------------------------------------------------------------------------------------- torch's own formats
