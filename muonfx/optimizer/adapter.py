@@ -246,9 +246,8 @@ class TransformOptimizer(FollowingOptimizer):
             The result of the closure, else None.
 
         Raises:
-            ValueError: a hyperparameter in a group is out of range, a parameter without a label has a gradient, a
-                parameter has a new shape or is on the meta device, or only parameters of the model that are not in this
-                optimizer have gradients.
+            ValueError: a hyperparameter is out of range, a parameter without a label has a gradient, a parameter has a
+                new shape or is on the meta device, or only other parameters of the model have gradients.
             TypeError: a gradient is sparse or complex. Nothing has been changed when an error is raised.
         """
         loss = None
