@@ -36,10 +36,10 @@ MARKS = {
 
 PARTS = (
     ("products at the measured peak", "#5b6ee1", 1.0),
-    ("what products take beyond that", "#5b6ee1", 0.45),
-    ("passes: bytes that must move, at the rate of a copy", "#2a9d8f", 1.0),
-    ("what passes take beyond that", "#2a9d8f", 0.45),
-    ("Python, and the rest", "#d0702c", 1.0),
+    ("products: additional time", "#5b6ee1", 0.45),
+    ("passes over the necessary bytes, at the rate of a copy", "#2a9d8f", 1.0),
+    ("passes: additional time", "#2a9d8f", 0.45),
+    ("Python and other time", "#d0702c", 1.0),
 )
 """Label, colour and opacity of a bar's segments, from the left. The pale segments are time above the limit."""
 
@@ -89,7 +89,7 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
         own = [row for row in found["rows"] if row["case"] == case]
         own.sort(key=lambda row: row["milliseconds"]["median"])
         _bars(axes, case, own)
-    all_axes[-1, 0].set_xlabel("milliseconds a step", color=GREY)
+    all_axes[-1, 0].set_xlabel("milliseconds per step", color=GREY)
     _write(plt, figure, all_axes[0, 0], path, columns=2)
     return path
 
@@ -149,7 +149,7 @@ def draw_findings(path: Path = FINDINGS_PICTURE) -> Path | None:
     shown = [row for row in step["rows"] if row["case"] == case and (row["default"] or row["candidate"] == "muonfx")]
     shown = [row for row in shown if not row["candidate"].endswith(" again")]
     shown.sort(key=lambda row: row["milliseconds"]["median"])
-    known = {"muonfx": "muonfx, as torch's", "mfx.Muon": "muonfx, as it comes"}
+    known = {"muonfx": "muonfx, as torch's", "mfx.Muon": "muonfx, default"}
     named = [(known.get(row["candidate"], row["candidate"]), row) for row in shown]
     _bar_chart(left, "A step in one process", named)
     short = {"muonfx": "muonfx", GATHERED: "gather all"}
@@ -206,12 +206,12 @@ def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
             axes.barh(place, width, 0.62, left, color=color, alpha=alpha, label=label, linewidth=0)
             left += width
         median, over = row["milliseconds"]["median"], row["roofline"]["step over least"]
-        about = f"{median:.{0 if median >= 100 else 1}f} ms, {over:.1f} × least, {row['ratio']['median']:.2f} × torch's"
+        about = f"{median:.{0 if median >= 100 else 1}f} ms, {over:.1f} × minimum, {row['ratio']['median']:.2f} × torch"
         axes.annotate(
             about, (left, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8.5, color=GREY
         )
     least = rows[0]["roofline"]["least products"] + rows[0]["roofline"]["least passes"]
-    axes.axvline(least, color=LINE, linewidth=1.6, linestyle=(0, (4, 2)), label="least time of a step: the roofline")
+    axes.axvline(least, color=LINE, linewidth=1.6, linestyle=(0, (4, 2)), label="roofline: minimum time of a step")
     names = [row["candidate"] for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9.5)
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):
@@ -257,7 +257,7 @@ def _dress(axes: Axes, case: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_title(f"{case}, Gaussian, bf16 products", loc="left", fontsize=10, color=GREY)
-    axes.set_xlabel("milliseconds a matrix", color=GREY)
+    axes.set_xlabel("milliseconds per matrix", color=GREY)
     axes.set_xlim(left=0)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
