@@ -76,7 +76,7 @@ def windows(text: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def train(model: GPT, tx: mfx.Transform, text: Tensor, judge: tuple[Tensor, Tensor], steps: int) -> list[float]:
+def train(model: GPT, tx: mfx.Transform, text: Tensor, val_batch: tuple[Tensor, Tensor], steps: int) -> list[float]:
     """Train the parameters that require a gradient; return the validation loss at 0, 10, ..., 100 % of the steps."""
     params = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
 
@@ -84,13 +84,13 @@ def train(model: GPT, tx: mfx.Transform, text: Tensor, judge: tuple[Tensor, Tens
         # functional_call uses the model's own tensors for the frozen weights, which are not in params.
         return F.cross_entropy(functional_call(model, params, (inputs,)).flatten(0, 1), targets.flatten())
 
-    state, losses = tx.init(params), [loss_of(params, *judge).item()]
+    state, losses = tx.init(params), [loss_of(params, *val_batch).item()]
     for step in range(1, steps + 1):
         grads, _loss = grad_and_value(loss_of)(params, *windows(text, BATCH))
         updates, state = tx.update(grads, state, params)
         params = mfx.apply_updates(params, updates)
         if step % max(1, steps // 10) == 0:
-            losses.append(loss_of(params, *judge).item())
+            losses.append(loss_of(params, *val_batch).item())
     model.load_state_dict(params, strict=False)
     return losses
 
@@ -132,10 +132,10 @@ def tune(
     model = GPT(**shape)
     model.load_state_dict(weights)
     torch.manual_seed(0)
-    judge = windows(held_out, 8 * BATCH)
+    val_batch = windows(held_out, 8 * BATCH)
     torch.manual_seed(seed)  # seeds both the factors and the batches
     add_lora(model, RANK)
-    return train(model, make_optimizer(name, rate, steps), prose, judge, steps), model
+    return train(model, make_optimizer(name, rate, steps), prose, val_batch, steps), model
 
 
 def main(

@@ -75,14 +75,14 @@ def main(steps: int = 300, batch: int = 16, context: int = 128, width: int = 128
         mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.01, max(1, steps // 20), total_steps=steps)),
     )
     state = tx.init(params)
-    judge = windows(held_out, 64, context)
+    val_batch = windows(held_out, 64, context)
     for step in range(1, steps + 1):
         grads, loss = grad_and_value(loss_of)(params, *windows(train, batch, context))
         updates, state = tx.update(grads, state, params)
         params = mfx.apply_updates(params, updates)
         if step % max(1, steps // 10) == 0:
-            print(f"step {step:>4}   training {loss:.3f}   validation {loss_of(params, *judge):.3f} nats per byte")
-    return loss_of(params, *judge).item()
+            print(f"step {step:>4}   training {loss:.3f}   validation {loss_of(params, *val_batch):.3f} nats per byte")
+    return loss_of(params, *val_batch).item()
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         right.plot([point["seconds"] for point in validation], ys, label=label, **marks)
     _dress(left, "step")
     _dress(right, "seconds in training steps")
-    judged = [point["loss"] for metrics in runs.values() for point in metrics["validation"]]
-    left.set_ylim(min(judged) - 0.08, max(judged) + 0.12)  # cut off the steep first steps
+    val_losses = [point["loss"] for metrics in runs.values() for point in metrics["validation"]]
+    left.set_ylim(min(val_losses) - 0.08, max(val_losses) + 0.12)  # cut off the steep first steps
     right.set_ylabel("")
     left.set_title("equal steps (faint: training loss, smoothed)", fontsize=10)
     right.set_title("the same, by time", fontsize=10)

@@ -107,7 +107,7 @@ def schedule(config: Config, peak: float) -> mfx.Schedule:
 def train(
     config: Config,
     corpus: Corpus,
-    kept: Path,
+    checkpoints: Path,
     *,
     shard: str | None = None,
     offload: str | None = None,
@@ -120,20 +120,22 @@ def train(
     ``strategy.grads`` is a call of `torch.func.grad_and_value`.
     """
     torch.set_num_threads(config.threads)
-    judge = corpus.validation_batches(config.validation_batches, config.batch, config.context)
+    val_batches = corpus.validation_batches(config.validation_batches, config.batch, config.context)
     model = GPT(width=config.width, depth=config.depth, context=config.context, seed=config.seed)
     labels = mfx.default_labels(model, muon="hidden", other="rest")
     announce(config, corpus, labels, model)
-    reference = Reference(config, corpus, make_optimizer(config, labels), newest(kept) if resume else None, shard)
+    reference = Reference(
+        config, corpus, make_optimizer(config, labels), newest(checkpoints) if resume else None, shard
+    )
 
     strategy = (OneProcess if shard is None else STRATEGIES[shard])(model, DTYPES[config.dtype])
-    store = str(kept.parent / "offload") if offload == "disk" else offload
+    store = str(checkpoints.parent / "offload") if offload == "disk" else offload
     params, tx = strategy.params, strategy.optimizer(make_optimizer(config, labels), store)
     state = tx.init(params)
     run = Run(config, corpus, sum(p.numel() for p in params.values()))
     if resume:
-        run.load(kept, tx, params, state)
-    describe(strategy, tx, state, kept.parent / "plan.svg")
+        run.load(checkpoints, tx, params, state)
+    describe(strategy, tx, state, checkpoints.parent / "plan.svg")
 
     with ctrl_c() as pressed, progress_bar(run) as show:
 
@@ -141,9 +143,9 @@ def train(
             last, stop = run.step == config.steps, any_rank(pressed())
             if last or run.step % config.validate_every == 0:
                 with run.timing("validation"):
-                    run.add_validation(sum(strategy.loss(params, *batch) for batch in judge) / len(judge))
+                    run.add_validation(sum(strategy.loss(params, *batch) for batch in val_batches) / len(val_batches))
             if last or stop or run.step % save_every == 0:
-                run.save(kept, tx, params, state)
+                run.save(checkpoints, tx, params, state)
             show(schedule(config, config.lr)(run.step - 1))
             return stop
 
@@ -161,16 +163,16 @@ def sample(config: Config, params: dict[str, Tensor]) -> str:
 
 
 def compare(
-    names: list[str], config: Config, corpus: Corpus, out: Path, kept: Path, *, resume: bool, save_every: int
+    names: list[str], config: Config, corpus: Corpus, out: Path, checkpoints: Path, *, resume: bool, save_every: int
 ) -> bool:
     """Train the model with each optimizer, from the same weights on the same batches; return False if stopped early."""
     runs: dict[str, dict[str, Any]] = {}
     for name in names:
         own = out / name
         own.mkdir(parents=True, exist_ok=True)
-        again = resume and bool(mfx.checkpoint.checkpoints(kept / name))
-        runs[name] = train(tuned(config, name), corpus, kept / name, resume=again, save_every=save_every)
-        if not finish(runs[name], own, kept / name):
+        again = resume and bool(mfx.checkpoint.checkpoints(checkpoints / name))
+        runs[name] = train(tuned(config, name), corpus, checkpoints / name, resume=again, save_every=save_every)
+        if not finish(runs[name], own, checkpoints / name):
             return False
     write_json(out / "comparison.json", runs)
     plot_comparison(runs, out / "comparison.png")
@@ -197,7 +199,7 @@ def announce(config: Config, corpus: Corpus, labels: mfx.Labels, model: GPT) -> 
     print("\n".join([*shown, f"... and the same in each of {config.depth} blocks", "", totals, ""]), flush=True)
 
 
-def finish(metrics: dict[str, Any], out: Path, kept: Path) -> bool:
+def finish(metrics: dict[str, Any], out: Path, checkpoints: Path) -> bool:
     """Write metrics, sample and plot, print their paths, and return True if all steps are done."""
     complete = metrics["steps_done"] == metrics["config"]["steps"]
     if rank() > 0:
@@ -206,7 +208,7 @@ def finish(metrics: dict[str, Any], out: Path, kept: Path) -> bool:
     write_json(files["metrics"], metrics)
     write_text(files["sample"], metrics["sample"] + "\n")
     plot_run(metrics, files["plot"])
-    files["checkpoint"] = mfx.checkpoint.checkpoints(kept)[-1]
+    files["checkpoint"] = mfx.checkpoint.checkpoints(checkpoints)[-1]
     loss = metrics["final_validation_loss"]
     if complete:
         print(f"\n{' a sample from the model ':-^80}\n{metrics['sample']}\n{'':-^80}")
@@ -221,15 +223,19 @@ def finish(metrics: dict[str, Any], out: Path, kept: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    config, corpus, out, kept, options = parse(arguments)
+    config, corpus, out, checkpoints, options = parse(arguments)
     run = {"resume": options.resume, "save_every": options.save_every}
     try:
-        prepare(out, kept, resume=options.resume)
+        prepare(out, checkpoints, resume=options.resume)
         with processes(options.shard):
             complete = (
-                compare(options.optimizer, config, corpus, out, kept, **run)
+                compare(options.optimizer, config, corpus, out, checkpoints, **run)
                 if len(options.optimizer) > 1
-                else finish(train(config, corpus, kept, shard=options.shard, offload=options.offload, **run), out, kept)
+                else finish(
+                    train(config, corpus, checkpoints, shard=options.shard, offload=options.offload, **run),
+                    out,
+                    checkpoints,
+                )
             )
     except (ValueError, mfx.checkpoint.CheckpointError) as problem:
         print(f"train_gpt.py: error: {problem}", file=sys.stderr)

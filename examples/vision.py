@@ -62,7 +62,7 @@ def split(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def train(name: str, rate: float, seed: int, epochs: int) -> list[tuple[float, float]]:
     """Train with the weights and batches of a seed; return the validation loss and error rate after each epoch."""
-    (images, labels), (judge_images, judge_labels) = split(seed)
+    (images, labels), (val_images, val_labels) = split(seed)
     torch.manual_seed(seed)
     model = make_model()
     params = {name: param.detach() for name, param in model.named_parameters()}
@@ -73,16 +73,16 @@ def train(name: str, rate: float, seed: int, epochs: int) -> list[tuple[float, f
     def loss_of(params: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(model, params, (images,)), labels)
 
-    judged = []
+    results = []
     for _ in range(epochs):
         for batch in torch.randperm(len(images))[: batches * BATCH].view(batches, BATCH):
             grads, _loss = grad_and_value(loss_of)(params, images[batch], labels[batch])
             updates, state = tx.update(grads, state, params)
             params = mfx.apply_updates(params, updates)
-        logits = functional_call(model, params, (judge_images,))
-        wrong = (logits.argmax(dim=1) != judge_labels).float().mean().item()
-        judged.append((F.cross_entropy(logits, judge_labels).item(), wrong))
-    return judged
+        logits = functional_call(model, params, (val_images,))
+        wrong = (logits.argmax(dim=1) != val_labels).float().mean().item()
+        results.append((F.cross_entropy(logits, val_labels).item(), wrong))
+    return results
 
 
 def main(seeds: int = 3, epochs: int = 10, plot: Path | None = None) -> dict[str, list[list[tuple[float, float]]]]:
