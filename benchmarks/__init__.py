@@ -1,1 +1,1 @@
-"""Benchmarks: interleaved in one process, medians and ratios with their spread, results kept as JSON."""
+"""Benchmarks with interleaved candidates, which report medians and ratios with percentiles and save them as JSON."""

@@ -1,10 +1,10 @@
 """Run the benchmarks and write results, tables and plots.
 
-``python -m benchmarks [adapter polar step parts checkpoint sharding sharding_timeline engines bind planner overhead]``,
-and against another checkout ``python -m benchmarks versions --before FOLDER``
+Run ``python -m benchmarks [adapter polar step parts checkpoint sharding sharding_timeline engines bind planner
+overhead]``. To compare with another checkout, run ``python -m benchmarks versions --before FOLDER``.
 
-``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing: it prints our plan for a
-mesh of ranks beside other libraries' schemes.
+``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing. It predicts the cost of our
+plan and of other libraries' schemes on a mesh of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks import (
 from benchmarks.measure import save
 from benchmarks.simulator.__main__ import main as simulate
 
-WHAT = {
+BENCHMARKS = {
     "adapter": "adapter_speed adapter_memory",
     "polar": "polar_speed polar_quality polar_scratch",
     "step": "step_speed step_quality",
@@ -49,36 +49,38 @@ WHAT = {
     "overhead": "overhead_speed",
     "versions": "versions_speed",
 }
-"""What can be asked for, and the results that it writes; one of these can be asked for by itself."""
+"""The benchmarks, and the names of the results that each one writes. Each result can also be measured alone."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, save, print and rewrite the tables of the documentation."""
+    """Measure, save the results, print the tables, and rewrite them in the documentation."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["simulator"]:
         simulate(arguments[1:])
         return
-    results = [name for names in WHAT.values() for name in names.split()]
+    results = [name for names in BENCHMARKS.values() for name in names.split()]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("what", nargs="*", metavar="what", help=f"{', '.join([*WHAT, *results])}")
-    parser.add_argument("--rounds", type=int, default=60, help="rounds in which all candidates take turns")
-    parser.add_argument("--seconds", type=float, default=60, help="for one case, if it has had ten rounds by then")
-    parser.add_argument("--megabytes", type=int, default=1024, help="of the state in the benchmark of checkpoints")
-    parser.add_argument("--folder", help="where to write checkpoints; default: where temporary files go")
-    parser.add_argument("--before", type=Path, help="the checkout of muonfx that versions compares with this one")
-    parser.add_argument("--cases", nargs="+", default=[""], help="of versions: those with one of these words in them")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads for torch")
-    parser.add_argument("--no-compile", action="store_true", help="leave out what goes through torch.compile")
-    parser.add_argument("--no-report", action="store_true", help="leave the documentation alone: results only")
+    known = [*BENCHMARKS, *results]
+    parser.add_argument("names", nargs="*", metavar="name", help=f"benchmarks or results to run: {', '.join(known)}")
+    parser.add_argument("--rounds", type=int, default=60, help="number of rounds; each round runs every candidate once")
+    parser.add_argument("--seconds", type=float, default=60, help="time limit for one case, after at least ten rounds")
+    parser.add_argument("--megabytes", type=int, default=1024, help="size of the state in the checkpoint benchmark")
+    parser.add_argument("--folder", help="folder for checkpoints; default: the system's folder of temporary files")
+    parser.add_argument("--before", type=Path, help="other checkout of muonfx, for the benchmark versions")
+    parser.add_argument("--cases", nargs="+", default=[""], help="words; versions runs the cases whose name has one")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="number of torch threads")
+    parser.add_argument("--no-compile", action="store_true", help="skip candidates that use torch.compile")
+    parser.add_argument("--no-report", action="store_true", help="write results only, not the documentation")
     options = parser.parse_args(arguments)
-    if unknown := set(options.what) - {*WHAT, *results}:
-        parser.error(f"what: found {', '.join(sorted(unknown))}, expected some of {', '.join([*WHAT, *results])}")
-    asked = options.what or [name for name in WHAT if name != "versions" or options.before]
-    if options.before is None and {"versions", "versions_speed"} & set(asked):
-        parser.error("versions: say with --before where the other checkout of muonfx lies")
+    if unknown := set(options.names) - set(known):
+        parser.error(f"name: found {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
+    chosen = options.names or [name for name in BENCHMARKS if name != "versions" or options.before]
+    if options.before is None and {"versions", "versions_speed"} & set(chosen):
+        parser.error("versions: found no other checkout of muonfx, expected one: give its folder with --before")
     cases = [case for case in versions.CASES if any(word in case.name for word in options.cases)]
     if not cases:
-        parser.error(f"--cases: found none with {options.cases}; there are {[case.name for case in versions.CASES]}")
+        every = ", ".join(case.name for case in versions.CASES)
+        parser.error(f"--cases: found {options.cases}, which no case contains, expected a word of: {every}")
     torch.set_num_threads(options.threads)
     rounds, compiled = options.rounds, not options.no_compile
     measures = {
@@ -101,8 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
         "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=options.seconds),
         "versions_speed": lambda: versions.speed(options.before, rounds, cases=cases, seconds=options.seconds),
     }
-    for name in [one for what in asked for one in WHAT.get(what, what).split()]:
-        print(f"saved {save(name, measures[name]()).name}", flush=True)
+    for result in [result for name in chosen for result in BENCHMARKS.get(name, name).split()]:
+        print(f"saved {save(result, measures[result]()).name}", flush=True)
     if not options.no_report:
         print(report.tables())
         report.rewrite(report.PAGE, report.FINDINGS_SECTIONS)

@@ -1,4 +1,4 @@
-"""What it costs to run a chain as a torch optimizer: time and memory of a step, against torch's own optimizers."""
+"""Time and memory of a step of a chain as a torch optimizer, compared with torch's own optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS: Shapes = [(512, 512)] * 4 + [(2048, 512)] * 2 + [(512, 2048)] * 2
 
 
 def make(shapes: Shapes) -> Params:
-    """Random parameters with random gradients."""
+    """Return random parameters with random gradients."""
     generator = torch.Generator().manual_seed(0)
     params = {f"p{i}": nn.Parameter(torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)}
     for param in params.values():
@@ -31,12 +31,12 @@ def make(shapes: Shapes) -> Params:
 
 
 def torch_muon(params: Params) -> torch.optim.Optimizer:
-    """torch.optim.Muon as it comes."""
+    """Return torch.optim.Muon with its default settings."""
     return torch.optim.Muon(list(params.values()), lr=1e-3, weight_decay=0.1)
 
 
 def our_muon(params: Params) -> torch.optim.Optimizer:
-    """The same optimizer as a chain."""
+    """Return the same optimizer as a chain."""
     return mfx.TransformOptimizer(
         params,
         mfx.muon(1e-3, weight_decay=0.1, orthogonalize=mfx.orthogonalize(coefficients="keller"), lr_scaling="original"),
@@ -44,12 +44,12 @@ def our_muon(params: Params) -> torch.optim.Optimizer:
 
 
 def torch_adamw(params: Params) -> torch.optim.Optimizer:
-    """torch.optim.AdamW, its multi-tensor form."""
+    """Return torch.optim.AdamW in its multi-tensor form."""
     return torch.optim.AdamW(list(params.values()), lr=1e-3, foreach=True)
 
 
 def our_adamw(params: Params) -> torch.optim.Optimizer:
-    """The same optimizer as a chain."""
+    """Return the same optimizer as a chain."""
     return mfx.TransformOptimizer(params, mfx.adamw(1e-3))
 
 
@@ -58,7 +58,7 @@ PAIRS: dict[str, tuple[Make, Make]] = {"Muon": (torch_muon, our_muon), "AdamW": 
 
 
 def speed(rounds: int) -> list[dict[str, Any]]:
-    """Time of one step, ours against torch's; and torch's against itself, to show what the noise is."""
+    """Time one step of our and of torch's optimizers; torch's is timed twice, to show the noise."""
     rows: list[dict[str, Any]] = []
     for case, shapes in {**MANY_SMALL, "4 x 512^2, 2 x 2048x512, 2 x 512x2048": LAYERS}.items():
         for name, (theirs, ours) in PAIRS.items():
@@ -72,7 +72,7 @@ def speed(rounds: int) -> list[dict[str, Any]]:
 
 
 def memory() -> list[dict[str, Any]]:
-    """Bytes that one step holds at its peak, beyond parameters, gradients and state."""
+    """Measure the peak bytes of one step in addition to parameters, gradients and state."""
     rows: list[dict[str, Any]] = []
     for case, shapes in {
         **MANY_SMALL,
@@ -83,7 +83,7 @@ def memory() -> list[dict[str, Any]]:
             row: dict[str, Any] = {"case": case, "optimizer": name, "parameters": sum(4 * r * c for r, c in shapes)}
             for who, build in (("torch", theirs), ("muonfx", ours)):
                 optimizer = build(make(shapes))
-                optimizer.step()  # torch makes its state in the first
+                optimizer.step()  # the first step creates the state
                 with PeakBytes() as peak:
                     optimizer.step()
                 row[who] = peak.most

@@ -1,13 +1,12 @@
-"""Binding a large model to many ranks: how long one rank takes, and how much memory, before its first step.
+"""Time and memory of binding a sharded optimizer to a large model on one of many ranks, before the first step.
 
-One process pretends to be one rank of thousands, by torch's fake process group, whose collectives return at once. What
-is timed follows on the parameters, which are meta tensors: the layout, the state of `muonfx.sharding.sharded` with the
-plan of its matrices, and what this rank sends and takes of each. What ranks say to each other is not in it. Each case
-runs in a process of its own, whose largest resident set is told beside that of one that has only imported torch and
-muonfx and made the parameters.
+One process simulates one rank of thousands. It uses torch's fake process group, whose collectives return at once. The
+parameters are meta tensors. The time includes the layout, the state of `muonfx.sharding.sharded` with the plan of its
+matrices, and the messages of this rank. It does not include communication. Each case runs in a new process. Its peak
+resident memory is reported with that of a process that only imports torch and muonfx and creates the parameters.
 
-``python -m benchmarks bind``, or one case:
-``python -m benchmarks.bind '{"layout": "from_dtensors", "mesh": [512, 8]}'``
+Run ``python -m benchmarks bind``, or one case with
+``python -m benchmarks.bind '{"layout": "from_dtensors", "mesh": [512, 8]}'``.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ CASES: tuple[dict[str, Any], ...] = (
     {"layout": "flat", "mesh": [4096]},
     {"layout": "replicated", "mesh": [4096]},
 )
-"""Meshes are (FSDP2), (FSDP2, tensor parallel), or (replicas, FSDP2); 500 x 8 cuts nothing evenly."""
+"""Meshes are (FSDP2), (FSDP2, tensor parallel), or (replicas, FSDP2); 500 x 8 shards no parameter evenly."""
 
 Shape = tuple[int, ...]
 
 
 def parameters(name: str) -> Iterator[tuple[str, Shape, Kind]]:
-    """The name, shape and kind of each parameter of a model."""
+    """Yield the name, shape and kind of each parameter of a model."""
     for kind in model(name).kinds:
         for number in range(kind.repeats):
             yield f"{kind.name}.{number}", kind.shape, kind
@@ -61,12 +60,12 @@ def parameters(name: str) -> Iterator[tuple[str, Shape, Kind]]:
 
 @functools.cache
 def local_shape(sides: Shape, at: Shape, placements: tuple[Any, ...], shape: Shape) -> Shape:
-    """Of the piece at some coordinates of a mesh; to ask torch takes longer than what is measured."""
+    """Return the shape of the shard at some coordinates of a mesh. torch's function would take most of the time."""
     return OnMesh(shape, Places(sides, [at]), placements)[0].shape
 
 
 def tensor(mesh: DeviceMesh, placements: Sequence[Any], shape: Shape) -> Any:
-    """A meta DTensor."""
+    """Return a meta DTensor."""
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.bfloat16))
     own = local_shape(tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), tuple(placements), shape)
@@ -76,7 +75,7 @@ def tensor(mesh: DeviceMesh, placements: Sequence[Any], shape: Shape) -> Any:
 
 
 def dtensors(case: dict[str, Any]) -> dict[str, Any]:
-    """A model under FSDP2, with tensor parallelism or replicas: every second matrix is parallel over its columns."""
+    """Return a model under FSDP2, with tensor parallelism (columns of every second matrix) or replicas."""
     sides = tuple(case["mesh"])
     mesh = init_device_mesh("cpu", sides, mesh_dim_names=("outer", "inner")[: len(sides)])
     norms_on = mesh
@@ -99,7 +98,7 @@ def dtensors(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def layout_of(case: dict[str, Any], params: dict[str, Any]) -> Any:
-    """The layout of a case."""
+    """Return the layout of a case."""
     kind, size = case["layout"], prod(case["mesh"])
     if kind == "from_dtensors":
         return mfx.sharding.from_dtensors(params)
@@ -112,13 +111,13 @@ def layout_of(case: dict[str, Any], params: dict[str, Any]) -> Any:
 
 
 def megabytes() -> float:
-    """The largest resident set so far."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def bind(case: dict[str, Any]) -> dict[str, Any]:
-    """Bind one case in this process, which must have no process group yet."""
-    size, rank = prod(case["mesh"]), 0  # which owns a matrix of the largest, so that no rank has more to prepare
+    """Bind one case in this process, which must not have a process group."""
+    size, rank = prod(case["mesh"]), 0  # rank 0 owns one of the largest matrices, so it has the most to prepare
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     if case["layout"] == "from_dtensors":
         params = dtensors(case)
@@ -137,7 +136,7 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
         for name, leaf in params.items()
     }
     tx.init(local)
-    layout.digest  # noqa: B018  what ranks compare
+    layout.digest  # noqa: B018  ranks compare it when they bind
     made = time.perf_counter()
     shares = 0
     for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx))._plans.values():
@@ -160,7 +159,7 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed(rounds: int = 3, *, cases: Sequence[dict[str, Any]] = CASES, name: str = "llama-70b") -> list[dict[str, Any]]:
-    """A row for each case: of some processes the one that took least time."""
+    """Return a row for each case, from the fastest of several processes."""
     rows: list[dict[str, Any]] = []
     for case in cases:
         given = {"model": name, **case}

@@ -1,12 +1,11 @@
-"""What it costs to save and load a state: time against plain safetensors, and memory beyond the state.
+"""Time and memory of saving and loading a state, compared with plain safetensors.
 
-Both sides give the same: after a save, bytes on the disk (flushed: ours always does, plain safetensors is asked to);
-after a load, tensors that own their memory and can be trained on (plain safetensors maps the file and is asked to
-copy). Ours checks every byte on the way in, and writes the checksums for that. The file cache is warm in all loads.
+Both sides have the same result. A save ends with flushed files: muonfx always flushes, and for safetensors the
+benchmark does. A load returns tensors that own their memory: safetensors maps the file, so the benchmark copies.
+muonfx also writes checksums and verifies every byte when it loads. The file cache is warm in all loads.
 
-A run that is resumed loads once, into memory that the process has never touched: `fresh` measures that, each load in a
-process of its own, where `speed` uses memory again that an earlier round gave back. Imports are not in the time of
-either side, nor is what makes ``like``.
+A resumed run loads once, into new memory. `fresh` measures this with one process for each load, while `speed` reuses
+memory of earlier rounds. Neither time includes imports or the creation of ``like``.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from benchmarks.measure import interleaved, summary
 
 
 def make(megabytes: int, device: str = "cpu", *, small: bool = False) -> dict[str, Any]:
-    """A state of about so many megabytes: momentum of square matrices, two moments of vectors.
+    """Return a state of about this size: momentum of square matrices, and two moments of vectors.
 
-    With ``small`` there are matrices of 64 KiB alone, as many as it takes.
+    If ``small`` is True, all matrices have 64 KiB.
     """
     side = 128 if small else 4096 if megabytes >= 512 else 1024
     number = max(1, round(megabytes * 2**20 / (4 * side * side)))
@@ -45,18 +44,18 @@ def make(megabytes: int, device: str = "cpu", *, small: bool = False) -> dict[st
 
 
 def flat(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The same tensors by name, as plain safetensors wants them."""
+    """Return the same tensors as a flat dict, for plain safetensors."""
     return dict(zip(mfx.tree.names(state), mfx.tree.leaves(state), strict=True))
 
 
 def flush(path: Path) -> None:
-    """Have the bytes of a file on the disk."""
+    """Flush a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def speed(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[str, Any]]:
-    """Time of a save and of a load; and plain safetensors against itself, to show what the noise is."""
+    """Time a save and a load; plain safetensors is timed twice, to show the noise."""
     state = make(megabytes)
     tensors = flat(state)
     where = Path(tempfile.mkdtemp(dir=folder))
@@ -118,7 +117,7 @@ print(time.perf_counter() - start, after.ru_utime + after.ru_stime - before.ru_u
 
 
 def fresh(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[str, Any]]:
-    """Time of a load in a process that has loaded nothing before, and the seconds of all its processors."""
+    """Measure wall time and processor time of the first load of a process."""
     rows: list[dict[str, Any]] = []
     for size, small in ((megabytes, False), (megabytes // 4, False), (3 * megabytes // 16, True)):
         where = Path(tempfile.mkdtemp(dir=folder))
@@ -141,7 +140,7 @@ def fresh(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[s
                     ]
                     command += [who, str(where), str(size), "small" if small else "large"]
                     done = subprocess.run(command, capture_output=True, text=True, check=True)
-                    if turn:  # the first has filled the file cache
+                    if turn:  # the first turn fills the file cache
                         for times, seconds in zip((wall, cpu), done.stdout.split(), strict=True):
                             times[who].append(float(seconds))
             rows.append(
@@ -167,7 +166,7 @@ def status(key):
 
 def reset():
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak is that of now
+        file.write("5")  # reset the peak to the current value
 
 what, megabytes, path = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 mfx.checkpoint.save(path + "-small", {"w": torch.zeros(4)})
@@ -190,7 +189,7 @@ else:
 
 
 def memory(megabytes: int, folder: str | None = None) -> list[dict[str, Any]]:
-    """Bytes that a fresh process holds at its peak beyond the state: the most of resident memory, on Linux."""
+    """Measure the peak resident memory of a new process in addition to the state (Linux only)."""
     rows: list[dict[str, Any]] = []
     where = Path(tempfile.mkdtemp(dir=folder))
     state = make(megabytes)

@@ -1,12 +1,12 @@
-"""An iteration of the real DeepSpeed with our client optimizer, with DeepSpeed's own Muon, and with its AdamW.
+"""Time of an iteration of DeepSpeed with our client optimizer, with DeepSpeed's own Muon, and with its AdamW.
 
-One small GPT on gloo, one thread a process, ZeRO stages 1, 2 and 3, in float32 and in bf16 with fp32 copies. All three
-have the same engine, configuration, model and micro-batches; the two Muons are the same optimizer (`keller` for five
-steps in bf16, AdamW for what is no hidden matrix, no clipping). An iteration goes from the tokens to the next
-parameters, since DeepSpeed's Muon orthogonalizes within ``backward`` at stages 1 and 2.
+The model is a small GPT on gloo with one thread per process, under ZeRO stages 1, 2 and 3, in float32 and in bf16 with
+fp32 copies. All three candidates have the same engine, configuration, model and micro-batches. Both Muons are the same
+optimizer: five steps of `keller` in bf16, AdamW for other parameters, no clipping. The time covers a whole iteration,
+because DeepSpeed's Muon orthogonalizes in ``backward`` at stages 1 and 2.
 
-Each candidate has processes of its own, which all three start in turns: a round is one start of each, and its time the
-median of some iterations, each that of the slowest rank.
+Each candidate runs in separate processes. A round starts each candidate once and takes the median of several
+iterations; the time of an iteration is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BASELINE, OURS, ADAMW = "DeepSpeed's Muon", "muonfx", "DeepSpeed's AdamW"
 
 
 def client(model: nn.Module) -> torch.optim.Optimizer:
-    """Our optimizer, as its users make it."""
+    """Return our optimizer as users create it."""
     return ours.optimizer(model, chain(model))
 
 
@@ -39,7 +39,7 @@ CANDIDATES = {BASELINE: peers.DEEPSPEED_MUON, OURS: client, ADAMW: peers.DEEPSPE
 
 
 def measure(candidate: str, size: Size, cases: list[tuple[int, str]], iterations: int) -> list[tuple[float, Any]]:
-    """Seconds of an iteration for each case, and how far off the parameters are in float32; called on every rank."""
+    """Return the seconds per iteration and the float32 error of the parameters of each case; a collective."""
     found: list[tuple[float, Any]] = []
     start, wanted = trained(size, dist.get_world_size())
     for stage, dtype in cases:
@@ -62,7 +62,7 @@ def speed(
     dtypes: tuple[str, ...] = DTYPES,
     iterations: int = 8,
 ) -> list[dict[str, Any]]:
-    """Milliseconds for each stage, dtype and candidate; none where DeepSpeed cannot run."""
+    """Return milliseconds for each stage, dtype and candidate; empty if DeepSpeed cannot run."""
     if not peers.deepspeed_runs():
         return []
     cases = [(stage, dtype) for dtype in dtypes for stage in stages]

@@ -1,8 +1,11 @@
-"""What muonfx costs on one CUDA device, in under 15 minutes: ``make bench-gpu``, or ``python -m benchmarks.gpu``.
+"""All GPU benchmarks on one CUDA device, in under 15 minutes: ``make bench-gpu``, or ``python -m benchmarks.gpu``.
 
-Newton-Schulz against the plain iteration compiled in bf16; whole steps against torch.optim.Muon and, if it is
-installed, Dion, with the memory that a step takes; a captured CUDA graph against the same step without one; and the
-kernels against cuBLAS. Rows are saved as ``results/gpu.json``. A part that fails is reported, and the others still run.
+- Newton-Schulz, compared with the plain iteration compiled in bf16.
+- Time and memory of a step, compared with torch.optim.Muon and, if it is installed, Dion.
+- A captured CUDA graph of a step, compared with the same step without a graph.
+- The kernels, compared with cuBLAS.
+
+Rows are saved as ``results/gpu.json``. If a part fails, the error is printed and the other parts still run.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ PLAIN = "plain, compiled, bfloat16"
 
 
 def newton_schulz(rounds: int, seconds: float, device: str, *, compiled: bool = True) -> Iterator[Row]:
-    """Time and error of one orthogonalization, in bf16 and with the same coefficients for all."""
+    """Measure time and error of one orthogonalization, in bf16 and with the same coefficients for all candidates."""
     for shape in SHAPES:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
         exact = plain(x, torch.float64)
@@ -52,7 +55,7 @@ def newton_schulz(rounds: int, seconds: float, device: str, *, compiled: bool = 
 
 
 def _products(device: str) -> dict[str, Mapping[str, Any]]:
-    """The settings of `orthogonalize` to measure, by name."""
+    """Return the settings of `orthogonalize` to measure, by name."""
     found: dict[str, Mapping[str, Any]] = {
         "muonfx": {},
         "muonfx, standard": {"method": "standard", "products": "batched"},
@@ -64,7 +67,7 @@ def _products(device: str) -> dict[str, Mapping[str, Any]]:
 
 
 def whole_step(rounds: int, seconds: float, device: str, *, compiled: bool = True) -> Iterator[Row]:
-    """Time of a whole step, and the memory that it takes beyond parameters, gradients and state."""
+    """Measure the time of a step, and its peak memory in addition to parameters, gradients and state."""
     for case, shapes in SETS.items():
         gradients = [torch.randn(shape, device=device) for shape in shapes]
         runs = {one.name: step.stepper(one.build, gradients)[1] for one in _optimizers(device, compiled)}
@@ -75,7 +78,7 @@ def whole_step(rounds: int, seconds: float, device: str, *, compiled: bool = Tru
 
 def _optimizers(device: str, compiled: bool) -> Iterator[Optimizer]:
     yield from (one for one in optimizers(compiled=compiled) if one.package == "torch")
-    if compiled and (dion := installed("dion", brings="its clone on PYTHONPATH")):
+    if compiled and (dion := installed("dion", get="put a clone of github.com/microsoft/dion on PYTHONPATH")):
         make = partial(dion.Muon, lr=1e-3, weight_decay=0.1, nesterov=True)
         yield Optimizer("Dion", make, "its own", True, "dion")
     yield from step.ours()
@@ -85,7 +88,7 @@ def _optimizers(device: str, compiled: bool) -> Iterator[Optimizer]:
 
 
 def _peak(run: Callable[[], object], device: str) -> int | None:
-    """The bytes that a call takes at its peak; None where only the CUDA allocator would know."""
+    """Return the peak bytes of a call from the CUDA allocator, or None on another device."""
     if device == "cpu":
         return None
     torch.cuda.synchronize()
@@ -97,7 +100,7 @@ def _peak(run: Callable[[], object], device: str) -> int | None:
 
 
 def captured_step(rounds: int, seconds: float, device: str) -> Iterator[Row]:
-    """A functional step that is captured in a CUDA graph and replayed, against the same step run by Python."""
+    """Time a functional step replayed from a CUDA graph, compared with the same step run by Python."""
     for case, shapes in SETS.items():
         tx = mfx.muon(1e-3, weight_decay=0.1, orthogonalize=mfx.orthogonalize(coefficients=COMMON))
         grads = {f"h.{i}.weight": torch.randn(shape, device=device) for i, shape in enumerate(shapes)}
@@ -107,7 +110,7 @@ def captured_step(rounds: int, seconds: float, device: str) -> Iterator[Row]:
             twins.append((params, tx.init(params)))
 
         def take_step(params: Any, state: Any) -> None:
-            updates, new = tx.update(grads, state, params)  # noqa: B023  # called in this round only
+            updates, new = tx.update(grads, state, params)  # noqa: B023  # called in this iteration only
             torch._foreach_copy_(mfx.tree.leaves(state), mfx.tree.leaves(new))
             torch._foreach_add_(list(params.values()), list(updates.values()))
 
@@ -132,7 +135,7 @@ def captured_step(rounds: int, seconds: float, device: str) -> Iterator[Row]:
 
 
 def products(rounds: int, seconds: float, device: str) -> Iterator[Row]:
-    """The symmetric products of the kernels, which print their own table."""
+    """Measure the symmetric products of the kernels and print their table."""
     if why := failure(torch.device(device)):
         raise RuntimeError(f"the kernels do not run here: {why}")
     yield from kernels.measured(torch.bfloat16, rounds)
@@ -151,7 +154,7 @@ def _text(shape: Shape) -> str:
 
 
 def line(row: Row) -> str:
-    """A row as a line of the printed table.
+    """Format a row as a line of the printed table.
 
     >>> spread = {"median": 1.0, "p10": 0.5, "p90": 2.0}
     >>> line({"part": "p", "case": "c", "candidate": "x", "milliseconds": spread, "ratio": spread, "error": 0.001})
@@ -170,16 +173,18 @@ def line(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure each part, print its rows and save them all."""
+    """Measure each part, print its rows and save the rows of all parts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {', '.join(PARTS)}; default: all")
-    parser.add_argument("--rounds", type=int, default=40, help="rounds in which all candidates take turns")
-    parser.add_argument("--seconds", type=float, default=15, help="for one case, if it has had ten rounds by then")
+    parser.add_argument("--rounds", type=int, default=40, help="number of rounds; each round runs every candidate once")
+    parser.add_argument("--seconds", type=float, default=15, help="time limit for one case, after at least ten rounds")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"part: found {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
     if not torch.cuda.is_available():
-        parser.exit(2, "found no CUDA device, or a torch built for the CPU: nothing was measured\n")
+        parser.exit(
+            2, "error: found no CUDA device, expected one: use a machine with a GPU and a CUDA build of torch\n"
+        )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds, ratio to the first candidate")
     rows: list[Row] = []
     for part in options.parts or PARTS:
@@ -188,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
                 rows.append({"part": part, **row})
                 if "milliseconds" in row:
                     print(line(rows[-1]), flush=True)
-        except Exception as error:  # the other parts are still worth having
+        except Exception as error:  # the results of the other parts are still useful
             traceback.print_exc()
             rows.append({"part": part, "failed": f"{type(error).__name__}: {error}"})
         torch.cuda.empty_cache()

@@ -1,9 +1,8 @@
 """Symmetric products on a CUDA device, against cuBLAS: ``python -m benchmarks.kernels [--rounds N] [--dtype D]``.
 
-TFLOP/s count the whole product, `2 b n^2 k`, for both sides, so that a kernel that leaves half of it out can pass the
-peak. The peak is what `torch.mm` reaches here on large squares, in the same process. A run is several calls enqueued
-one after the other, so that neither the clock nor an idle device is measured; the time to enqueue is, where it is
-longer.
+TFLOP/s count the full product, `2 b n^2 k`, for both sides. A kernel that computes only half of it can exceed the peak,
+which is the rate of `torch.mm` on large squares in the same process. A run enqueues several calls in sequence, so that
+the device is never idle. If enqueueing takes longer than computing, the result is the time of enqueueing.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import LEAST, interleaved, save, summary
+from benchmarks.measure import MIN_ROUNDS, interleaved, save, summary
 from muonfx.polar.kernels import failure, symmetric_matmul
 
 CASES = ((64, 512, 512), (16, 1024, 1024), (1, 4096, 4096), (1, 4096, 16384), (1, 8192, 8192))
-"""`(b, n, k)`; the polynomial's matrices are `(b, n, n)`."""
+"""Shapes `(b, n, k)`. The polynomial uses matrices `(b, n, n)`."""
 
 LINEAR, SQUARE = -4.7750, 2.0315
-"""The polynomial's `b` and `c`."""
+"""Coefficients `b` and `c` of the polynomial."""
 
 OTHER_TILES = {
     torch.bfloat16: (
         (128, 128, 64, 8, 4),
         (128, 128, 32, 8, 4),
-        (128, 256, 64, 8, 3),  # the fewest loads per product; the widest instruction of Hopper
+        (128, 256, 64, 8, 3),  # fewest loads per product, widest instruction of Hopper
         (128, 256, 64, 8, 4),
         (64, 128, 64, 4, 4),
         (64, 64, 32, 4, 5),
     ),
     torch.float32: ((64, 128, 16, 8, 3), (64, 64, 32, 8, 3)),
 }
-"""Tiles that muonfx does not use, as `muonfx.polar.kernels.symmetric.tile` takes them; they need not fit the device."""
+"""Tiles that muonfx does not use (see `muonfx.polar.kernels.symmetric.tile`); some may not fit the device."""
 
 ENQUEUED = 1e13
-"""FLOPs in a run."""
+"""FLOPs of one run."""
 
 
 def repeated(call: Callable[[], object], flops: float) -> tuple[Callable[[], None], int]:
-    """The call so often in a row that `ENQUEUED` FLOPs are due, and how often that is."""
+    """Return a function that repeats a call up to `ENQUEUED` FLOPs, and the number of repetitions."""
     times = max(1, round(ENQUEUED / flops))
 
     def run() -> None:
@@ -55,7 +54,7 @@ def repeated(call: Callable[[], object], flops: float) -> tuple[Callable[[], Non
 
 
 def peak(sizes: tuple[int, ...], dtype: torch.dtype, rounds: int, device: str) -> float:
-    """The most TFLOP/s of `torch.mm` on squares of some sizes."""
+    """Return the highest TFLOP/s of `torch.mm` on square matrices of several sizes."""
     rates: list[float] = []
     for n in sizes:
         a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -66,7 +65,7 @@ def peak(sizes: tuple[int, ...], dtype: torch.dtype, rounds: int, device: str) -
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The relative Frobenius distance of the first matrix from its float64 counterpart."""
+    """Return the relative Frobenius error of the first matrix."""
     return ((found[0].double() - exact).norm() / exact.norm()).item()
 
 
@@ -79,9 +78,9 @@ def measure(
     device: str,
     multiply: Callable[..., object] = symmetric_matmul,
 ) -> dict[str, Any]:
-    """One row: the Gram matrix of `x`, or the polynomial of a symmetric matrix of the size of one.
+    """Return one row, for the Gram matrix of `x` or for the polynomial of a symmetric matrix of the same size.
 
-    `multiply` is `symmetric_matmul`, or the same with another tile.
+    `multiply` is `symmetric_matmul`, or the same function with another tile.
     """
     b, n, k = shape
     x = torch.randn(shape, device=device, dtype=dtype) / k**0.5
@@ -114,17 +113,17 @@ def measure(
 
 
 def other_tiles(name: str, shape: tuple[int, int, int], dtype: torch.dtype, best: float) -> dict[str, Any]:
-    """Milliseconds of a call for each other tile; a text instead where the tile does not run on the device."""
+    """Return the milliseconds of a call for each other tile, or the error if the tile does not run on the device."""
     from muonfx.polar.kernels.symmetric import launch, tile
 
     found: dict[str, Any] = {}
     for numbers in OTHER_TILES[torch.float32 if dtype == torch.float32 else torch.bfloat16]:
 
         def multiply(p: Any, *, addend: Any = None, alpha: float = 1.0, beta: float = 0.0, out: Any) -> None:
-            launch(p, addend, alpha, beta, 0.0, out, tile(*numbers))  # noqa: B023  # called in this round only
+            launch(p, addend, alpha, beta, 0.0, out, tile(*numbers))  # noqa: B023  # called in this iteration only
 
         try:
-            row = measure(name, shape, dtype, LEAST, best, "cuda", multiply)["muonfx"]
+            row = measure(name, shape, dtype, MIN_ROUNDS, best, "cuda", multiply)["muonfx"]
             found[str(numbers)] = row["milliseconds a call"]
         except Exception as error:
             found[str(numbers)] = f"{type(error).__name__}: {error}"
@@ -132,12 +131,12 @@ def other_tiles(name: str, shape: tuple[int, int, int], dtype: torch.dtype, best
 
 
 def measured(dtype: torch.dtype, rounds: int) -> Iterator[dict[str, Any]]:
-    """Measure all cases, and print a line for each."""
+    """Measure all cases and print a line for each."""
     import triton
 
     best = peak((4096, 8192, 16384), dtype, rounds, "cuda")
     print(f"{torch.cuda.get_device_name()}, {dtype}; the peak is {best:.0f} TFLOP/s")
-    print("product, b x n x k; torch: ms, TFLOP/s, of the peak; muonfx: the same; muonfx / torch; errors")
+    print("product, b x n x k; torch: ms, TFLOP/s, share of the peak; muonfx: the same; muonfx / torch; errors")
     for shape in CASES:
         for name in ("x x^T", "b A + c A^2"):
             row = measure(name, shape, dtype, rounds, best, "cuda")
@@ -149,7 +148,7 @@ def measured(dtype: torch.dtype, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def clocks() -> str | None:
-    """Driver, clocks and power as the driver's own tool gives them; None where it cannot be asked."""
+    """Return the driver version, clocks and power from nvidia-smi, or None if it cannot be run."""
     wanted = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit"
     command = ["nvidia-smi", f"--query-gpu={wanted}", "--format=csv", f"--id={torch.cuda.current_device()}"]
     try:
@@ -159,7 +158,7 @@ def clocks() -> str | None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as a line of the printed table."""
+    """Format a row as a line of the printed table."""
     ours, theirs = row["muonfx"], row["torch"]
     ratio = ours["ratio"]
     return (
@@ -174,11 +173,11 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, save and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40, help="rounds in which all candidates take turns")
+    parser.add_argument("--rounds", type=int, default=40, help="number of rounds; each round runs every candidate once")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(2, "found no CUDA device, and nothing else is worth timing: an interpreter says nothing of a GPU\n")
+        parser.exit(2, "error: found no CUDA device, expected one: times of Triton's interpreter mean nothing\n")
     if why := failure(torch.device("cuda")):
         parser.exit(2, f"the kernels do not run here: {why}\n")
     rows = list(measured(getattr(torch, options.dtype), options.rounds))

@@ -1,11 +1,11 @@
-"""How things are measured here.
+"""Measurement of time and memory.
 
-Times: the candidates take turns within each round, so that whatever else the machine does hits all of them alike; a
-result is the median over rounds, a ratio is the median of the ratios within rounds, and the spread is the 10th to
-90th percentile.
+Time: each round runs every candidate once, so that other load on the machine affects all candidates equally. A result
+is the median over rounds, a ratio is the median of the ratios within rounds, and the spread is the 10th to 90th
+percentile.
 
-Memory: the bytes of storage that a call holds at its peak beyond what was there before it, counted at the dispatcher
-(`PeakBytes`); what an operator takes and gives back inside itself is not seen. On CUDA the allocator is asked instead.
+Memory: the peak bytes of storage that a call allocates, counted at the dispatcher (`PeakBytes`). Memory that an
+operator allocates and frees internally is not counted. On CUDA, the allocator's statistics are used instead.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ import muonfx
 RESULTS = Path(__file__).parent / "results"
 
 
-LEAST = 10
-"""Rounds that are taken whatever they take, for percentiles to mean something."""
+MIN_ROUNDS = 10
+"""Minimum number of rounds, for meaningful percentiles."""
 
 
 def interleaved(
     candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3, seconds: float = math.inf
 ) -> dict[str, list[float]]:
-    """Time each candidate once a round, in turns; the seconds of every round after the warm-up.
+    """Time each candidate once per round, and return the seconds of every round after the warm-up.
 
-    `rounds` are taken, or `LEAST` and those that begin within `seconds`.
+    No round begins after `seconds`, except the first `MIN_ROUNDS`.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     began = time.perf_counter()
     for turn in range(warmup + rounds):
-        if turn >= warmup + LEAST and time.perf_counter() - began > seconds:
+        if turn >= warmup + MIN_ROUNDS and time.perf_counter() - began > seconds:
             break
         for name, run in candidates.items():
             start = time.perf_counter()
@@ -57,10 +57,12 @@ def interleaved(
 
 
 def summary(times: Mapping[str, list[float]], baseline: str) -> dict[str, dict[str, Any]]:
-    """Median milliseconds of each candidate, and its ratio to a baseline, with 10th and 90th percentiles."""
+    """Return the milliseconds of each candidate and its ratio to a baseline, as medians and percentiles."""
 
     def spread(values: list[float]) -> dict[str, float]:
-        cuts = statistics.quantiles(values, n=10, method="inclusive")  # between what was seen, however few
+        cuts = statistics.quantiles(
+            values, n=10, method="inclusive"
+        )  # interpolates within the measured values, also if there are few
         return {"median": statistics.median(values), "p10": cuts[0], "p90": cuts[-1]}
 
     return {
@@ -74,7 +76,7 @@ def summary(times: Mapping[str, list[float]], baseline: str) -> dict[str, dict[s
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the storage that operators called within it allocate and still hold, and remembers the most.
+    """Context manager that records the peak bytes of storage allocated by operators within it.
 
     >>> with PeakBytes() as peak:
     ...     _ = torch.zeros(1024) + torch.zeros(1024)
@@ -113,7 +115,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def machine() -> dict[str, Any]:
-    """Where a result comes from; nothing that names a person or a path."""
+    """Return the hardware and versions of a result, without names of persons or paths."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -135,7 +137,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, rows: list[dict[str, Any]]) -> Path:
-    """Keep a benchmark's rows, with the machine, as ``results/<name>.json``."""
+    """Save the rows of a benchmark, with the machine, as ``results/<name>.json``."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

@@ -1,8 +1,8 @@
-"""What a steady step takes beyond Newton-Schulz and the exchange, against the whole step of ``torch.optim.AdamW``.
+"""Overhead of a repeated step, without Newton-Schulz and collectives, compared with a step of ``torch.optim.AdamW``.
 
-Many small leaves, so that what Python does is most of it. Of each step the time within `muonfx.polar` and within
-collectives is taken off; what is left is ours. Candidates have the same leaves and take turns; a candidate "new rate"
-is given another learning rate at every step. And for replicas, the ways to compute what all ranks hold.
+The model has many small leaves, so that Python takes most of the time. The time within `muonfx.polar` and within
+collectives is subtracted from each step. Each round runs every candidate once, on equal leaves. A candidate "new rate"
+gets another learning rate at every step. A second part compares the routes for replicated matrices.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ Params = dict[str, Tensor]
 
 
 class Size(NamedTuple):
-    """Of the model: 13 leaves a block, six of them square matrices."""
+    """Size of the model, which has 13 leaves per block; six of them are square matrices."""
 
     blocks: int = 23
     width: int = 32
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By name."""
+        """Shapes by name."""
         sides = (*[(self.width, self.width)] * 6, *[(self.width,)] * 7)
         return {f"{block:02}.{place:02}": shape for block in range(self.blocks) for place, shape in enumerate(sides)}
 
 
 class Meter:
-    """Seconds within Newton-Schulz and within collectives, of this process."""
+    """Seconds that this process spends in Newton-Schulz and in collectives."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """Return the same function, timed."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
@@ -63,8 +63,8 @@ class Meter:
         return call
 
     @contextmanager
-    def everywhere(self) -> Iterator[None]:
-        """Time them wherever they are called."""
+    def active(self) -> Iterator[None]:
+        """Time every call of these functions within the ``with`` block."""
         with (
             mock.patch.object(Orthogonalizer, "__call__", self.around(Orthogonalizer.__call__)),
             mock.patch.object(messages.Exchange, "__init__", self.around(messages.Exchange.__init__)),
@@ -75,7 +75,7 @@ class Meter:
 
 
 def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
-    """AdamW, and ours with and without a rate that changes; each with parameters of its own."""
+    """Return AdamW, and our optimizers with a constant and with a changing learning rate, on separate parameters."""
     labels = {name: "muon" if len(shape) == 2 else "adamw" for name, shape in size.shapes.items()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain = mfx.muon_with_adamw(0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
@@ -132,13 +132,13 @@ def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
 
 
 def measure(kind: str, size: Size, rounds: int) -> list[dict[str, Any]]:
-    """The rows of a kind of layout; called on every rank."""
+    """Return the rows of one kind of layout; a collective."""
     torch.manual_seed(0)
     meter = Meter()
     calls = candidates(kind, size)
     times: dict[str, list[float]] = {name: [] for name in calls}
     rest: dict[str, list[float]] = {name: [] for name in calls}
-    with meter.everywhere():
+    with meter.active():
         for turn in range(rounds + 3):
             for name, call in calls.items():
                 dist.barrier()
@@ -164,8 +164,8 @@ def measure(kind: str, size: Size, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def ways(width: int, blocks: int, dtype: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Replicas: what "auto" takes, and both ways; called on every rank."""
+def replica_routes(width: int, blocks: int, dtype: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Compare ``replicas="auto"`` with "everyone" and "split" under replicated parameters; a collective."""
     shapes = {f"{b}.{i}": (width, width * (1 + 3 * (i == 5))) for b in range(blocks) for i in range(6)}
     plain = mfx.muon(0.02, orthogonalize=mfx.orthogonalize(dtype=getattr(torch, dtype)))
     calls: dict[str, Callable[[], object]] = {}
@@ -192,7 +192,7 @@ def ways(width: int, blocks: int, dtype: str, rounds: int, seconds: float) -> li
 def speed(
     rounds: int,
     *,
-    size: Size = Size(),  # noqa: B008  a frozen value
+    size: Size = Size(),  # noqa: B008  immutable
     models: tuple[tuple[int, int, str], ...] = (
         (32, 12, "float32"),
         (128, 4, "float32"),
@@ -202,10 +202,10 @@ def speed(
     ),
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Steps of small leaves, alone and on two ranks; then the ways for replicas."""
+    """Measure steps of small leaves in one process and on two ranks, then the routes for replicated matrices."""
     rows = [
         row
         for kind, processes in (("replicated", 1), ("replicated", 2), ("FSDP2", 2))
         for row in world.run(processes, measure, kind, size, rounds)
     ]
-    return rows + [row for model in models for row in world.run(2, ways, *model, rounds, seconds)]
+    return rows + [row for model in models for row in world.run(2, replica_routes, *model, rounds, seconds)]

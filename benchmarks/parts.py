@@ -1,21 +1,20 @@
-"""The time of a step by part: products, passes over memory, Python; and how far each is from what the machine can do.
+"""The time of a step by part (products, passes over memory, Python), and a comparison with the limits of the machine.
 
-Each candidate takes a step by itself and a step under PyTorch's profiler in every round; all candidates take turns.
+In every round, each candidate takes a step without and a step with PyTorch's profiler.
 
-- *Products* are matrix products (`PRODUCTS`), *passes* all other operators that read or write elements, also those that
-  `torch.compile` has fused. An operator that others call is counted with the outermost, but a pass that a product calls
-  (`addmm` copies its first operand) as a pass, and a product that another operator calls as a product. Operators that
-  only make views or take memory are neither. The thread that takes the step counts: it waits for those that help it.
-- *Python* is the rest of the same step: the interpreter, dispatch, views, allocation; less what the profiler adds, as
-  much for each operator as a loop of small ones shows (`event_cost`).
-- The parts of a step so add up to that step, less the profiler's share. Whether the profiler distorts is checked
-  against the step without it in the same round: `sum over step`, the median of the ratios, should be 1.
+- *Products* are matrix products (`PRODUCTS`). *Passes* are all other operators that read or write elements, including
+  kernels fused by `torch.compile`. Nested operators count as part of the outermost one. Exceptions are a pass inside a
+  product (`addmm` copies its first operand) and a product inside another operator. Operators that only create views or
+  allocate memory count as neither. Only the thread of the step is counted, since it waits for its helper threads.
+- *Python* is the rest of the step: interpreter, dispatch, views and allocation. The profiler's own cost per operator
+  (`event_cost`) is subtracted.
+- The parts of a step add up to its time without the profiler's cost. `sum over step` is the median ratio of this sum to
+  the step without the profiler in the same round. It is close to 1 if the profiler does not distort the result.
 
-The roofline: `peaks` measures in the same process how fast large products and a large copy go. Operations of a
-candidate are those of the shapes that its products were called with. No step can do without `least_bytes` (gradients
-are read, momentum and parameters read and written, once) and `least_flops` (five quintic steps with half of each
-symmetric product, in the form that has fewer operations). The copy's rate is that of memory: a pass over what a cache
-still holds can be faster.
+The roofline: `peaks` measures the rates of large products and of a large copy in the same process. The operations of a
+candidate follow from the shapes of its products. Every step needs at least `least_bytes` (read gradients once, read and
+write momentum and parameters once) and `least_flops` (five quintic steps with half of each symmetric product, in the
+cheaper form). The rate of the copy is that of main memory; passes over cached data can be faster.
 
 HeavyBall and Dion are compiled. Dion has no release: clone github.com/microsoft/dion and put it on PYTHONPATH.
 """
@@ -43,13 +42,13 @@ from benchmarks.quality import matrix
 from benchmarks.step import BASELINE, SETS, Shape, about, stepper
 from muonfx import polar
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # read at the profiler's first use; else it prints two lines a step
+os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # silences the profiler, which otherwise prints two lines per step
 
 PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
-"""Operators that multiply matrices: the place of the first of the two among their tensors."""
+"""Operators that multiply matrices, and the position of the first factor among their tensors."""
 
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize", "resize_as", "set"}
-"""Operators that give memory and do not touch it."""
+"""Operators that allocate memory without writing to it."""
 
 REGION = "muonfx: one step"
 BASE, STEPS = "polar_express_5", 5
@@ -60,17 +59,17 @@ class Event(Protocol):
 
     @property
     def name(self) -> str:
-        """With its namespace, if it is an operator."""
+        """Name, with the namespace if it is an operator."""
         ...
 
     @property
     def cpu_time_total(self) -> float:
-        """Microseconds, with all that it called."""
+        """Microseconds, including nested events."""
         ...
 
     @property
     def cpu_children(self) -> Sequence[Event]:
-        """The events that it called."""
+        """Nested events."""
         ...
 
 
@@ -83,12 +82,12 @@ class Parts(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """The best that was measured in this process."""
+    """The best rates measured in this process."""
 
     flops: Mapping[str, float]
-    """Operations a second of large products by dtype."""
+    """Operations per second of large products, by dtype."""
     bytes: float
-    """Bytes read and written a second by a large copy."""
+    """Bytes read and written per second by a large copy."""
 
 
 # ------------------------------------------------------------------------------------------------------- one step
@@ -96,14 +95,14 @@ class Peaks(NamedTuple):
 
 @cache
 def kind(name: str) -> str:
-    """Give "product" or "pass"; "none" for what is no operator or moves no elements: regions, views, allocation.
+    """Return "product", "pass", or "none" for regions, views and allocations.
 
     >>> [kind(name) for name in ("aten::baddbmm", "aten::mul_", "aten::t", "aten::empty", "Optimizer.step#Muon.step")]
     ['product', 'pass', 'none', 'none', 'none']
     >>> kind("graph_0_cpp_fused_add_mul_0")
     'pass'
     """
-    if "cpp_fused" in name:  # a kernel that torch.compile made
+    if "cpp_fused" in name:  # a kernel of torch.compile
         return "pass"
     operator = name.partition("::")[2]
     if not operator or " " in name:
@@ -113,13 +112,13 @@ def kind(name: str) -> str:
         return "product"
     schemas = torch._C._jit_get_schemas_for_operator(name)
     results = [result for schema in schemas for result in schema.returns]
-    # the overload is not known: `to`, which may copy, then calls what does
+    # The overload is unknown. `to` may copy, and then has a nested event that counts.
     view = any(result.alias_info is not None and not result.alias_info.is_write for result in results)
     return "none" if view or not schemas or operator in ALLOCATE else "pass"
 
 
 def split(event: Event) -> tuple[float, float]:
-    """Microseconds of products and of passes in an event and all that it called.
+    """Return the microseconds of products and of passes in an event, including nested events.
 
     >>> from types import SimpleNamespace as Node
     >>> copy = Node(name="aten::copy_", cpu_time_total=3.0, cpu_children=[])
@@ -137,7 +136,7 @@ def split(event: Event) -> tuple[float, float]:
 
 
 def operations(name: str, shapes: Sequence[Sequence[int]]) -> int:
-    """Floating-point operations of a product, from the shapes of its tensors.
+    """Return the floating-point operations of a product, from the shapes of its tensors.
 
     >>> operations("aten::baddbmm", [(3, 4, 4), (3, 4, 5), (3, 5, 4)])
     480
@@ -148,14 +147,14 @@ def operations(name: str, shapes: Sequence[Sequence[int]]) -> int:
 
 
 def within(event: Event) -> Iterator[Event]:
-    """An event and all that it called, outermost first; not what a product calls."""
+    """Yield an event and its nested events, outermost first, but not the events inside a product."""
     yield event
     for child in event.cpu_children if kind(event.name) != "product" else ():
         yield from within(child)
 
 
 def flops(step: Callable[[], None]) -> dict[str, int]:
-    """Operations of the products of one step, by dtype.
+    """Return the floating-point operations of the products of one step, by dtype.
 
     >>> flops(lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 4)))
     {'float32': 48}
@@ -176,13 +175,13 @@ def flops(step: Callable[[], None]) -> dict[str, int]:
 
 
 def _called(profiler: profile) -> Sequence[Event]:
-    """The events within the region of the step, on its thread."""
+    """Return the events of the step on its thread."""
     (region,) = (event for event in profiler.events() or () if event.name == REGION)
     return region.cpu_children
 
 
 def profiled(step: Callable[[], None], cost: float) -> Parts:
-    """The parts of a step; `cost`: seconds that the profiler adds for an event."""
+    """Return the parts of a step. `cost` is the profiler's time per event in seconds."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(REGION):
         start = time.perf_counter()
         step()
@@ -201,7 +200,7 @@ def _all(events: Sequence[Event]) -> Iterator[Event]:
 
 
 def event_cost(calls: int = 2000) -> float:
-    """Seconds that the profiler adds for one operator: the least of five loops of small ones with it, and without.
+    """Return the profiler's time per operator, from the fastest of five loops with and without it.
 
     >>> event_cost(50) < 1e-3
     True
@@ -226,7 +225,7 @@ def event_cost(calls: int = 2000) -> float:
 
 
 def least_bytes(shapes: Sequence[Shape], size: int = 4) -> int:
-    """Bytes that a step must move: gradients are read, momentum and parameters read and written.
+    """Return the minimum bytes of a step: gradients are read, momentum and parameters are read and written.
 
     >>> least_bytes([(10, 10)])
     2000
@@ -236,9 +235,9 @@ def least_bytes(shapes: Sequence[Shape], size: int = 4) -> int:
 
 @cache
 def least_flops(shape: Shape, coefficients: str = BASE) -> float:
-    """Operations of five quintic steps with half of each symmetric product, in the form that has fewer.
+    """Return the operations of five quintic steps with half of each symmetric product, in the cheaper form.
 
-    >>> least_flops((64, 64)) / (5 * 64**3)  # X X^T and its square by halves, and one whole product
+    >>> least_flops((64, 64)) / (5 * 64**3)  # half of X X^T, half of its square, and one full product
     4.0
     """
 
@@ -246,7 +245,7 @@ def least_flops(shape: Shape, coefficients: str = BASE) -> float:
         plan = polar.explain(shape, coefficients=coefficients, steps=STEPS, method=method, dtype=torch.bfloat16)
         short, long = plan.shape
         lengths = [len(stage.steps) for stage in plan.stages]
-        # a stage is two products with the long side, one of them symmetric; small ones are all symmetric
+        # A stage has two products with the long side, one of them symmetric. All small products are symmetric.
         small = STEPS + 3 * sum(length - 1 for length in lengths)
         return len(lengths) * 3 * short**2 * long + small * short**3
 
@@ -254,7 +253,7 @@ def least_flops(shape: Shape, coefficients: str = BASE) -> float:
 
 
 def peaks(seconds: float = 0.5, side: int = 1024) -> Peaks:
-    """Measure how fast large products and a large copy go: the best time of several shapes."""
+    """Measure the rates of large products and of a large copy, as the best of several shapes."""
 
     def best(call: Callable[[], object], limit: float) -> float:
         call()
@@ -282,7 +281,7 @@ def peaks(seconds: float = 0.5, side: int = 1024) -> Peaks:
 def roofline(
     shapes: Sequence[Shape], counted: Mapping[str, int], parts: Parts, step: float, peak: Peaks
 ) -> dict[str, float]:
-    """Milliseconds at the peak rates of all that was done and of all that must be done, and the ratios.
+    """Return the milliseconds of the actual and of the minimum work at peak rates, and the ratios.
 
     >>> peak = Peaks({"bfloat16": 1e9}, 1e9)
     >>> found = roofline([(100, 100)], {"bfloat16": 10**8}, Parts(0.2, 0.001, 0.0), 0.201, peak)
@@ -313,11 +312,11 @@ def _ours(coefficients: str, params: list[torch.nn.Parameter]) -> torch.optim.Op
 
 
 def candidates(compiled: bool) -> Iterator[Optimizer]:
-    """Each package's Muon as it comes, the baseline first; ours once more with the coefficients of the others."""
+    """Yield each package's Muon with default settings, the baseline first, and ours also with common coefficients."""
     for one in optimizers(compiled=compiled):
         if one.default:
             yield one
-    if compiled and (dion := installed("dion", brings="its clone on PYTHONPATH")):
+    if compiled and (dion := installed("dion", get="put a clone of github.com/microsoft/dion on PYTHONPATH")):
         make = partial(dion.Muon, lr=1e-3, weight_decay=0.1, nesterov=True)
         yield Optimizer("Dion", make, BASE, True, "dion")
     for coefficients, name in ((BASE, "muonfx"), (COMMON, f"muonfx, {COMMON}")):
@@ -332,14 +331,15 @@ def speed(
     seconds: float = math.inf,
     measure_peaks: Callable[[], Peaks] = peaks,
 ) -> list[dict[str, Any]]:
-    """A row for each candidate and set: the step and its parts in milliseconds, and its roofline.
+    """Return a row for each candidate and set, with the parts of a step in milliseconds and its roofline.
 
-    `seconds`: for one set, see `interleaved`. `measure_peaks`: called before and after, the better counts.
+    `seconds` is the time limit for one set, see `interleaved`. `measure_peaks` is called before and after the
+    measurement, and the higher rates are used.
     """
     cost, before = event_cost(), measure_peaks()
     rows: list[dict[str, Any]] = []
     for case, shapes in sets.items():
-        with inductor.patch({"cpp.enable_kernel_profile": True}):  # fused kernels show themselves to the profiler
+        with inductor.patch({"cpp.enable_kernel_profile": True}):  # makes fused kernels visible to the profiler
             rows += _case(case, shapes, rounds, compiled, seconds, cost)
     after = measure_peaks()
     peak = Peaks(
@@ -365,7 +365,7 @@ def _case(
     for one in them:
         step = stepper(one.build, gradients)[1]
         step()
-        step()  # a second time: state is made at the first
+        step()  # the first step created the state
         counted[one.name] = flops(step)
         runs[one.name] = step
         runs[f"{one.name}, profiled"] = lambda step=step, own=parts[one.name]: own.append(profiled(step, cost))
@@ -374,7 +374,7 @@ def _case(
     rows: list[dict[str, Any]] = []
     for one in them:
         alone = times[one.name]
-        own = parts[one.name][-len(alone) :]  # those after the warm-up
+        own = parts[one.name][-len(alone) :]  # without the warm-up
         ratios = [sum(part) / step for part, step in zip(own, alone, strict=True)]
         rows.append(
             {

@@ -1,8 +1,8 @@
-"""What muonfx is measured against: the orthogonalizations and the optimizers of other packages, and a plain one.
+"""Orthogonalizations and optimizers of other packages, and a plain implementation, to compare muonfx with.
 
-A peer that is not installed is left out, with a printed line; ``pip install -c constraints.txt -e '.[bench]'`` brings
-them all. Each comes as its package gives it, and once more with the coefficients that all have in common, `keller` for
-five steps, where it can be told to: that is the equal work. PyTorch's default is that already.
+A package that is not installed is skipped, with a printed line. ``pip install -c constraints.txt -e '.[bench]'``
+installs them all. Each is measured with its default settings and, if its coefficients can be chosen, also with five
+steps of `keller`, so that all candidates do equal work. These are the defaults of PyTorch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import muonfx
 from muonfx import polar
 
 COMMON = "keller"
-"""The set that every candidate can compute."""
+"""The coefficients that most candidates can use."""
 
 
 class Function(NamedTuple):
-    """A way to orthogonalize a matrix `(m, n)`, or a batch of them."""
+    """A function that orthogonalizes a matrix `(m, n)` or a batch of matrices."""
 
     name: str
     call: Callable[[torch.Tensor], torch.Tensor]
     coefficients: str
-    """The set whose polynomial it claims to compute."""
+    """The coefficients of the polynomial that it computes."""
     default: bool
-    """True if its package does it like that if not told otherwise."""
+    """True for the default settings of its package."""
     package: str
 
 
 class Optimizer(NamedTuple):
-    """A way to build an optimizer for a list of matrices; no weight decay unless it is given."""
+    """A constructor of an optimizer for a list of matrices."""
 
     name: str
     build: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -46,7 +46,7 @@ class Optimizer(NamedTuple):
 
 
 def versioned(package: str) -> str:
-    """A package with its version, for the rows of a result.
+    """Return the name of a package with its version, for the rows of a result.
 
     >>> versioned("torch").startswith("torch 2")
     True
@@ -59,15 +59,15 @@ def versioned(package: str) -> str:
 
 @cache
 def installed(
-    package: str, module: str = "", brings: str = "pip install -c constraints.txt -e '.[bench]'"
+    package: str, module: str = "", get: str = "pip install -c constraints.txt -e '.[bench]'"
 ) -> ModuleType | None:
-    """The package, or one of its modules; None with a printed line where it is not installed."""
+    """Return a package or one of its modules; print a line and return None if it is not installed."""
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        print(f"{package} is not installed and left out; {brings} brings it")
+        print(f"{package} is not installed and skipped; to install it: {get}")
         return None
     return importlib.import_module(module or package)
 
@@ -76,7 +76,7 @@ def installed(
 
 
 def one_by_one(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of one matrix as one of a batch, in a loop: what an optimizer does that has only the former."""
+    """Return a function that applies a function of one matrix to a batch in a loop, as its optimizer does."""
 
     def loop(x: torch.Tensor) -> torch.Tensor:
         return call(x) if x.ndim == 2 else torch.stack([call(one) for one in x])
@@ -85,7 +85,7 @@ def one_by_one(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
 
 
 def plain(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, coefficients: str = COMMON) -> torch.Tensor:
-    """The standard iteration as one would write it down: `(..., m, n)` in and out, no buffers, no scaling.
+    """Compute the standard iteration of matrices `(..., m, n)` in the simplest way: no buffers, no scaling.
 
     >>> plain(torch.eye(2), torch.float64).dtype
     torch.float64
@@ -102,14 +102,14 @@ def plain(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, coefficients: st
 
 
 def functions(*, compiled: bool = True) -> Iterator[Function]:
-    """Everything but muonfx; `compiled`: also what goes through `torch.compile`, which takes a minute to warm up.
+    """Yield the functions of other packages; with `compiled` also those that use `torch.compile`, after a warm-up.
 
-    What was compiled before is dropped: a function gets eight shapes, then it runs uncompiled or not at all.
+    Compiled code of earlier shapes is dropped, because torch compiles a function for at most eight shapes.
     """
     torch.compiler.reset()
     yield from _torch_functions(compiled)
     yield from _pytorch_optimizer_functions()
-    if compiled:  # HeavyBall compiles by itself
+    if compiled:  # HeavyBall compiles its own functions
         yield from _heavyball_functions()
 
 
@@ -131,7 +131,7 @@ def _pytorch_optimizer_functions() -> Iterator[Function]:
         standard, gram = found.zero_power_via_newton_schulz_5, found.zero_power_via_gram_newton_schulz
         yield Function(package, standard, COMMON, True, package)
         yield Function(f"{package}, float32", partial(standard, dtype=torch.float32), COMMON, False, package)
-        # Its own dtype for this one is fp16, and its own restart after two steps; on a CPU fp16 products take seconds.
+        # Its defaults are fp16 and one restart after two steps, but fp16 products take seconds on a CPU.
         in_bf16 = partial(gram, dtype=torch.bfloat16, reset_steps=(1, 3))
         yield Function(f"{package}, Gram [1, 3], bfloat16", in_bf16, COMMON, False, package)
 
@@ -147,7 +147,7 @@ def _heavyball_functions() -> Iterator[Function]:
 
 
 def optimizers(*, compiled: bool = True) -> Iterator[Optimizer]:
-    """Everything but muonfx, with weight decay 0.1 and the package's own settings otherwise; see `functions`."""
+    """Yield the optimizers of other packages, with weight decay 0.1 and otherwise their defaults; see `functions`."""
     torch.compiler.reset()
     build = partial(torch.optim.Muon, lr=1e-3, weight_decay=0.1)
     yield Optimizer("torch.optim.Muon", build, COMMON, True, "torch")
@@ -168,7 +168,7 @@ def _pytorch_optimizer(
 
 
 def _compiled_torch(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's optimizer with its step compiled, as its recipe for compiled optimizers has it."""
+    """Return PyTorch's optimizer with a compiled step, as PyTorch's documentation of compiled optimizers recommends."""
     optimizer = torch.optim.Muon(params, lr=1e-3, weight_decay=0.1)
     optimizer.step = torch.compile(optimizer.step, fullgraph=False)  # type: ignore[method-assign]
     return optimizer

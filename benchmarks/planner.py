@@ -1,9 +1,9 @@
-"""The planner on paper against the clock: predicted and measured steps of sharded Newton-Schulz on two processes.
+"""Predicted and measured times of sharded Newton-Schulz on two processes.
 
-First the machine is measured as the planner asks for it: the rate of Newton-Schulz by side, what a matrix and an
-exchange take beyond that, and how many bytes a second pass. Then whole steps of ``sharded(orthogonalize(), layout)``
-are timed, for GPT blocks of several widths, and held against ``python -m benchmarks.simulator`` for the same shapes.
-Both are measured with all processes at work, since they share the memory's bandwidth.
+First the inputs of the simulator are measured on this machine: the rate of Newton-Schulz by side, the fixed cost of a
+matrix and of an exchange, and the bandwidth. Then steps of ``sharded(orthogonalize(), layout)`` are timed for GPT
+blocks of several widths, and compared with ``python -m benchmarks.simulator`` for the same shapes. All processes work
+during both measurements, since they share memory bandwidth.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from muonfx.sharding.messages import Exchange
 Call = Callable[[], object]
 
 SIDES = (64, 128, 256, 512, 1024)
-"""At which the rate is measured; between them the planner goes by the logarithm of the side."""
+"""Sides at which the rate is measured. The simulator interpolates in the logarithm of the side."""
 SMALL, LARGE = 2**10, 2**22
-"""Bytes of the two exchanges that tell latency and bandwidth apart."""
+"""Bytes of the two exchanges from which latency and bandwidth are computed."""
 FEW, MANY = 4, 36
-"""Tiny matrices of the two steps that tell what a matrix and what a step take beyond products."""
+"""Numbers of tiny matrices in the two steps from which the fixed costs of a matrix and of a step are computed."""
 BLOCKS = 2
 
 
 class Case(NamedTuple):
-    """One step that is predicted and measured."""
+    """A step to predict and to measure."""
 
     width: int
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 ROUTES = {"owner": "owner", "split": "split", "whole": "whole parameters"}
-"""Routes as they are called here, and the planner's schemes."""
+"""Routes, and the schemes of the simulator."""
 
 CASES = (
     *(Case(512, dtype, route) for dtype in (torch.float32, torch.bfloat16) for route in ROUTES),
@@ -62,13 +62,13 @@ CASES = (
 
 
 def shapes(width: int) -> dict[str, tuple[int, int]]:
-    """The matrices of some GPT blocks: four of attention, two of the MLP."""
+    """Return the matrices of some GPT blocks: four of attention and two of the MLP in each."""
     block = {**dict.fromkeys("qkvo", (width, width)), "up": (4 * width, width), "down": (width, 4 * width)}
     return {f"{i}.{name}": shape for i in range(BLOCKS) for name, shape in block.items()}
 
 
 def weights(wanted: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """Random matrices, the same on all ranks."""
+    """Return random matrices, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in wanted.items()}
 
@@ -77,7 +77,7 @@ def weights(wanted: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
 
 
 def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: float) -> Cluster:
-    """Measure what the planner asks for; called on every rank."""
+    """Measure the inputs of the simulator on this machine; a collective."""
     tx = mfx.orthogonalize(dtype=dtype)
     calls: dict[str, Call] = {}
     loads: dict[str, float] = {}
@@ -96,10 +96,10 @@ def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: fl
     took = {name: statistics.median(own) for name, own in times.items()}
     small, large = took[f"{SMALL} bytes"], took[f"{LARGE} bytes"]
     bandwidth = (LARGE - SMALL) / (large - small) if large > small else math.inf
-    # A step of tiny matrices is the agreement of all ranks and, for each matrix of a rank, what is not its products.
+    # A step of tiny matrices consists of the agreement of all ranks and of a fixed cost for each matrix of a rank.
     few, many = FEW / dist.get_world_size(), MANY / dist.get_world_size()
     overhead = max(0.0, (took[f"{MANY} tiny"] - took[f"{FEW} tiny"]) / (many - few))
-    # By the owner's route it is three exchanges: the agreement, there, and back.
+    # By the owner's route it has three exchanges: the agreement, to the owners, and back.
     latency = max(small, (took["few by owner"] - few * overhead) / 3)
     products = {name: max(took[name] - 2 * overhead, took[name] / 2) for name in loads}
     rates = [
@@ -110,7 +110,7 @@ def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: fl
 
 
 def exchange(nbytes: int) -> Call:
-    """Every rank sends so many bytes to its neighbour."""
+    """Return a function in which every rank sends ``nbytes`` to its neighbour."""
     ranks, me = dist.get_world_size(), dist.get_rank()
     here, there = torch.randn(nbytes // 4), torch.empty(nbytes // 4)
 
@@ -133,7 +133,7 @@ def exchange(nbytes: int) -> Call:
 
 
 def step(tx: mfx.Transform, whole: dict[str, Tensor], route: str) -> Call:
-    """One update of a sharded transform by a route."""
+    """Return a function that computes one update of a sharded transform by a route."""
     if route == "owner":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         held: dict[str, Any] = {name: distribute_tensor(leaf, mesh, [Shard(0)]) for name, leaf in whole.items()}
@@ -150,7 +150,7 @@ def step(tx: mfx.Transform, whole: dict[str, Tensor], route: str) -> Call:
 
 
 def predicted(case: Case, machine: Cluster, ranks: int) -> float:
-    """Seconds of a step, by the planner."""
+    """Return the seconds of a step that the simulator predicts."""
     kinds = tuple(Kind(name, shape, 1, muon=True) for name, shape in shapes(case.width).items())
     model = Model("GPT blocks", "benchmarks/planner.py", kinds)
     setting = Setting(model, Mesh(shard=ranks), "cpu", case.dtype)
@@ -159,7 +159,7 @@ def predicted(case: Case, machine: Cluster, ranks: int) -> float:
 
 
 def measure(cases: tuple[Case, ...], sides: tuple[int, ...], rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """The rows; called on every rank."""
+    """Return the rows; a collective."""
     machines = {dtype: machine(dtype, sides, rounds, seconds) for dtype in dict.fromkeys(case.dtype for case in cases)}
     calls = {
         str(case): step(mfx.orthogonalize(dtype=case.dtype), weights(shapes(case.width)), case.route) for case in cases
@@ -190,5 +190,5 @@ def speed(
     sides: tuple[int, ...] = SIDES,
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Predicted and measured milliseconds of each case, and the machine that the prediction rests on."""
+    """Return the predicted and measured milliseconds of each case, and the measured inputs of the prediction."""
     return world.run(processes, measure, cases, sides, rounds, seconds)

@@ -1,4 +1,4 @@
-"""Pictures of time against error and of a step by part, drawn from the JSON results and from nothing else."""
+"""Plots of the benchmarks, drawn from the JSON results alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import BASELINE, GATHERED, curves, judged, load, shape_name
 
-if TYPE_CHECKING:  # drawing is optional
+if TYPE_CHECKING:  # matplotlib is optional
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -22,7 +22,7 @@ FINDINGS_PICTURE = ASSETS / "findings.svg"
 SHOWN = ("512 x 2048", "1024 x 4096")
 SPECTRUM = "gaussian"
 
-# The colours of muonfx.plot.COLORS, written out as drawing is optional: on no ground, readable on light and on dark.
+# The colours of muonfx.plot.COLORS, copied because matplotlib is optional. They are readable on light and dark pages.
 GREY, LINE = "#7a7f8c", "#d1495b"
 COLORS = {"muonfx": "#5b6ee1", "torch": "#2a9d8f", "pytorch_optimizer": "#d0702c", "heavyball": "#b45cb0"}
 MARKS = {
@@ -31,28 +31,28 @@ MARKS = {
     "plain, compiled, bfloat16": "^",
     "HeavyBall, legacy": "^",
 }
-"""Beside squares for the Gram form and circles for all others; hollow where products are by blocks."""
+"""Marks of some candidates; others have squares (Gram form) or circles, which are hollow for blocked products."""
 
 
 PARTS = (
     ("products at the measured peak", "#5b6ee1", 1.0),
-    ("what products take beyond that", "#5b6ee1", 0.45),
-    ("passes: bytes that must move, at the rate of a copy", "#2a9d8f", 1.0),
-    ("what passes take beyond that", "#2a9d8f", 0.45),
-    ("Python, and the rest", "#d0702c", 1.0),
+    ("products: additional time", "#5b6ee1", 0.45),
+    ("passes over the necessary bytes, at the rate of a copy", "#2a9d8f", 1.0),
+    ("passes: additional time", "#2a9d8f", 0.45),
+    ("Python and other time", "#d0702c", 1.0),
 )
-"""The colours of a bar's segments, from the left; the pale ones are what could go."""
+"""Label, colour and opacity of a bar's segments, from the left. The pale segments are time above the limit."""
 
 
 def pyplot() -> ModuleType | None:
-    """Matplotlib for files, with nothing in them that changes from run to run; None with a printed line without it."""
+    """Return pyplot, set up to write reproducible files; print a line and return None if it is not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError:
-        print("matplotlib is not installed: no plot; pip install -c constraints.txt -e '.[bench]' brings it")
+        print("matplotlib is not installed: no plot; to install it: pip install -c constraints.txt -e '.[bench]'")
         return None
-    matplotlib.use("Agg")  # files only: no window, no display needed
-    # the same results make the same file, letters stay letters
+    matplotlib.use("Agg")  # writes files without a display
+    # A fixed salt makes files reproducible, and fonttype "none" keeps text as text.
     matplotlib.rcParams.update({"svg.hashsalt": "muonfx", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
@@ -60,7 +60,7 @@ def pyplot() -> ModuleType | None:
 
 
 def draw(path: Path = PICTURE) -> Path | None:
-    """Write the picture of all but the fp32 rows; None where there are no results or no matplotlib to draw with."""
+    """Plot time against error of all rows but those in fp32; return None without results or matplotlib."""
     speed, quality = load("polar_speed"), load("polar_quality")
     if speed is None or quality is None or (plt := pyplot()) is None:
         return None
@@ -78,7 +78,7 @@ def draw(path: Path = PICTURE) -> Path | None:
 
 
 def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
-    """Write the picture of a step by part; None where there are no results or no matplotlib to draw with."""
+    """Plot the time of a step by part; return None without results or matplotlib."""
     if (found := load("parts_speed")) is None or (plt := pyplot()) is None:
         return None
     cases = list(dict.fromkeys(row["case"] for row in found["rows"]))
@@ -89,19 +89,19 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
         own = [row for row in found["rows"] if row["case"] == case]
         own.sort(key=lambda row: row["milliseconds"]["median"])
         _bars(axes, case, own)
-    all_axes[-1, 0].set_xlabel("milliseconds a step", color=GREY)
+    all_axes[-1, 0].set_xlabel("milliseconds per step", color=GREY)
     _write(plt, figure, all_axes[0, 0], path, columns=2)
     return path
 
 
 DRAWN = {BASELINE: "#2a9d8f", "polar_express_4": "#d0702c", "polar_express_5": "#5b6ee1"}
-"""The candidates of the study of coefficients, whose losses are drawn over all rates."""
+"""Colours of the candidates in the plot of losses over learning rates."""
 HEADLINE = {"AdamW": ("AdamW", "#d0702c"), BASELINE: (BASELINE, "#2a9d8f"), "polar_express_5": ("mfx.Muon", "#5b6ee1")}
-"""The candidates of the first page: a label and a colour each."""
+"""Label and colour of the candidates in the plot of the README."""
 
 
 def draw_training() -> None:
-    """Write the pictures of losses over learning rates; nothing without results or matplotlib."""
+    """Plot losses over learning rates; do nothing without results or matplotlib."""
     if (found := load("training_quality")) is None or (plt := pyplot()) is None:
         return
     sizes = list(dict.fromkeys(row["size"] for row in found["rows"]))
@@ -114,13 +114,13 @@ def draw_training() -> None:
     figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
     _losses(axes, curves(found, sizes[-1]), HEADLINE)
     axes.set_ylabel("validation loss, nats per byte", color=GREY)
-    axes.set_xlabel("peak learning rate", color=GREY)  # of all parameters under AdamW
+    axes.set_xlabel("peak learning rate", color=GREY)  # under AdamW, of all parameters
     axes.set_title(f"GPT, {sizes[-1]} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
     _write(plt, figure, axes, HEADLINE_PICTURE, columns=3)
 
 
 def _losses(axes: Axes, by_name: dict[str, dict[float, list[float]]], drawn: dict[str, tuple[str, str]]) -> None:
-    """Draw the mean loss of each candidate over its rates, in a band from its best to its worst seed."""
+    """Draw the mean loss of each candidate over its rates, and a band from its best to its worst seed."""
     for name, (label, color) in drawn.items():
         if by_rate := by_name.get(name):
             losses = list(by_rate.values())
@@ -131,7 +131,7 @@ def _losses(axes: Axes, by_name: dict[str, dict[float, list[float]]], drawn: dic
     axes.set_xscale("log")
     ticks: list[float] = []
     for rate in sorted({rate for name in drawn for rate in by_name.get(name, {})}):
-        if not ticks or rate > 1.25 * ticks[-1]:  # labels that are closer would overlap
+        if not ticks or rate > 1.25 * ticks[-1]:  # closer labels would overlap
             ticks.append(rate)
     axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
     axes.minorticks_off()
@@ -140,7 +140,7 @@ def _losses(axes: Axes, by_name: dict[str, dict[float, list[float]]], drawn: dic
 
 
 def draw_findings(path: Path = FINDINGS_PICTURE) -> Path | None:
-    """Write the picture of steps beside other packages', alone and sharded; None without results or matplotlib."""
+    """Plot the time of a step by package, in one process and sharded; return None without results or matplotlib."""
     step, sharded = load("step_speed"), load("sharding_speed")
     if step is None or sharded is None or (plt := pyplot()) is None:
         return None
@@ -149,21 +149,21 @@ def draw_findings(path: Path = FINDINGS_PICTURE) -> Path | None:
     shown = [row for row in step["rows"] if row["case"] == case and (row["default"] or row["candidate"] == "muonfx")]
     shown = [row for row in shown if not row["candidate"].endswith(" again")]
     shown.sort(key=lambda row: row["milliseconds"]["median"])
-    known = {"muonfx": "muonfx, as torch's", "mfx.Muon": "muonfx, as it comes"}
+    known = {"muonfx": "muonfx, as torch's", "mfx.Muon": "muonfx, default"}
     named = [(known.get(row["candidate"], row["candidate"]), row) for row in shown]
-    _beside(left, "A step in one process", named)
+    _bar_chart(left, "A step in one process", named)
     short = {"muonfx": "muonfx", GATHERED: "gather all"}
     rows = [row for row in sharded["rows"] if row["case"] == "FSDP2" and row["candidate"] in short]
     rows.sort(key=lambda row: (row["processes"], row["candidate"] != "muonfx"))
-    _beside(
+    _bar_chart(
         right, "A step under FSDP2", [(f"{short[row['candidate']]}, {row['processes']} ranks", row) for row in rows]
     )
     _save(plt, figure, path)
     return path
 
 
-def _beside(axes: Axes, title: str, rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """A bar for each candidate, ours coloured, with a line from the 10th to the 90th percentile."""
+def _bar_chart(axes: Axes, title: str, rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Draw a bar for each candidate, ours coloured, with a line from the 10th to the 90th percentile."""
     for place, (name, row) in enumerate(rows):
         spent, ours = row["milliseconds"], name.startswith("muonfx")
         axes.barh(place, spent["median"], 0.64, color=COLORS["muonfx"] if ours else GREY, alpha=1.0 if ours else 0.45)
@@ -174,7 +174,7 @@ def _beside(axes: Axes, title: str, rows: Sequence[tuple[str, dict[str, Any]]]) 
         )
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9.5, color=GREY)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(row["milliseconds"]["p90"] for _, row in rows))  # room for what is written beside
+    axes.set_xlim(0, 1.3 * max(row["milliseconds"]["p90"] for _, row in rows))  # space for the labels
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=GREY)
     axes.set_xlabel("milliseconds", color=GREY)
     axes.tick_params(axis="x", colors=GREY, length=3)
@@ -185,7 +185,7 @@ def _beside(axes: Axes, title: str, rows: Sequence[tuple[str, dict[str, Any]]]) 
 
 
 def segments(row: dict[str, Any]) -> list[float]:
-    """Milliseconds of a bar's segments: of products and passes what the machine's peaks allow, and what is beyond.
+    """Return the milliseconds of a bar's segments. Products and passes are split at the limit of the machine.
 
     >>> parts = {"products": 5.0, "passes": 3.0, "python": 1.0}
     >>> segments({"parts": parts, "roofline": {"products at peak": 4.0, "least passes": 3.5}})
@@ -198,7 +198,7 @@ def segments(row: dict[str, Any]) -> list[float]:
 
 
 def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A bar for each candidate, the fastest at the top, with its time and how many times the least that is."""
+    """Draw a bar for each candidate, the fastest at the top, with its time and the ratio to the minimum time."""
     for place, row in enumerate(rows):
         left = 0.0
         for (name, color, alpha), width in zip(PARTS, segments(row), strict=True):
@@ -206,18 +206,18 @@ def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
             axes.barh(place, width, 0.62, left, color=color, alpha=alpha, label=label, linewidth=0)
             left += width
         median, over = row["milliseconds"]["median"], row["roofline"]["step over least"]
-        about = f"{median:.{0 if median >= 100 else 1}f} ms, {over:.1f} × least, {row['ratio']['median']:.2f} × torch's"
+        about = f"{median:.{0 if median >= 100 else 1}f} ms, {over:.1f} × minimum, {row['ratio']['median']:.2f} × torch"
         axes.annotate(
             about, (left, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8.5, color=GREY
         )
     least = rows[0]["roofline"]["least products"] + rows[0]["roofline"]["least passes"]
-    axes.axvline(least, color=LINE, linewidth=1.6, linestyle=(0, (4, 2)), label="least time of a step: the roofline")
+    axes.axvline(least, color=LINE, linewidth=1.6, linestyle=(0, (4, 2)), label="roofline: minimum time of a step")
     names = [row["candidate"] for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9.5)
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):
         tick.set_fontweight("bold" if name.startswith("muonfx") else "normal")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.42 * max(sum(segments(row)) for row in rows))  # room for what is written beside the bars
+    axes.set_xlim(0, 1.42 * max(sum(segments(row)) for row in rows))  # space for the labels of the bars
     axes.set_title(case.replace("^2", "²").replace("x", "×"), loc="left", fontsize=10.5, color=GREY)
     axes.tick_params(axis="x", colors=GREY, length=3)
     axes.tick_params(axis="y", colors=GREY, length=0)
@@ -227,7 +227,7 @@ def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _write(plt: ModuleType, figure: Figure, axes: Axes, path: Path, columns: int) -> None:
-    """Put the legend below and write the file."""
+    """Add a legend below the axes and write the file."""
     handles, names = axes.get_legend_handles_labels()
     style = {"frameon": False, "labelcolor": GREY, "fontsize": 8.5}
     figure.legend(handles, names, loc="outside lower center", ncols=columns, **style)
@@ -235,7 +235,7 @@ def _write(plt: ModuleType, figure: Figure, axes: Axes, path: Path, columns: int
 
 
 def _save(plt: ModuleType, figure: Figure, path: Path) -> None:
-    """Write the file, without a date, and let go of the figure."""
+    """Write the file without a date and close the figure."""
     path.parent.mkdir(exist_ok=True)
     extra = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
     figure.savefig(path, transparent=True, **extra)
@@ -243,7 +243,7 @@ def _save(plt: ModuleType, figure: Figure, path: Path) -> None:
 
 
 def _point(axes: Axes, row: dict[str, Any], error: float) -> None:
-    """A candidate, with a bar from the 10th to the 90th percentile of its time."""
+    """Draw the mark of a candidate, with a bar from the 10th to the 90th percentile of its time."""
     name, spent, color = row["candidate"], row["milliseconds"], COLORS[row["package"].split()[0]]
     mark = MARKS.get(name, "s" if "gram" in name.lower() else "o")
     axes.plot([spent["p10"], spent["p90"]], [error, error], color=color, linewidth=1.2, alpha=0.35)
@@ -257,7 +257,7 @@ def _dress(axes: Axes, case: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_title(f"{case}, Gaussian, bf16 products", loc="left", fontsize=10, color=GREY)
-    axes.set_xlabel("milliseconds a matrix", color=GREY)
+    axes.set_xlabel("milliseconds per matrix", color=GREY)
     axes.set_xlim(left=0)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
@@ -268,7 +268,7 @@ def _dress(axes: Axes, case: str) -> None:
 
 
 def _colour(axes: Axes) -> None:
-    """A light grid, and no box."""
+    """Draw a light grid and no box."""
     axes.tick_params(which="both", colors=GREY)
     axes.grid(which="major", color=GREY, alpha=0.25, linewidth=0.6)
     for side, spine in axes.spines.items():

@@ -1,7 +1,8 @@
-"""One matrix, and small batches: muonfx's orthogonalization against others', time and quality; and its scratch.
+"""Time and quality of orthogonalization, compared with other packages, and the scratch memory of muonfx.
 
-Every candidate runs the same five quintic steps where it can be told which, and as its package does it by default. The
-quality of each is measured on the same shapes (`benchmarks.quality`).
+The inputs are single matrices and small batches. Every candidate runs with its package's defaults and, if its
+coefficients can be chosen, with the same five quintic steps. Quality is measured on the same shapes
+(`benchmarks.quality`).
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ _SETTINGS = [
 
 
 def ours(shape: Shape) -> Iterator[Function]:
-    """Our own: as decided by itself, with the common set and its default one; and every way it can be told to."""
+    """Yield ours: automatic choices with common and with default coefficients, then every method explicitly."""
     short = min(shape[-2:])
     for name, coefficients in (("muonfx", COMMON), ("muonfx, polar_express_5", "polar_express_5")):
         call = partial(polar.orthogonalize, coefficients=coefficients)
         yield Function(name, call, coefficients, coefficients != COMMON, "muonfx")
     for dtype, method, products in _SETTINGS:
         if products == "blocks" and short <= 128:
-            continue  # a block is that large
+            continue  # smaller than a block
         name = f"muonfx, {method}, {products}, {str(dtype).removeprefix('torch.')}"
         call = partial(polar.orthogonalize, coefficients=COMMON, dtype=dtype, method=method, products=products)
         yield Function(name, call, COMMON, False, "muonfx")
 
 
 def candidates(shape: Shape, compiled: bool) -> list[Function]:
-    """All that are measured at a shape, the baseline first."""
+    """Return all candidates for a shape, the baseline first."""
     return [*functions(compiled=compiled), *ours(shape)]
 
 
 def about(one: Function, shape: Shape) -> dict[str, Any]:
-    """What a row says of its candidate."""
+    """Return the part of a row that describes its candidate."""
     row = {"shape": list(shape), "candidate": one.name, "coefficients": one.coefficients, "default": one.default}
     row["package"] = versioned(one.package)
     if one.package == "muonfx":
@@ -63,9 +64,9 @@ def about(one: Function, shape: Shape) -> dict[str, Any]:
 def speed(
     rounds: int, shapes: Sequence[Shape] = SHAPES, *, compiled: bool = True, seconds: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Milliseconds for each candidate at each shape, and the ratio to torch's; torch's again shows the noise.
+    """Return the milliseconds of each candidate at each shape, and the ratio to torch's, which is timed twice.
 
-    `seconds`: for one case, see `interleaved`.
+    `seconds` is the time limit for one case, see `interleaved`.
     """
     rows: list[dict[str, Any]] = []
     for shape in shapes:
@@ -80,14 +81,14 @@ def speed(
 
 
 def quality(shapes: Sequence[Shape] = SHAPES, *, compiled: bool = True) -> list[dict[str, Any]]:
-    """Error and singular values for each candidate, shape and spectrum; of the first matrix of a batch."""
+    """Return the error and singular values of the first matrix of a batch, for each candidate, shape and spectrum."""
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         for spectrum in SPECTRA:
             x = torch.stack([matrix(spectrum, shape[-2:], seed) for seed in range(shape[0] if len(shape) > 2 else 1)])
             x = x if len(shape) > 2 else x[0]
             first = x[0] if x.ndim > 2 else x
-            exact = cache(partial(plain, first, torch.float64))  # by the name of the coefficients
+            exact = cache(partial(plain, first, torch.float64))  # one result per name of coefficients
             for one in candidates(shape, compiled):
                 found = one.call(x)
                 found = found[0] if x.ndim > 2 else found
@@ -109,17 +110,17 @@ LISTS: dict[str, list[Shape]] = {
 LIMITS = (1, 2 * MiB, 8 * MiB, 32 * MiB)
 
 
-def taken(
+def peak_bytes(
     xs: Sequence[torch.Tensor], limit: int | None, where: str, dtype: torch.dtype, **settings: Any
 ) -> tuple[int, int]:
-    """What `orthogonalize_many` holds at its peak beyond its inputs, and of that the results: both in bytes.
+    """Return the peak bytes that `orthogonalize_many` allocates, and the bytes of the results among them.
 
     Args:
-        xs: the matrices; overwritten where `where` is "donate".
-        limit: `max_scratch_bytes`.
+        xs: the matrices; overwritten if `where` is "donate".
+        limit: the argument `max_scratch_bytes`.
         where: "new" for results in new memory, or "donate" for results that overwrite the matrices.
-        dtype: of the products.
-        **settings: others of `orthogonalize_many`.
+        dtype: dtype of the products.
+        **settings: other arguments of `orthogonalize_many`.
     """
     with PeakBytes() as peak:
         found = polar.orthogonalize_many(xs, max_scratch_bytes=limit, donate=where == "donate", dtype=dtype, **settings)
@@ -129,7 +130,7 @@ def taken(
 def scratch(
     lists: Mapping[str, Sequence[Shape]] = LISTS, dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
 ) -> list[dict[str, Any]]:
-    """Bytes of scratch for lists of float32 matrices, by the limit, the dtype of products and the place of results."""
+    """Return the scratch bytes for lists of float32 matrices, by limit, dtype of products and memory of results."""
     rows: list[dict[str, Any]] = []
     for name, shapes in lists.items():
         for dtype in dtypes:
@@ -138,7 +139,7 @@ def scratch(
                 row: dict[str, Any] = {"list": name, "dtype": str(dtype), "results": where, "one matrix": one}
                 for limit in LIMITS:
                     xs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
-                    peak, results = taken(xs, limit, where, dtype)
+                    peak, results = peak_bytes(xs, limit, where, dtype)
                     row[str(limit)] = peak - results
                 rows.append(row)
     return rows

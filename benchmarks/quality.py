@@ -1,7 +1,7 @@
-"""How good an orthogonalization is: its distance from the float64 polynomial, and where singular values end up.
+"""Quality of an orthogonalization: its error against the float64 polynomial, and its singular values.
 
-Beside every time stands the quality of what was computed in it. The polynomial is the one that the candidate claims to
-compute, so that a set of coefficients is not counted as an error; what the set does to singular values is the band.
+Every time is reported together with the quality of the result. The reference is a float64 run of the candidate's own
+polynomial, so the error does not depend on the choice of coefficients. The singular values show their effect.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 from benchmarks.peers import plain
 
 SPECTRA = ("gaussian", "geometric")
-"""Independent normal entries; singular values 1 to 1e-4 in equal ratios between random singular vectors."""
+"""Independent normal entries, or singular values from 1 to 1e-4 in equal ratios with random singular vectors."""
 
 
 class Quality(NamedTuple):
-    """Of one matrix."""
+    """Quality of one matrix."""
 
     error: float
-    """The Frobenius distance from the float64 run of the polynomial, over the latter's norm."""
+    """Relative Frobenius distance from the float64 run of the polynomial."""
     smallest: float
     largest: float
-    """Of the singular values that came out."""
+    """Smallest and largest singular value of the result."""
 
 
 def matrix(spectrum: str, shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
-    """A float32 matrix of this shape and spectrum.
+    """Return a float32 matrix of this shape and spectrum.
 
     >>> matrix("geometric", (2, 3)).norm() > 0.999
     tensor(True)
@@ -43,26 +43,26 @@ def matrix(spectrum: str, shape: tuple[int, int], seed: int = 0) -> torch.Tensor
 
 
 def judge(found: torch.Tensor, x: torch.Tensor, coefficients: str) -> Quality:
-    """The quality of `found` as the value of a set's polynomial at `x`, both `(m, n)`."""
+    """Return the quality of `found` as the polynomial of `x` with these coefficients; both are `(m, n)`."""
     return judge_against(found, plain(x, torch.float64, coefficients))
 
 
 def judge_against(found: torch.Tensor, exact: torch.Tensor) -> Quality:
-    """The quality of `found` where the exact value is already known.
+    """Return the quality of `found`, compared with the exact value.
 
     >>> judge_against(torch.eye(2), 2 * torch.eye(2, dtype=torch.float64))
     Quality(error=0.5, smallest=1.0, largest=1.0)
     """
     found = found.detach().double()
     wide = found.mT if found.shape[-2] > found.shape[-1] else found
-    # Squares of singular values: exact enough here, and several times as fast as an SVD.
+    # Eigenvalues of the Gram matrix are exact enough here, and several times faster than an SVD.
     squares = torch.linalg.eigvalsh(wide @ wide.mT)
     error = ((found - exact).norm() / exact.norm()).item()
     return Quality(error, *(math.sqrt(max(0.0, squares[end].item())) for end in (0, -1)))
 
 
 def up_to_scale(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """`found` times the number that brings it nearest to `exact`: for updates, whose size is a matter of the rule.
+    """Return `found`, scaled by the factor that minimizes its distance from `exact`; updates differ in their scale.
 
     >>> up_to_scale(torch.tensor([[-2.0]]), torch.tensor([[1.0]]))
     tensor([[1.]])

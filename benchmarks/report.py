@@ -1,4 +1,4 @@
-"""Tables for the documentation, made from the JSON results and from nothing else."""
+"""Tables of the documentation, written from the JSON results alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TRAINING_PAGE = DOCS / "the-default-coefficients.md"
 BEGIN, END = "<!-- tables: {}, written by python -m benchmarks -->", "<!-- end of tables -->"
 
 WORSE = 1.1
-"""How many times torch's error a candidate may have before being faster is called a different thing."""
+"""Maximum ratio to torch's error; a faster candidate above it is marked."""
 BASELINE = "torch.optim.Muon"
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """A result, or None where it was not measured yet."""
+    """Return a result, or None if it has not been measured."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -35,7 +35,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _fold(title: str, body: str) -> str:
-    """Something shown when its title is clicked, in plain HTML, for any generator of sites and any viewer of files.
+    """Return a block that unfolds on a click, in plain HTML.
 
     >>> print(_fold("small", "| a |"))
     <details>
@@ -68,7 +68,7 @@ def _ratio(value: dict[str, float]) -> str:
 
 
 def _throughput(times: dict[str, float]) -> str:
-    """Ratios of times as ratios of throughput."""
+    """Format ratios of times as ratios of throughput."""
     return f"{1 / times['median']:.2f} ({1 / times['p90']:.2f} to {1 / times['p10']:.2f})"
 
 
@@ -77,7 +77,7 @@ def _bytes(value: int) -> str:
 
 
 def shape_name(shape: Iterable[int]) -> str:
-    """A shape as people write it.
+    """Format a shape.
 
     >>> shape_name([64, 128, 128])
     '64 x 128 x 128'
@@ -89,7 +89,7 @@ def shape_name(shape: Iterable[int]) -> str:
 
 
 def adapter() -> str:
-    """Time and memory of a chain as a torch optimizer."""
+    """Return the tables of time and memory of a chain as a torch optimizer."""
     parts: list[str] = []
     if speed := load("adapter_speed"):
         rows = [
@@ -117,14 +117,14 @@ def adapter() -> str:
     return "\n".join(parts)
 
 
-# -------------------------------------------------------------------------------------------- speed beside quality
+# ------------------------------------------------------------------------------------------------ speed and quality
 
 Quality = dict[str, dict[str, Any]]
 """The rows of one candidate by spectrum."""
 
 
 def checkpoint() -> str:
-    """Time and memory of a checkpoint, against plain safetensors."""
+    """Return the tables of time and memory of a checkpoint, compared with plain safetensors."""
     parts: list[str] = []
     head = ["a checkpoint", "safetensors, ms", "muonfx, ms", "throughput, muonfx / safetensors", "again / safetensors"]
     if speed := load("checkpoint_speed"):
@@ -160,7 +160,7 @@ def checkpoint() -> str:
 
 
 def judged(found: dict[str, Any] | None, case: str, key: Callable[[dict[str, Any]], str]) -> dict[str, Quality]:
-    """The quality of every candidate at a case, from the rows of a result."""
+    """Return the quality of every candidate in one case, from the rows of a result."""
     qualities: dict[str, Quality] = {}
     for row in found["rows"] if found else ():
         if key(row) == case:
@@ -169,15 +169,15 @@ def judged(found: dict[str, Any] | None, case: str, key: Callable[[dict[str, Any
 
 
 def faster_and_worse(row: dict[str, Any], quality: dict[str, Quality]) -> bool:
-    """True if a candidate is faster than torch's, but its error on some spectrum above `WORSE` times torch's."""
+    """Return True if a candidate is faster than torch's and its error exceeds `WORSE` times torch's on a spectrum."""
     own, theirs = quality.get(row["candidate"]), quality.get(BASELINE)
     if own is None or theirs is None or row["ratio"]["median"] >= 1:
         return False
     return any(own[spectrum]["error"] > WORSE * theirs[spectrum]["error"] for spectrum in SPECTRA)
 
 
-def _beside(speed: str, quality: str, heading: str, key: Callable[[dict[str, Any]], str]) -> str:
-    """A table for each case: time, ratio, errors and singular values, the fastest first."""
+def _quality_tables(speed: str, quality: str, heading: str, key: Callable[[dict[str, Any]], str]) -> str:
+    """Return a table for each case with times, ratios, errors and singular values, the fastest candidate first."""
     times, qualities = load(speed), load(quality)
     if times is None:
         return ""
@@ -201,17 +201,17 @@ def _beside(speed: str, quality: str, heading: str, key: Callable[[dict[str, Any
 
 
 def polar() -> str:
-    """Orthogonalization by shape."""
-    return _beside("polar_speed", "polar_quality", "orthogonalize", lambda row: shape_name(row["shape"]))
+    """Return the tables of orthogonalization, one for each shape."""
+    return _quality_tables("polar_speed", "polar_quality", "orthogonalize", lambda row: shape_name(row["shape"]))
 
 
 def step() -> str:
-    """The optimizer step by set of matrices."""
-    return _beside("step_speed", "step_quality", "one step", lambda row: row["case"])
+    """Return the tables of the optimizer step, one for each set of matrices."""
+    return _quality_tables("step_speed", "step_quality", "one step", lambda row: row["case"])
 
 
 def scratch() -> str:
-    """Scratch by limit."""
+    """Return the table of scratch memory by limit."""
     found = load("polar_scratch")
     if found is None:
         return ""
@@ -227,11 +227,11 @@ def scratch() -> str:
 
 
 def sharding() -> str:
-    """Several processes, a table for each case: time, what was sent, what was computed, and how far off it is."""
+    """Return a table for each case on several processes: time, bytes sent, matrices orthogonalized, and error."""
     found = load("sharding_speed")
     if found is None:
         return ""
-    head = ["ms", "time / first line", "sent by a rank", "matrices orthogonalized", "apart"]
+    head = ["ms", "time / first row", "sent per rank", "matrices orthogonalized", "error"]
     parts: list[str] = []
     for case in dict.fromkeys(row["case"] for row in found["rows"]):
         what = "the optimizer step" if case == "FSDP2" else "an iteration"
@@ -254,7 +254,7 @@ def sharding() -> str:
 
 
 def sharding_timeline() -> str:
-    """Milliseconds of an iteration by phase, a row for each case and candidate."""
+    """Return the table of milliseconds per iteration by phase."""
     found = load("sharding_timeline")
     if found is None:
         return ""
@@ -274,7 +274,7 @@ def sharding_timeline() -> str:
 
 
 def engines() -> str:
-    """A real engine with our optimizer and with its own, a row for each stage and dtype."""
+    """Return the table of DeepSpeed with our optimizer and with its own, by stage and dtype."""
     found = load("engines_speed")
     if found is None or not found["rows"]:
         return ""
@@ -297,7 +297,7 @@ def engines() -> str:
 
 
 def planner() -> str:
-    """Steps of two processes as predicted on paper, and as measured."""
+    """Return the table of predicted and measured steps of two processes."""
     found = load("planner_speed")
     if found is None:
         return ""
@@ -315,7 +315,7 @@ def planner() -> str:
 
 
 def parts() -> str:
-    """A step by part, a table for each set of matrices, and the limits that it is held against."""
+    """Return a table for each set of matrices with the time of a step by part, and its limits."""
     found = load("parts_speed")
     if found is None:
         return ""
@@ -350,7 +350,7 @@ Curves = dict[str, dict[float, list[float]]]
 
 
 def curves(found: dict[str, Any], size: str) -> Curves:
-    """Validation losses of a size by candidate and rate, in the order of seeds; only where every seed is done."""
+    """Return the losses of a model size by candidate and rate, ordered by seed, without rates with missing seeds."""
     rows = [row for row in found["rows"] if row["size"] == size]
     seeds = sorted({row["seed"] for row in rows})
     by_run = {(row["candidate"], row["rate"], row["seed"]): row["loss"] for row in rows}
@@ -363,7 +363,7 @@ def curves(found: dict[str, Any], size: str) -> Curves:
 
 
 def training() -> str:
-    """The losses that models end at, each candidate at its best rate and at the default's, beside torch.optim.Muon."""
+    """Return the tables of final losses at each candidate's best rate, compared with torch.optim.Muon."""
     found = load("training_quality")
     if found is None:
         return ""
@@ -386,7 +386,7 @@ def training() -> str:
             "rates tried",
             "best rate",
             "mean loss",
-            f"less {BASELINE}'s, ± standard error",
+            f"minus {BASELINE}, ± standard error",
             f"mean loss at {default_rate:g}",
             "optimizer's share",
         ]
@@ -400,7 +400,7 @@ GATHERED = "full_tensor() on every rank"
 
 
 def _sharded() -> str:
-    """A step under FSDP2 beside gathering all matrices on all ranks."""
+    """Return the finding on a step under FSDP2, compared with gathering all matrices on all ranks."""
     found = load("sharding_speed")
     rows = [row for row in found["rows"] if row["case"] == "FSDP2"] if found else []
     by_processes: dict[int, dict[str, dict[str, Any]]] = {}
@@ -409,21 +409,21 @@ def _sharded() -> str:
     if not by_processes:
         return ""
     times = " and ".join(
-        f"{own['muonfx']['ratio']['median']:.2f} on {processes} processes" for processes, own in by_processes.items()
+        f"{own['muonfx']['ratio']['median']:.2f} (on {processes} processes)" for processes, own in by_processes.items()
     )
     most = max(by_processes)
     ours, theirs = by_processes[most]["muonfx"], by_processes[most][GATHERED]
     return (
-        f"**Sharded, a matrix is orthogonalized once.** Of the time of a step that gathers every matrix on every rank "
-        f"under FSDP2, ours takes {times}. On {most}, a rank sends {_bytes(ours['sent'])} instead of "
-        f"{_bytes(theirs['sent'])}, and the ranks together orthogonalize {ours['matrices']} matrices instead of "
-        f"{theirs['matrices']}. They share {found['machine']['cores'] if found else 0} cores, and no network was "
-        f"measured: [several processes](#several-processes)."
+        f"**Under sharding, each matrix is orthogonalized once.** Under FSDP2, a step takes {times} of the time of a "
+        f"step that gathers every matrix on every rank. On {most} processes, a rank sends {_bytes(ours['sent'])} "
+        f"instead of {_bytes(theirs['sent'])}, and all ranks together orthogonalize {ours['matrices']} matrices "
+        f"instead of {theirs['matrices']}. All processes share {found['machine']['cores'] if found else 0} cores; no "
+        f"network was measured. See [several processes](#several-processes)."
     )
 
 
 def _alone() -> str:
-    """A step in one process beside other packages' as they come, the last set of matrices first."""
+    """Return the finding on a step in one process, compared with other packages, the last set of matrices first."""
     found = load("step_speed")
     if found is None:
         return ""
@@ -431,7 +431,7 @@ def _alone() -> str:
     own = {(row["candidate"], row["case"]): row["ratio"] for row in found["rows"]}
     ours = "; ".join(f"{_ratio(own['muonfx', case])} for {case.replace('^2', '²').replace('x', '×')}" for case in cases)
     others = [row["candidate"] for row in found["rows"] if row["default"] and not row["candidate"].startswith("mfx.")]
-    beside = ", ".join(
+    peers = ", ".join(
         f"{name} " + " and ".join(f"{own[name, case]['median']:.2f}" for case in cases)
         for name in dict.fromkeys(others)
         if name != BASELINE
@@ -439,14 +439,14 @@ def _alone() -> str:
     medians = [own["muonfx", case]["median"] for case in cases]
     around = " to ".join(f"{median:.2f}" for median in dict.fromkeys((min(medians), max(medians))))
     return (
-        f"**In one process, a step takes {around} of the time of {BASELINE}'s** and "
-        f"computes the same: {ours}, in brackets the 10th and 90th percentiles. Others, as they come: {beside}. "
-        f"[The optimizer step](#the-optimizer-step)."
+        f"**In one process, a step takes {around} of the time of {BASELINE}** and computes the same update: {ours}, "
+        f"with the 10th and 90th percentiles in brackets. Other packages, with their defaults: {peers}. "
+        f"See [the optimizer step](#the-optimizer-step)."
     )
 
 
 def _slower() -> str:
-    """The cases in which ours is slower: orthogonalizing one shape, and checkpoints."""
+    """Return the finding on the cases in which muonfx is slower."""
     times, saved = load("polar_speed"), load("checkpoint_speed")
     slower: list[str] = []
     for row in times["rows"] if times else ():
@@ -457,17 +457,17 @@ def _slower() -> str:
             )
     for row in saved["rows"] if saved else ():
         if (rate := 1 / row["muonfx"]["ratio"]["median"]) < 0.9:
-            slower.append(f"a checkpoint's {row['what']} runs at {rate:.2f} of the throughput of plain safetensors")
+            slower.append(f"the {row['what']} of a checkpoint has {rate:.2f} of the throughput of plain safetensors")
     if not slower:
         return ""
     return (
-        f"**More than a tenth slower:** {'; '.join(slower)}. A load checks every byte, which safetensors does not. "
-        f"[Orthogonalization](#orthogonalization), [checkpoints](#checkpoints)."
+        f"**More than a tenth slower:** {'; '.join(slower)}. A load verifies every byte; safetensors does not. "
+        f"See [orthogonalization](#orthogonalization) and [checkpoints](#checkpoints)."
     )
 
 
 def findings() -> str:
-    """The results in three sentences."""
+    """Return the findings as a numbered list."""
     found = [made for make in (_sharded, _alone, _slower) if (made := make())]
     return "\n".join(f"{number}. {text}" for number, text in enumerate(found, 1)) + "\n"
 
@@ -489,12 +489,12 @@ TRAINING_SECTIONS: dict[str, Callable[[], str]] = {"training": training}
 
 
 def tables() -> str:
-    """All tables as Markdown."""
+    """Return all tables as Markdown."""
     return "\n".join(make() for make in (FINDINGS_SECTIONS | SECTIONS | PARTS_SECTIONS | TRAINING_SECTIONS).values())
 
 
 def rewrite(page: Path = TABLES_PAGE, sections: dict[str, Callable[[], str]] = SECTIONS) -> None:
-    """Put the tables into a page of the documentation, each section between its two marks."""
+    """Rewrite the tables of a page, each section between its two marks."""
     text = page.read_text()
     for name, make in sections.items():
         begin = BEGIN.format(name)

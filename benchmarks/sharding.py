@@ -1,15 +1,15 @@
-"""Muon on several processes: muonfx against DTensor's ``full_tensor()`` on every rank, Dion and DeepSpeed's Muon.
+"""Muon on several processes, compared with DTensor's ``full_tensor()`` on every rank, Dion and DeepSpeed's Muon.
 
-One small GPT, float32, everything in bf16 inside Newton-Schulz, `keller` for five steps, AdamW for what is no hidden
-matrix, no clipping. All candidates of a case run in the same processes and begin at the same weights; each rank has a
-micro-batch of its own.
+The model is a small GPT in float32. All candidates use five steps of `keller` in bf16 for hidden matrices, AdamW for
+other parameters, and no clipping. The candidates of a case run in the same processes from the same weights; each rank
+has its own micro-batch.
 
-What is timed is what both sides do alike and cannot be told apart further. Under FSDP2 it is ``optimizer.step()`` on
-gradients that are there. Under ZeRO it is a whole iteration, from the tokens to the next parameters: DeepSpeed
-orthogonalizes within ``backward`` at stages 1 and 2, and gathers parameters in ``step`` there, in ``forward`` at stage
-3. The model sees few tokens, so that the update and what it sends are most of it; "forward and backward alone" is the
-rest. What is sent in the timed part is counted beside, and how many matrices are orthogonalized on all ranks together,
-and how far the parameters are after three iterations from those of one process, over how far they have moved.
+Under FSDP2 the time is that of ``optimizer.step()``. Under ZeRO it is that of a whole iteration, because DeepSpeed
+orthogonalizes in ``backward`` at stages 1 and 2, and gathers parameters in ``step`` at these stages and in ``forward``
+at stage 3. The model has few tokens, so that the update and its communication take most of the time; the row "forward
+and backward alone" shows the rest. Each row also has the bytes sent in the timed part, the number of matrices that all
+ranks orthogonalize, and an error. The error is the distance of the parameters from those of one process after three
+iterations, relative to their movement.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.measure import summary
 from benchmarks.peers import COMMON, versioned
 
 ITERATIONS = 3
-"""After which parameters are compared."""
+"""Number of iterations after which the parameters are compared."""
 
 Params = dict[str, Tensor]
 
 
 class Size(NamedTuple):
-    """Of the model, and of a rank's micro-batch."""
+    """Sizes of the model and of a rank's micro-batch."""
 
     width: int = 512
     blocks: int = 2
@@ -45,19 +45,19 @@ class Size(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A way to train the model, alive in this process."""
+    """A training loop in this process."""
 
     name: str
     package: str
     iterate: Callable[[], object]
-    """From the tokens to the next parameters."""
+    """Computes the next parameters from the tokens."""
     timed: Callable[[], object]
     whole: Callable[[], Params]
-    """The parameters as one process would have them; a collective."""
+    """Returns the full parameters; a collective."""
 
 
 class Block(nn.Module):
-    """Attention with one head, and an MLP; six matrices."""
+    """Attention with one head, and an MLP: six matrices."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Activations `(batch, tokens, width)` in and out."""
+        """Map activations `(batch, tokens, width)` to the same shape."""
         y = self.before_attention(x)
         x = x + self.o(F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y), is_causal=True))
         return x + self.down(F.relu(self.up(self.before_mlp(x))))
 
 
 class GPT(nn.Module):
-    """Its loss on tokens; `embed` and `lm_head` are named so that DeepSpeed gives them to AdamW."""
+    """A GPT that returns its loss. DeepSpeed recognizes `embed` and `lm_head` by name and uses AdamW for them."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -83,29 +83,29 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean loss of tokens `(batch, tokens)`."""
+        """Return the mean loss of tokens `(batch, tokens)`."""
         logits = self.lm_head(self.norm(self.blocks(self.embed(tokens))))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def make(size: Size) -> GPT:
-    """The model at its first weights, the same everywhere."""
+    """Return a model with the same initial weights on every rank."""
     torch.manual_seed(0)
     return GPT(size)
 
 
 def tokens(size: Size, rank: int) -> Tensor:
-    """A rank's micro-batch, the same in every iteration."""
+    """Return the micro-batch of a rank, the same in every iteration."""
     return torch.randint(size.vocabulary, (1, size.tokens), generator=torch.Generator().manual_seed(rank))
 
 
 def labels(model: nn.Module) -> mfx.Labels:
-    """What is done with each parameter, "muon" or "adamw"."""
+    """Return the label of each parameter, "muon" or "adamw"."""
     return mfx.default_labels(model)
 
 
 def chain(model: nn.Module) -> mfx.Transform:
-    """The optimizer that all candidates are."""
+    """Return the optimizer, which is the same for all candidates."""
     return mfx.muon_with_adamw(
         peers.RATE,
         adamw_weight_decay=peers.DECAY,
@@ -117,12 +117,14 @@ def chain(model: nn.Module) -> mfx.Transform:
 
 
 def trained(size: Size, processes: int) -> tuple[Params, Params]:
-    """The parameters at the beginning, and those that one process would have after `ITERATIONS`."""
+    """Return the initial parameters, and the parameters of one process after `ITERATIONS`."""
     model = make(size)
     tx = chain(model)
     start = params = {name: param.detach().clone() for name, param in model.named_parameters()}
     state = tx.init(params)
-    batches = torch.cat([tokens(size, rank) for rank in range(processes)])  # of equal length: the mean of means
+    batches = torch.cat(
+        [tokens(size, rank) for rank in range(processes)]
+    )  # equal sizes, so the mean over ranks is the mean over the batch
 
     def loss(params: Params) -> Tensor:
         return torch.func.functional_call(model, params, (batches,))
@@ -137,12 +139,12 @@ def trained(size: Size, processes: int) -> tuple[Params, Params]:
 
 
 def candidates(size: Size, case: str) -> Iterator[Candidate]:
-    """Those of a case; all ranks make them together."""
+    """Yield the candidates of a case; a collective."""
     return fsdp2(size) if case == "FSDP2" else zero(size, int(case[-1]))
 
 
 def fsdp2(size: Size) -> Iterator[Candidate]:
-    """An optimizer over DTensor parameters: gathered everywhere, and ours."""
+    """Yield optimizers over DTensor parameters: full_tensor() on every rank, Dion, and ours."""
     builds: list[tuple[str, str, Callable[[nn.Module, list[str]], Any]]] = [
         ("full_tensor() on every rank", "torch", peers.full_tensor),
         ("full_tensor() of update and parameter, distribute_tensor", "torch", peers.full_tensor_twice),
@@ -165,7 +167,7 @@ def fsdp2(size: Size) -> Iterator[Candidate]:
 
 
 class Sharded:
-    """Ours over DTensor parameters, as a function and in place."""
+    """Our functional optimizer on DTensor parameters, with in-place updates."""
 
     def __init__(self, model: nn.Module, muon: list[str]) -> None:
         self.params = dict(model.named_parameters())
@@ -183,7 +185,7 @@ class Sharded:
         torch._foreach_add_(*local)
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Delete the gradients."""
         for param in self.params.values():
             param.grad = None
 
@@ -198,7 +200,7 @@ def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) 
 
 
 def zero(size: Size, stage: int) -> Iterator[Candidate]:
-    """DeepSpeed at a stage, and the loops of ours."""
+    """Yield DeepSpeed and our training loops at a ZeRO stage."""
     yield deepspeed("DeepSpeed", size, stage)
     yield ours("muonfx, whole", size, stage, "whole")
     yield ours("muonfx, flat", size, stage, "flat")
@@ -213,13 +215,13 @@ def zero(size: Size, stage: int) -> Iterator[Candidate]:
 
 
 def deepspeed(name: str, size: Size, stage: int) -> Candidate:
-    """DeepSpeed's engine."""
+    """Return the candidate of DeepSpeed's engine."""
     iterate, whole = peers.deepspeed(make(size), tokens(size, dist.get_rank()), stage)
     return Candidate(name, "deepspeed", iterate, iterate, whole)
 
 
 def ours(name: str, size: Size, stage: int, partition: str) -> Candidate:
-    """The loop of a stage as the documentation has it: five lines each."""
+    """Return our training loop of a stage, as in the documentation."""
     model, batch = make(size), tokens(size, dist.get_rank())
     whole: Params = {name: param.detach() for name, param in model.named_parameters()}
     plain = chain(model)
@@ -252,7 +254,7 @@ def ours(name: str, size: Size, stage: int, partition: str) -> Candidate:
 
 
 def measure(size: Size, case: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """The rows of a case; called on every rank."""
+    """Return the rows of a case; a collective."""
     alive = list(candidates(size, case))
     processes = dist.get_world_size()
     start, wanted = trained(size, processes)
@@ -271,12 +273,12 @@ def measure(size: Size, case: str, rounds: int, seconds: float) -> list[dict[str
 
 
 def distance(a: Params, b: Params) -> float:
-    """Between two sets of parameters, over all of them."""
+    """Return the Euclidean distance between two sets of parameters."""
     return math.sqrt(sum((a[name] - b[name]).double().square().sum().item() for name in b))
 
 
 def counted(one: Candidate) -> dict[str, Any]:
-    """Bytes that a rank must send, collectives of a rank, both on average, and matrices orthogonalized by all ranks."""
+    """Count bytes sent and collectives (means over ranks), and matrices orthogonalized (sum over ranks)."""
     with peers.counted() as matrices, world.Sent() as sent, torch.compiler.set_stance("force_eager"):
         one.timed()
     total = torch.tensor([sent.bytes, sent.calls, matrices.number], dtype=torch.float64)
@@ -292,11 +294,11 @@ def speed(
     rounds: int,
     *,
     processes: tuple[int, ...] = (2, 4),
-    size: Size = Size(),  # noqa: B008  a frozen value
+    size: Size = Size(),  # noqa: B008  immutable
     cases: tuple[str, ...] = CASES,
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Milliseconds for each case, number of processes and candidate, with what was sent and computed."""
+    """Return milliseconds, bytes sent and matrices computed for each case, number of processes and candidate."""
     if not peers.deepspeed_runs():
         cases = tuple(case for case in cases if not case.startswith("ZeRO"))
     return [

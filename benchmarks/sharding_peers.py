@@ -1,4 +1,4 @@
-"""The peers of our sharding, each as its users run it: DTensor's ``full_tensor()``, Dion, DeepSpeed."""
+"""Sharded Muon of other libraries, as their users run it: DTensor's ``full_tensor()``, Dion, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Build = Callable[[nn.Module, list[str]], torch.optim.Optimizer]
 
 
 def fully_sharded(model: nn.Module) -> nn.Module:
-    """A model under FSDP2, a unit for each block."""
+    """Return a model under FSDP2, with one FSDP unit per block."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -44,18 +44,18 @@ def fully_sharded(model: nn.Module) -> nn.Module:
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """The function of torch.optim.Muon."""
+    """Orthogonalize with the function of torch.optim.Muon."""
     (step,) = set(polar.coefficients(COMMON).steps)
     return import_module("torch.optim._muon")._zeropower_via_newtonschulz(x, step, 5, 1e-7)
 
 
-class Gathered(torch.optim.Optimizer):
-    """torch.optim.Muon over DTensors: momentum on the shards, then every rank gathers and orthogonalizes everything."""
+class GatheringMuon(torch.optim.Optimizer):
+    """torch.optim.Muon for DTensors: momentum on shards, then every rank gathers and orthogonalizes every matrix."""
 
     def __init__(self, params: list[nn.Parameter], *, twice: bool) -> None:
         super().__init__(params, {})
         self.twice = twice
-        """True if parameters are gathered as well, and distributed again by rank 0."""
+        """True to gather the parameters too and to distribute them from rank 0."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -68,13 +68,13 @@ class Gathered(torch.optim.Optimizer):
             if self.twice:
                 whole = param.full_tensor() * (1 - RATE * DECAY) - rate * update
                 param.to_local().copy_(distribute_tensor(whole, param.device_mesh, param.placements).to_local())
-            else:  # every rank has all of the update: its part is taken out without a word
+            else:  # every rank has the full update, so taking its shard needs no communication
                 own = distribute_tensor(update, param.device_mesh, param.placements, src_data_rank=None)
                 param.to_local().mul_(1 - RATE * DECAY).sub_(own.to_local(), alpha=rate)
 
 
-class Together:
-    """Two optimizers in one."""
+class CombinedOptimizer:
+    """Several optimizers behind one ``step``."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = optimizers
@@ -85,21 +85,21 @@ class Together:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Delete the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
 
 def full_tensor(model: nn.Module, muon: list[str], *, twice: bool = False) -> Any:
-    """Every rank gathers every update and orthogonalizes it; AdamW for the rest, on DTensors, its multi-tensor form."""
+    """Return a Muon that orthogonalizes every matrix on every rank, with multi-tensor AdamW on the other DTensors."""
     params = dict(model.named_parameters())
     rest = [param for name, param in params.items() if name not in muon]
     adamw = torch.optim.AdamW(rest, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, foreach=True)
-    return Together(Gathered([params[name] for name in muon], twice=twice), adamw)
+    return CombinedOptimizer(GatheringMuon([params[name] for name in muon], twice=twice), adamw)
 
 
 def full_tensor_twice(model: nn.Module, muon: list[str]) -> Any:
-    """The same, and parameters are gathered too and distributed from rank 0: how LLaMA-Factory v1 does it."""
+    """Return the same optimizer, but gather parameters too and distribute them from rank 0, as LLaMA-Factory v1."""
     return full_tensor(model, muon, twice=True)
 
 
@@ -107,17 +107,19 @@ def full_tensor_twice(model: nn.Module, muon: list[str]) -> Any:
 
 
 def dion_runs() -> bool:
-    """True if Dion's source can be imported, from ``PYTHONPATH`` say; if not, a printed line says so."""
+    """Return True if Dion can be imported; print a line if not."""
     if find_spec("dion") is None:
-        print("Dion is left out: put a checkout of github.com/microsoft/dion on PYTHONPATH to measure it")
+        print(
+            "Dion is not installed and skipped; to measure it: put a clone of github.com/microsoft/dion on PYTHONPATH"
+        )
         return False
     return True
 
 
 def dion(model: nn.Module, muon: list[str]) -> torch.optim.Optimizer:
-    """Dion's Muon over DTensors: matrices of one shape in one all_to_all to owners and one back, its steps compiled.
+    """Return Dion's Muon for DTensors, which sends all matrices of one shape to owners and back by one all_to_all each.
 
-    Of Newton-Schulz it has five quintic steps with coefficients of its own, at the cost of those of all others.
+    It compiles its steps. Its Newton-Schulz has five quintic steps with other coefficients, at the same cost.
     """
     params = dict(model.named_parameters())
     rest = [param for name, param in params.items() if name not in muon]
@@ -138,8 +140,8 @@ def dion(model: nn.Module, muon: list[str]) -> torch.optim.Optimizer:
 
 
 def deepspeed_runs() -> bool:
-    """True if DeepSpeed can be measured here; if not, a printed line says why."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported, here and in the processes
+    """Return True if DeepSpeed can run; print the reason if not."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import, also in the child processes
     if installed("deepspeed") is None:
         return False
     from torch._inductor import cpp_builder, exc
@@ -147,7 +149,7 @@ def deepspeed_runs() -> bool:
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
-        print("DeepSpeed is left out: its Muon is compiled when it runs, and there is no C++ compiler")
+        print("DeepSpeed is skipped: its Muon is compiled at run time and no C++ compiler was found")
         return False
     return True
 
@@ -163,7 +165,7 @@ DEEPSPEED_MUON = {
         "eps": EPSILON,
     },
 }
-"""The entry of DeepSpeed's configuration."""
+"""The optimizer entry of DeepSpeed's configuration."""
 DEEPSPEED_ADAMW = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY, "betas": BETAS, "eps": EPSILON}}
 
 
@@ -175,17 +177,18 @@ def deepspeed(
     optimizer: Mapping[str, Any] | Callable[[nn.Module], torch.optim.Optimizer] = DEEPSPEED_MUON,
     bf16: bool = False,
 ) -> tuple[Callable[[], None], Callable[[], dict[str, Tensor]]]:
-    """An iteration of DeepSpeed's engine, and its whole parameters.
+    """Return a function that runs an iteration of DeepSpeed's engine, and a function that returns the full parameters.
 
-    Its settings are its defaults, apart from those of the optimizer, from ``reduce_scatter``, which its Muon forbids at
-    stage 3, and from clipping: by default it clips the orthogonalized update to a norm of 1.
+    All settings but the optimizer are DeepSpeed's defaults, with two exceptions. ``reduce_scatter`` is off, because
+    DeepSpeed's Muon forbids it at stage 3. Clipping is off, because it would clip the orthogonalized update to a norm
+    of 1.
 
     Args:
-        model: to train.
-        batch: of this rank.
-        stage: of ZeRO.
-        optimizer: DeepSpeed's own, as an entry of its configuration, or what makes a client optimizer for the model.
-        bf16: True for parameters and gradients in bf16, with fp32 copies that are stepped on.
+        model: the model to train.
+        batch: the micro-batch of this rank.
+        stage: the ZeRO stage.
+        optimizer: an entry of DeepSpeed's configuration, or a function that creates a client optimizer for the model.
+        bf16: True for parameters and gradients in bf16 with fp32 master weights.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -232,19 +235,19 @@ ORTHOGONALIZE = (
     ("deepspeed.runtime.zero.muon.original_muon", "muon_update"),
     ("dion.megabatch_base", "muon_update_newton_schulz"),
 )
-"""The functions and methods that orthogonalize, by module and name; DeepSpeed's function also applies the momentum."""
+"""Module and name of the functions that orthogonalize. DeepSpeed's function also applies the momentum."""
 
 
 class Matrices:
-    """How many matrices were orthogonalized on this rank."""
+    """Counter of the matrices that are orthogonalized on this rank."""
 
     number = 0
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that counts the matrices in its first argument: a tensor, or a list of them."""
+        """Return a function that also counts the matrices in its first argument, a tensor or a list of tensors."""
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            x = next(arg for arg in args if isinstance(arg, Tensor | list))  # after `self`, if it is a method
+            x = next(arg for arg in args if isinstance(arg, Tensor | list))  # skips `self` of a method
             self.number += sum(prod(one.shape[:-2]) for one in ([x] if isinstance(x, Tensor) else x))
             return function(*args, **kwargs)
 
@@ -253,7 +256,7 @@ class Matrices:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Matrices]:
-    """Count matrices that anybody here orthogonalizes, by wrapping the functions that do it for the time being."""
+    """Count the matrices orthogonalized by all libraries within the ``with`` block, by wrapping their functions."""
     matrices = Matrices()
     with contextlib.ExitStack() as stack:
         for module, name in ORTHOGONALIZE:

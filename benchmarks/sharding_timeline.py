@@ -1,12 +1,12 @@
-"""The time of one iteration by phases, rank by rank: for each candidate of `benchmarks.sharding`.
+"""The time of one iteration by phase and rank, for each candidate of `benchmarks.sharding`.
 
-torch's profiler records an iteration on every rank. Each moment of a rank's own thread belongs to the innermost span
-that says what it is for: to a matrix being orthogonalized, to a message being waited for or packed, to forward and
-backward, to an operator of torch outside of these, or else to Python. Messages on their way are a lane of their own, as
-gloo's threads see them; what lies above a message while it travels is what it overlaps with.
+torch's profiler records an iteration on every rank. Each moment of a rank's main thread is assigned to the innermost
+span that has a phase: orthogonalization, waiting for or packing a message, forward and backward, other operators of
+torch, or Python. Messages, recorded in gloo's threads, have a separate lane below; a message overlaps with the
+phases above it.
 
-Collectives of at most `SMALL` bytes count as agreement, others as the exchange out or back: out if begun before the
-rank turns to its last matrices, so "out" is nearly everything where matrices are gathered one by one.
+Collectives of at most `SMALL` bytes count as agreement. Others are part of the exchange out if they begin before the
+last matrices of the rank, else of the exchange back. If matrices are gathered one by one, nearly all are "out".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.sharding import Candidate, Size
 PICTURE = Path(__file__).parent.parent / "docs" / "assets" / "sharding_timeline.svg"
 SMALL = 1 << 16
 ITERATIONS = 9
-"""Of each candidate, in turns; the fastest is kept, which other programs have disturbed least."""
+"""Recorded iterations per candidate, interleaved. The fastest one is kept, as it is the least disturbed."""
 
 OUT, BACK, AGREEMENT = "exchange out", "exchange back", "agreement"
 PHASES = {
@@ -45,7 +45,7 @@ PHASES = {
     "elementwise": "#2a9d8f",
     "Python": "#565b66",
 }
-"""Of a rank's thread, in the order of the tables; those of messages are waiting there, and travelling in their lane."""
+"""Phases and their colours. For messages, the main thread shows the time of waiting, and the lane that of sending."""
 
 PLACES = {
     "forward, backward": [("benchmarks.sharding", "GPT.forward"), ("torch.autograd", "_engine_run_backward")],
@@ -53,18 +53,18 @@ PLACES = {
     "waiting": [("torch.distributed", "Work.wait")],
     "pack, unpack": [("muonfx.sharding.messages", "copied"), ("muonfx.sharding.matrix_stage", "copied")],
 }
-"""Functions that are wrapped in a span for the time being."""
+"""Functions that are wrapped in a span while recording."""
 
 
 DRAWN = {("FSDP2", 2), ("ZeRO-1", 2)}
-"""Cases and numbers of processes of which lanes are kept and drawn; of others, and of `NOT_DRAWN`, sums by phase."""
+"""Cases and numbers of processes to draw. Others, and the candidates in `NOT_DRAWN`, have sums by phase only."""
 NOT_DRAWN = ("full_tensor() of update and parameter, distribute_tensor", "muonfx, flat")
 FINEST = 0.001
-"""Of an iteration: what is shorter is not drawn."""
+"""Share of an iteration; shorter spans are not drawn."""
 
 
 class Span(NamedTuple):
-    """A part of a rank's thread, or a message on its way; in milliseconds from the start of the iteration."""
+    """A phase of a rank's thread or a message, in milliseconds from the start of the iteration."""
 
     phase: str
     begin: float
@@ -82,7 +82,7 @@ def marked() -> Iterator[None]:
             for module, path in places:
                 *parents, name = path.split(".")
                 if module.partition(".")[0] not in sys.modules:
-                    continue  # a peer that has no part in this
+                    continue  # a package that is not installed
                 owner: Any = import_module(module)
                 for parent in parents:
                     owner = getattr(owner, parent)
@@ -106,7 +106,7 @@ class _Event(NamedTuple):
 
 
 def record(candidate: Candidate) -> tuple[float, list[Span], list[Span]]:
-    """Record one iteration; all ranks call it together. Its milliseconds, this rank's spans, and its messages."""
+    """Record one iteration and return its milliseconds, this rank's spans and its messages; a collective."""
     with marked(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         dist.barrier()
         with record_function("iteration"):
@@ -142,7 +142,7 @@ def _message(event: _Event, last: float) -> Span:
 
 
 def _spans(events: list[_Event], messages: list[Span], total: float) -> list[Span]:
-    """The phases of a thread, without gaps: at each moment that of the innermost event that has one."""
+    """Return the phases of a thread without gaps, from the innermost event that has a phase at each moment."""
     spans: list[Span] = []
     stack: list[tuple[float, str]] = [(total, "Python")]
     at = 0.0
@@ -170,9 +170,9 @@ def _spans(events: list[_Event], messages: list[Span], total: float) -> list[Spa
 
 
 def _phase(event: _Event, around: str, messages: list[Span]) -> str:
-    """The phase of an event, within what is around it."""
+    """Return the phase of an event, given the phase around it."""
     if event.name == "waiting" or event.name.startswith(("c10d::", "_c10d_functional::")):
-        # It waits for the message that ends last before it does.
+        # It waits for the last message that ends before the event does.
         over = [message for message in messages if message.begin < event.end]
         return max(over, key=lambda one: min(one.end, event.end), default=Span(AGREEMENT, 0, 0)).phase
     if event.name in PLACES:
@@ -184,7 +184,7 @@ def _phase(event: _Event, around: str, messages: list[Span]) -> str:
 
 
 def measure(size: Size, case: str) -> list[dict[str, Any]]:
-    """The rows of a case: on each rank its spans, and the messages of the first; called on every rank."""
+    """Return the rows of a case, with the spans of each rank and the messages of rank 0; a collective."""
     alive = [one for one in sharding.candidates(size, case) if not one.name.endswith(("again", "alone"))]
     for one in alive:
         for _ in range(sharding.ITERATIONS):
@@ -223,7 +223,7 @@ def measure(size: Size, case: str) -> list[dict[str, Any]]:
 
 
 def _drawn(rank: dict[str, list[Span]], total: float) -> dict[str, list[str]]:
-    """The lanes of a rank, a line for each span: "phase: begin to end"."""
+    """Return the lanes of a rank, with a text "phase: begin to end" for each span."""
     return {
         lane: [
             f"{one.phase}: {one.begin:.2f} to {one.end:.2f}" for one in spans if one.end - one.begin > FINEST * total
@@ -233,12 +233,12 @@ def _drawn(rank: dict[str, list[Span]], total: float) -> dict[str, list[str]]:
 
 
 def _mean(ranks: list[dict[str, Any]], phase: str) -> float:
-    """Milliseconds of a phase, on average over the ranks."""
+    """Return the milliseconds of a phase, as the mean over ranks."""
     return sum(span.end - span.begin for rank in ranks for span in rank["spans"] if span.phase == phase) / len(ranks)
 
 
 def _hidden(ranks: list[dict[str, Any]], phase: str) -> float:
-    """Milliseconds that messages of a phase travelled while their rank did something else, on average."""
+    """Return the milliseconds in which messages of a phase overlap with other work, as the mean over ranks."""
     travelled = sum(one.end - one.begin for rank in ranks for one in rank["messages"] if one.phase == phase)
     return max(0.0, travelled / len(ranks) - _mean(ranks, phase))
 
@@ -246,10 +246,10 @@ def _hidden(ranks: list[dict[str, Any]], phase: str) -> float:
 def times(
     *,
     processes: tuple[int, ...] = (2, 4),
-    size: Size = Size(),  # noqa: B008  a frozen value
+    size: Size = Size(),  # noqa: B008  immutable
     cases: tuple[str, ...] = sharding.CASES,
 ) -> list[dict[str, Any]]:
-    """For each case, number of processes and candidate: a recorded iteration, and its milliseconds by phase."""
+    """Record an iteration for each case, number of processes and candidate, and return its milliseconds by phase."""
     if not peers.deepspeed_runs():
         cases = tuple(case for case in cases if not case.startswith("ZeRO"))
     return [row for number in processes for case in cases for row in world.run(number, measure, size, case)]
@@ -259,7 +259,7 @@ def times(
 
 
 def draw(path: Path = PICTURE) -> Path | None:
-    """Write the picture of what is kept; None where there is nothing, or no matplotlib to draw with."""
+    """Plot the recorded lanes; return None without results or matplotlib."""
     found = load("sharding_timeline")
     if found is None or (plt := plots.pyplot()) is None:
         return None
@@ -295,7 +295,7 @@ def _read(line: str) -> Span:
 
 
 def _lanes(axes: Any, row: dict[str, Any]) -> None:
-    """Two lanes for each rank: its thread, and below it, thin, its messages on their way."""
+    """Draw two lanes for each rank: its thread and, below it, its messages."""
     ticks: list[float] = []
     for rank, lanes in enumerate(row["ranks"]):
         for lane, top, height in (("spans", 0.0, 0.55), ("messages", 0.6, 0.2)):

@@ -1,14 +1,13 @@
-"""The whole optimizer step on sets of matrices: muonfx against other packages' Muon, time and quality.
+"""Time and quality of a whole optimizer step on sets of matrices, compared with other packages' Muon.
 
-Everywhere: float32 parameters and gradients, momentum with Nesterov's look-ahead, weight decay, and five quintic steps
-(four in the row that says so).
-What differs from torch.optim.Muon: pytorch_optimizer batches equal shapes and overwrites the gradients. HeavyBall
-compiles, rounds to bf16 stochastically, overwrites the gradients, and has its own coefficients: `quintic`, five steps
-too, so equal work (others can be had for square matrices only). muonfx overwrites gradients with `donate_grads=True`
-only.
+All candidates have float32 parameters and gradients, Nesterov momentum, weight decay, and five quintic steps (four in
+the row "four steps"). They differ from torch.optim.Muon as follows. pytorch_optimizer batches equal shapes and
+overwrites the gradients. HeavyBall compiles, rounds to bf16 stochastically, and overwrites the gradients. Its
+coefficients `quintic` also have five steps, so the work is equal; it offers others for square matrices only. muonfx
+overwrites gradients only with `donate_grads=True`.
 
-Quality is that of the first update: from zero, with no momentum before it, an update is the orthogonalized gradient
-times a number, which is the rule's business and divided out. It is the worst over one matrix of each shape.
+Quality is measured on the first update from zero parameters, which is the orthogonalized gradient times a scale. The
+scale is divided out. The result is the worst over one matrix of each shape.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BASELINE = "torch.optim.Muon"
 
 
 def _chain(params: list[torch.nn.Parameter], *, donate: bool, **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer of PyTorch as a chain."""
+    """Return PyTorch's optimizer as a chain."""
     tx = mfx.muon(1e-3, weight_decay=0.1, lr_scaling="original", orthogonalize=mfx.orthogonalize(**settings))
     return mfx.TransformOptimizer(_named(params), tx, donate_grads=donate)
 
@@ -50,7 +49,7 @@ def _named(params: list[torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
 
 
 def ours() -> Iterator[Optimizer]:
-    """Our own: the equal of PyTorch's, also with donated gradients, in fp32, with HeavyBall's set; and as it comes."""
+    """Yield ours: equal to PyTorch's, with donated gradients, in fp32, with HeavyBall's coefficients, and default."""
     for name, donate, settings in (
         ("muonfx", False, {"coefficients": COMMON}),
         ("muonfx, donate_grads", True, {"coefficients": COMMON}),
@@ -63,20 +62,20 @@ def ours() -> Iterator[Optimizer]:
 
 
 def candidates(compiled: bool) -> list[Optimizer]:
-    """All that are measured, the baseline first."""
+    """Return all candidates, the baseline first."""
     return [*optimizers(compiled=compiled), *ours()]
 
 
 def about(one: Optimizer, case: str) -> dict[str, Any]:
-    """What a row says of its candidate."""
+    """Return the part of a row that describes its candidate."""
     row = {"case": case, "candidate": one.name, "coefficients": one.coefficients, "default": one.default}
     return {**row, "package": versioned(one.package)}
 
 
 def stepper(build: Build, gradients: Sequence[torch.Tensor], *, zero: bool = False) -> tuple[list, Callable[[], None]]:
-    """Parameters, random or zero, and a function that takes a step on them.
+    """Return random or zero parameters, and a function that takes a step on them.
 
-    The gradients are handed over at every step, because some optimizers take them away; these also overwrite them.
+    The gradients are assigned before every step, because some optimizers delete and overwrite them.
     """
     generator = torch.Generator().manual_seed(0)
     own = [grad.clone() for grad in gradients]
@@ -99,9 +98,9 @@ def stepper(build: Build, gradients: Sequence[torch.Tensor], *, zero: bool = Fal
 def speed(
     rounds: int, sets: dict[str, list[Shape]] = SETS, *, compiled: bool = True, seconds: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a step for each candidate and set, and the ratio to torch's; torch's again shows the noise.
+    """Return the milliseconds of a step for each candidate and set, and the ratio to torch's, which is timed twice.
 
-    `seconds`: for one case, see `interleaved`.
+    `seconds` is the time limit for one case, see `interleaved`.
     """
     rows: list[dict[str, Any]] = []
     for case, shapes in sets.items():
@@ -115,7 +114,7 @@ def speed(
 
 
 def quality(sets: dict[str, list[Shape]] = SETS, *, compiled: bool = True) -> list[dict[str, Any]]:
-    """Error and singular values of the first update, for each candidate, set and spectrum of the gradients."""
+    """Return the error and singular values of the first update for each candidate, set and spectrum."""
     rows: list[dict[str, Any]] = []
     for case, shapes in sets.items():
         first = [shapes.index(shape) for shape in dict.fromkeys(shapes)]

@@ -1,11 +1,12 @@
-"""What small language models end at with each candidate for the default, over seeds, rates and sizes.
+"""Final losses of small language models for each candidate for the default coefficients, over seeds, rates and sizes.
 
-The model, the text, the loop and the learning rate's schedule are those of ``examples/train_gpt.py``; so is the
-comparison with ``torch.optim.Muon``. Candidates differ only in the coefficients of Newton-Schulz. Each
-candidate is run with every seed at every rate of one grid, the same for all but AdamW. A seed decides initial weights
-and batches, so runs of one seed are compared with one another.
+The model, the text, the training loop, the learning rate schedule and the comparison with ``torch.optim.Muon`` are
+those of ``examples/train_gpt.py``. Candidates differ only in the coefficients of Newton-Schulz. Each candidate runs
+with every seed at every rate of one grid, which is the same for all but AdamW. A seed determines initial weights and
+batches, so runs of the same seed are compared with each other.
 
-Runs take minutes each and hours together: finished ones are kept in ``results/training_quality.json`` and not repeated.
+A run takes minutes, and all runs take hours. Finished runs are kept in ``results/training_quality.json`` and not
+repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 import muonfx as mfx
 from benchmarks.measure import RESULTS, machine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # scripts beside each other, not a package
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the examples are scripts, not a package
 
 from baseline import TorchMuon
 from gpt import GPT
@@ -57,16 +58,16 @@ RATES = {
     SMALL: (0.0085, 0.01, 0.0118, 0.0139, 0.0164),
     LARGE: (0.0061, 0.0072, 0.0078, 0.0085, 0.01),
 }
-"""The rates of hidden matrices that every candidate but AdamW is run at, by size."""
+"""Learning rates of hidden matrices by model size, for every candidate but AdamW."""
 
 ADAM_RATES = (0.0025, 0.0035, 0.005, 0.007)
 
 CANDIDATES = ("polar_express_4", "polar_express_5", BASELINE, "keller", "quintic", "AdamW")
-"""Presets of ``muonfx.polar``, and two comparisons: torch's own Muon, and AdamW for hidden matrices too."""
+"""Presets of ``muonfx.polar``, torch's own Muon, and AdamW for all parameters."""
 
 
 def hidden_transform(candidate: str) -> mfx.Transform:
-    """The transforms of hidden matrices, up to the learning rate."""
+    """Return the transforms of hidden matrices before the learning rate."""
     if candidate == "AdamW":
         return mfx.scale_by_adam(0.9, 0.95)
     return mfx.chain(
@@ -78,12 +79,12 @@ def hidden_transform(candidate: str) -> mfx.Transform:
 
 @cache
 def corpus() -> Any:
-    """The text, read once."""
+    """Return the text, which is read once."""
     return read_corpus(None)
 
 
 def runs() -> Iterator[dict[str, Any]]:
-    """All runs, seed after seed, so that a study that is stopped early compares candidates by the same seeds."""
+    """Yield all runs seed by seed, so that a study that is stopped early has the same seeds for all candidates."""
     for size in SIZES:
         for seed in SEEDS:
             for candidate in CANDIDATES:
@@ -94,7 +95,7 @@ def runs() -> Iterator[dict[str, Any]]:
 
 
 def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]:
-    """Train one model; its validation loss, and the seconds of processor time of a step and of its optimizer."""
+    """Train one model; return its validation loss and the processor seconds of the model and of the optimizer."""
     own, text = SIZES[size], corpus()
     torch.manual_seed(seed)
     model = GPT(width=own.width, depth=own.depth, context=own.context, seed=seed)
@@ -137,15 +138,15 @@ def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]
 
 
 def finished() -> list[dict[str, Any]]:
-    """The runs that are kept."""
+    """Return the finished runs."""
     return json.loads(PATH.read_text())["rows"] if PATH.exists() else []
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do the runs that are missing, a share of them where several processes do."""
+    """Run the missing runs; several processes share them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after these")
-    parser.add_argument("--size", default="", help="only this one")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
+    parser.add_argument("--size", default="", help="run only this model size")
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), help="only these")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

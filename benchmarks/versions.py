@@ -1,13 +1,13 @@
-"""Two checkouts of muonfx, step against step: is this one slower than a worktree of an older commit?
+"""Step times of two checkouts of muonfx, to find regressions since an older commit.
 
-Two versions of a package cannot live in one process. So each has processes of its own that live as long as the
-benchmark and prepare the same cases (`benchmarks.versions_worker`); they are asked for some steps in turn, round by
-round, in an order that moves on, and all others wait meanwhile. A ratio is the median of the ratios within rounds. The
-older version has a second set of processes, and its ratio to the first is the noise: a ratio within its percentiles
-says nothing. Rows also tell if both versions came to the same bits.
+Two versions of a package cannot be imported in one process. Each version therefore runs in worker processes, which
+prepare the same cases (`benchmarks.versions_worker`). In each round, every version in turn takes some steps while the
+others wait; the order rotates. A ratio is the median of the ratios within rounds. A second set of workers of the older
+version measures the noise: a ratio within the noise percentiles is not significant. Rows also report whether both
+versions computed the same bits.
 
-``git worktree add ../before <commit>``, then ``python -m benchmarks versions --before ../before``; ``--cases`` takes
-words, and runs the cases that have one of them in their name.
+Run ``git worktree add ../before <commit>``, then ``python -m benchmarks versions --before ../before``. ``--cases``
+selects the cases whose name contains one of the given words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks import versions_worker
-from benchmarks.measure import LEAST, summary
+from benchmarks.measure import MIN_ROUNDS, summary
 from benchmarks.versions_worker import Case, Sizes
 
 HERE = Path(__file__).parent.parent
@@ -54,12 +54,12 @@ VERSIONS = ("before", "after", "before again")
 
 
 class Worker:
-    """The processes of one version that take steps together.
+    """The worker processes of one version, which take steps together.
 
     Args:
-        checkout: the folder that holds its package.
-        ranks: how many processes.
-        threads: of each.
+        checkout: the folder that contains the package.
+        ranks: number of processes.
+        threads: threads per process.
     """
 
     def __init__(self, checkout: Path, ranks: int, threads: int) -> None:
@@ -77,8 +77,8 @@ class Worker:
             for rank in range(ranks)
         ]
 
-    def ask(self, **what: Any) -> list[Any]:
-        """The answer of each rank.
+    def request(self, **message: Any) -> list[Any]:
+        """Send a request to every rank and return the answers.
 
         Raises:
             RuntimeError: a process has ended; its error is on standard error.
@@ -86,21 +86,21 @@ class Worker:
         for process in self._processes:
             assert process.stdin is not None
             try:
-                print(json.dumps(what), file=process.stdin, flush=True)
+                print(json.dumps(message), file=process.stdin, flush=True)
             except BrokenPipeError:
-                continue  # it has no answer, which is told below
+                continue  # the missing answer is reported below
         answers: list[Any] = []
         for rank, process in enumerate(self._processes):
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"{what}: rank {rank} has ended without an answer; its error is above")
+                raise RuntimeError(f"{message}: rank {rank} ended without an answer; see its error above")
             answers.append(json.loads(line))
         return answers
 
     def seconds(self, steps: int) -> float:
-        """Of a step on the slowest rank; the median of some."""
-        return statistics.median(max(ranks) for ranks in zip(*self.ask(steps=steps), strict=True))
+        """Return the median seconds of some steps, each on its slowest rank."""
+        return statistics.median(max(ranks) for ranks in zip(*self.request(steps=steps), strict=True))
 
     def __enter__(self) -> Worker:
         return self
@@ -108,10 +108,10 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         for process in self._processes:
             if error[0] is not None:
-                process.kill()  # one that waits for another rank does not see that its input ends
+                process.kill()  # a process that waits for another rank does not notice the end of its input
             assert process.stdin is not None
             with suppress(BrokenPipeError):
-                process.stdin.close()  # it ends by itself
+                process.stdin.close()  # the worker exits at the end of its input
         for process in self._processes:
             process.wait()
             assert process.stdout is not None
@@ -120,28 +120,28 @@ class Worker:
 
 
 def commit(checkout: Path) -> str | None:
-    """The commit of a checkout, with a plus sign if files were changed since; None where it is no work of git's."""
+    """Return the commit of a checkout, with a plus sign if files have changed; None if it is not a git checkout."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+", "--exclude=*"]
     found = subprocess.run(command, capture_output=True, text=True)
     return found.stdout.strip() or None
 
 
 def measure(case: Case, workers: dict[str, Worker], sizes: Sizes, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """A row of a case for each version."""
+    """Return the rows of a case, one for each version."""
     for worker in workers.values():
-        worker.ask(prepare=case, sizes=sizes)
+        worker.request(prepare=case, sizes=sizes)
     times: dict[str, list[float]] = {name: [] for name in workers}
     names = list(workers)
     began = time.perf_counter()
     for turn in range(1 + rounds):
-        if turn > LEAST and time.perf_counter() - began > seconds:
+        if turn > MIN_ROUNDS and time.perf_counter() - began > seconds:
             break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             found = workers[name].seconds(case.steps)
-            if turn > 0:  # the first makes plans
+            if turn > 0:  # the first round builds the plans
                 times[name].append(found)
-    bits = {name: worker.ask(digest=True) for name, worker in workers.items()}
+    bits = {name: worker.request(digest=True) for name, worker in workers.items()}
     about = {"case": case.name, "processes": case.ranks}
     spreads = summary(times, "before")
     return [
@@ -161,24 +161,24 @@ def speed(
     rounds: int = 60,
     *,
     cases: Sequence[Case] = CASES,
-    sizes: Sizes = Sizes(),  # noqa: B008  a frozen value
+    sizes: Sizes = Sizes(),  # noqa: B008  immutable
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Three rows for each case: the older checkout, this one, and the older one again.
+    """Return three rows for each case: the older checkout, this one, and the older one again.
 
     Args:
         before: the folder of the older checkout.
-        rounds: in each of which every version takes some steps, and one before these that is not timed.
-        cases: to measure.
-        sizes: of their models.
-        seconds: for one case, if it has had `LEAST` rounds by then.
+        rounds: number of rounds. In each round, every version takes one step that is not timed, then some timed steps.
+        cases: the cases to measure.
+        sizes: the sizes of their models.
+        seconds: time limit for one case, after at least `MIN_ROUNDS` rounds.
 
     Raises:
-        FileNotFoundError: there is no package in ``before``.
-        RuntimeError: a case cannot be run by one of the versions.
+        FileNotFoundError: ``before`` does not contain the package.
+        RuntimeError: one of the versions cannot run a case.
     """
     if not (before / "muonfx" / "__init__.py").exists():
-        raise FileNotFoundError(f"before: found no muonfx in {before}, expected the worktree of an older commit")
+        raise FileNotFoundError(f"before: found no muonfx in {before}, expected a worktree of an older commit")
     checkouts = dict(zip(VERSIONS, (before, HERE, before), strict=True))
     commits = {name: commit(checkout) for name, checkout in checkouts.items()}
     rows: list[dict[str, Any]] = []
@@ -196,7 +196,7 @@ def speed(
 
 
 def line(rows: list[dict[str, Any]]) -> str:
-    """The rows of a case, to read: median milliseconds (the least), and the ratios with their percentiles."""
+    """Format the rows of a case: median and minimum milliseconds, and the ratios with their percentiles."""
     before, after, again = (next(row for row in rows if row["candidate"] == name) for name in VERSIONS)
 
     def ratio(row: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Take steps with one version of muonfx, when asked to; `benchmarks.versions` starts this file for each version.
+"""Worker that takes steps with one version of muonfx; started by `benchmarks.versions` for each version.
 
-It is run as a script, with the checkout of the version on the path, and asked over standard input: a line of JSON, a
-line of JSON back. Only names that are public in both versions may be used here, and nothing else of `benchmarks`.
+It runs as a script with the checkout of its version on the path. Each line of JSON on standard input is a request, and
+is answered by a line of JSON. This file may only use names that are public in both versions, and nothing else of
+`benchmarks`.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ RATE = 0.02
 
 
 class Case(NamedTuple):
-    """One way to take a step."""
+    """A case: interface, model, layout and state of the measured step."""
 
     face: str
-    """"optimizer": `muonfx.Muon`, or `muonfx.TransformOptimizer` where offloaded; "function": `Transform.update`."""
+    """"optimizer": `muonfx.Muon` or, if offloaded, `muonfx.TransformOptimizer`. "function": `Transform.update`."""
     model: str
-    """"small": many leaves of few elements. "large": few matrices of many."""
+    """"small": many small leaves. "large": few large matrices."""
     layout: str = "one process"
-    """Or on two ranks: "FSDP2", "replicated", "zero flat"."""
+    """"one process", or on two ranks "FSDP2", "replicated" or "zero flat"."""
     state: str = ""
-    """Offloaded to: "cpu" or "disk"."""
+    """Empty, or the store of an offloaded state, "cpu" or "disk"."""
     change: str = ""
-    """"new rate": another learning rate at each step. "two groups": with a rate for each."""
+    """"new rate": another learning rate at each step. "two groups": two parameter groups with different rates."""
 
     @property
     def name(self) -> str:
-        """For tables, and to choose cases by."""
+        """The name in tables, which ``--cases`` selects by."""
         away = {"": "", "cpu": "offloaded to host memory", "disk": "offloaded to disk"}[self.state]
         return ", ".join(filter(None, (self.layout, self.face, f"{self.model} leaves", away, self.change)))
 
@@ -53,25 +54,25 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The number of steps that are timed in a turn."""
+        """The number of timed steps per round."""
         return 3 if self.model == "small" else 1
 
 
 class Sizes(NamedTuple):
-    """Of the models, and of what is brought in at a time where the state is offloaded."""
+    """Sizes of the models, and of the buckets of an offloaded state."""
 
     layers: int = 150
-    """Of the model with small leaves: a square matrix and a vector each."""
+    """Layers of the small model, each with a square matrix and a vector."""
     width: int = 16
     squares: int = 8
     wides: int = 2
-    """These are four times as long."""
+    """Number of matrices that are four times as wide as tall."""
     side: int = 512
     buckets: int = 6
-    """About how many."""
+    """Approximate number of buckets."""
 
     def model(self, name: str) -> nn.Module:
-        """The same parameters each time, without gradients."""
+        """Return a model with the same parameters each time, without gradients."""
         torch.manual_seed(0)
         if name == "small":
             return nn.Sequential(*(nn.Linear(self.width, self.width) for _ in range(self.layers)))
@@ -81,15 +82,15 @@ class Sizes(NamedTuple):
 
 
 class Stepper(NamedTuple):
-    """A case that is ready."""
+    """A prepared case."""
 
     step: Callable[[], object]
     params: Callable[[], Iterable[Tensor]]
-    """The parameters after the steps, as this rank holds them."""
+    """Returns this rank's shards of the parameters."""
 
 
 def prepare(case: Case, sizes: Sizes, folder: Path) -> Stepper:
-    """Make the parameters, gradients and state of a case."""
+    """Create the parameters, gradients and state of a case."""
     model = sizes.model(case.model)
     labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()}
     grads: Mapping[str, Tensor] = {name: torch.randn_like(param) for name, param in model.named_parameters()}
@@ -132,7 +133,9 @@ def _optimizer(case: Case, model: nn.Module, grads: Mapping[str, Tensor], labels
 def _function(case: Case, model: nn.Module, grads: Mapping[str, Tensor], tx: mfx.Transform) -> Stepper:
     held: Any = {name: param.detach() for name, param in model.named_parameters()}
     if case.layout == "replicated":
-        of_params = "params" in inspect.signature(mfx.sharding.replicated).parameters  # before, it met them later
+        of_params = (
+            "params" in inspect.signature(mfx.sharding.replicated).parameters
+        )  # older versions take no params here
         tx = mfx.sharding.sharded(tx, mfx.sharding.replicated(*([held] if of_params else [])))
     elif case.layout == "zero flat":
         layout = mfx.sharding.zero(held, partition="flat", tx=tx)
@@ -157,7 +160,7 @@ def _function(case: Case, model: nn.Module, grads: Mapping[str, Tensor], tx: mfx
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
-    """A number that follows from the bits of some float32 tensors and their order."""
+    """Return a checksum of the bits of some float32 tensors in their order."""
     found = 0
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -167,7 +170,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 def times(stepper: Stepper, steps: int) -> list[float]:
-    """Seconds of each of some steps, after one that is not timed: the other version has just used the caches."""
+    """Return the seconds of some steps, after one that is not timed and fills the caches of the processor."""
     found: list[float] = []
     for _ in range(1 + steps):
         if dist.is_initialized():
@@ -179,12 +182,12 @@ def times(stepper: Stepper, steps: int) -> list[float]:
 
 
 def serve(rank: int, ranks: int, folder: Path, checkout: Path, threads: int) -> None:
-    """Answer until standard input ends."""
+    """Answer requests until the end of standard input."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not pass for an answer
+    os.dup2(2, 1)  # other output must not be read as an answer
     found = Path(mfx.__file__).resolve()
     if not found.is_relative_to(checkout.resolve()):
-        raise RuntimeError(f"muonfx: found {found}, expected the one of {checkout}")
+        raise RuntimeError(f"found muonfx in {found}, expected it in {checkout}")
     torch.set_num_threads(threads)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
@@ -193,10 +196,10 @@ def serve(rank: int, ranks: int, folder: Path, checkout: Path, threads: int) -> 
         asked = json.loads(line)
         answer: Any = None
         if "prepare" in asked:
-            stepper = None  # the last case's memory is given back first
+            stepper = None  # free the memory of the previous case first
             stepper = prepare(Case(*asked["prepare"]), Sizes(*asked["sizes"]), folder)
         elif stepper is None:
-            raise RuntimeError(f"found {line!r} before a case was prepared")
+            raise RuntimeError(f"found the request {line!r}, expected a request to prepare a case first")
         elif "steps" in asked:
             answer = times(stepper, asked["steps"])
         else:
@@ -204,7 +207,7 @@ def serve(rank: int, ranks: int, folder: Path, checkout: Path, threads: int) -> 
         print(json.dumps(answer), file=answers, flush=True)
     if ranks > 1:
         dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may abort while the interpreter ends
+    os._exit(0)  # gloo's threads may abort while the interpreter exits
 
 
 if __name__ == "__main__":

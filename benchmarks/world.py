@@ -1,8 +1,8 @@
-"""Several processes on this machine that measure together: gloo, one thread each, one run.
+"""Measurements on several processes of this machine, with gloo and one thread per process.
 
-All candidates live in the same processes and take turns within each round. They start together, and a round's time is
-that of the slowest rank. What a candidate sends is counted in an extra call at the dispatcher, where every collective
-passes, whoever calls it.
+All candidates run in the same processes, and each round runs every candidate once. All ranks start a candidate
+together; its time is that of the slowest rank. The bytes that it sends are counted in a separate call, at the
+dispatcher, which sees every collective.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measure import LEAST
+from benchmarks.measure import MIN_ROUNDS
 
 
 def run(processes: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function on every rank of a new world, and return what rank 0 returned, by way of JSON.
+    """Call a function on every rank of a new process group, and return the result of rank 0 through JSON.
 
     Args:
-        processes: how many.
-        function: one that can be pickled.
-        *arguments: for it; these can be, too.
+        processes: number of processes.
+        function: a function that can be pickled.
+        *arguments: its arguments, which can be pickled.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised; the others are ended.
+        torch.multiprocessing.ProcessRaisedException: a rank raised an error; the other ranks are stopped.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # the processes inherit it, and read it when they start
+    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes, which read it when they start
     try:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(_serve, (processes, folder, function, arguments), processes)
@@ -59,14 +59,14 @@ def _serve(rank: int, processes: int, folder: str, function: Callable[..., Any],
 def interleaved(
     candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2, seconds: float = math.inf
 ) -> dict[str, list[float]]:
-    """`benchmarks.measure.interleaved` over ranks: every rank calls it, and the slowest one's time counts.
+    """Run `benchmarks.measure.interleaved` over all ranks, with the time of the slowest rank; a collective.
 
-    Whether time is up is rank 0's to say.
+    Rank 0 decides when the time limit is reached.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     began = time.perf_counter()
     for turn in range(warmup + rounds):
-        up = torch.tensor(float(turn >= warmup + LEAST and time.perf_counter() - began > seconds))
+        up = torch.tensor(float(turn >= warmup + MIN_ROUNDS and time.perf_counter() - began > seconds))
         dist.broadcast(up, 0)
         if up:
             break
@@ -85,11 +85,15 @@ def interleaved(
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank must send for the collectives called within, and how many those are.
+    """Context manager that counts collectives and the minimum bytes that this rank must send for them.
 
-    What a rank must send, for `S` bytes on each of `P` ranks: of an all_reduce 2S(P-1)/P, of a reduce_scatter or an
-    all_gather of `S` bytes in all S(P-1)/P, of an all_to_all what goes to others, of a broadcast or a scatter what the
-    others get, from the root; of a reduce or a gather S from each that is not the root. A backend may send more.
+    A backend may send more. The minimum for `P` ranks and `S` bytes is:
+
+    - all_reduce: 2S(P-1)/P
+    - reduce_scatter, and all_gather with `S` bytes in total: S(P-1)/P
+    - all_to_all: all bytes for other ranks
+    - broadcast and scatter: all bytes that other ranks receive, sent by the root
+    - reduce and gather: S from each rank but the root
     """
 
     def __init__(self) -> None:
@@ -107,11 +111,11 @@ class Sent(TorchDispatchMode):
 
 
 SILENT = ("barrier", "monitored_barrier", "recv", "recv_any_source", "wait_tensor", "wrap_tensor_autograd")
-"""Nothing is sent for these, or nothing worth counting."""
+"""Operators that send no bytes, or too few to count."""
 
 
 def _must_send(name: str, args: Sequence[Any]) -> float:
-    """Bytes from this rank for a collective, by the name of its operator and the operator's arguments."""
+    """Return the bytes that this rank sends for a collective, from the name and the arguments of its operator."""
     if name == "all_gather_into_tensor":  # the functional one: (input, ranks, group)
         return _nbytes(args[0]) * (args[1] - 1)
     group = next(_group(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _group(arg) is not None)
@@ -139,7 +143,9 @@ def _must_send(name: str, args: Sequence[Any]) -> float:
         return _nbytes(args[0]) * (size - 1) if rank == args[3] else 0.0
     if name == "send":
         return _nbytes(args[0])
-    raise NotImplementedError(f"{name}: found a collective whose bytes nobody has counted yet; say in _must_send how")
+    raise NotImplementedError(
+        f"found the collective {name}, expected one of those in _must_send: add a rule for it there"
+    )
 
 
 def _nbytes(value: Any) -> float:
@@ -149,5 +155,5 @@ def _nbytes(value: Any) -> float:
 def _group(value: Any) -> dist.ProcessGroup | None:
     try:
         return dist.ProcessGroup.unbox(value)
-    except RuntimeError:  # another object, such as the kind of reduction
+    except RuntimeError:  # not a process group, for example the reduce operation
         return None

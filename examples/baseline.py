@@ -1,4 +1,4 @@
-"""PyTorch's own Muon and AdamW behind ``init`` and ``update``, to go through the same loop as a transform."""
+"""PyTorch's own Muon and AdamW with ``init`` and ``update``, for the same training loop as a transform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muonfx import Schedule
 class TorchMuon:
     """``torch.optim.Muon`` for the hidden matrices and ``torch.optim.AdamW`` for the rest, with the same settings.
 
-    These optimizers write to the parameters themselves, so the updates are all None: nothing is left to apply.
+    These optimizers modify the parameters in place, so every update is None.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class TorchMuon:
         self.labels, self.schedules, self.weight_decay, self.max_norm = labels, (hidden, rest), weight_decay, max_norm
 
     def init(self, params: dict[str, Tensor]) -> dict[str, Any]:
-        """Build the optimizers on these very tensors, and return their state: live, as the parameters are."""
+        """Build the optimizers on these tensors and return their state, which ``update`` modifies in place."""
         matrices = [param for name, param in params.items() if self.labels[name] == "hidden"]
         others = [param for name, param in params.items() if self.labels[name] == "rest"]
         tables, vectors = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
@@ -38,7 +38,7 @@ class TorchMuon:
         return {"count": torch.tensor(0), "leaves": {name: state[id(param)] for name, param in params.items()}}
 
     def _make_state(self, params: dict[str, Tensor]) -> None:
-        """A step of length zero makes the states that ``torch.optim`` would otherwise make at the first real step."""
+        """Create the optimizers' states, which ``torch.optim`` otherwise creates at the first step, by a step of 0."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0

@@ -1,7 +1,7 @@
 """A small modern GPT over bytes: pre-norm blocks, rotary positions, causal attention, squared-ReLU MLP, untied head.
 
-Names and sizes are the usual ones, so that ``muonfx.default_labels`` finds its way: what is inside a block is a hidden
-matrix, the embedding and the head are not.
+Its parameters have the usual names, so ``muonfx.default_labels`` recognizes them: the matrices in a block are hidden
+matrices, the embedding and the head are not.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch.nn import functional as F
 
 VOCABULARY = 256
 HEAD = 32
-"""Features of an attention head."""
+"""Width of an attention head."""
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out: (batch, time) int64 to (batch, time, 256).
+    """A byte-level GPT, from tokens (batch, time) int64 to logits of the next byte (batch, time, 256).
 
     Args:
-        width: features of the residual stream, a multiple of `HEAD`.
-        depth: how many blocks.
-        context: the longest sequence.
-        seed: of the initial weights, which depend on nothing else.
+        width: width of the residual stream, a multiple of `HEAD`.
+        depth: number of blocks.
+        context: maximum length of a sequence.
+        seed: seed of the initial weights.
     """
 
     def __init__(self, *, width: int, depth: int, context: int, seed: int) -> None:
@@ -39,7 +39,7 @@ class GPT(nn.Module):
         self.reset(torch.Generator().manual_seed(seed))
 
     def reset(self, generator: torch.Generator) -> None:
-        """Draw the weights: zero for the head and for what writes to the residual stream, else 1 / sqrt(fan in)."""
+        """Draw the weights: zero for the head and the outputs of the blocks, else normal with std 1 / sqrt(fan in)."""
         for name, weight in self.named_parameters():
             if name.endswith(("out.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(weight)
@@ -49,7 +49,7 @@ class GPT(nn.Module):
                 )
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Logits of the byte that follows each byte; the first is at the position ``start``."""
+        """Return the logits of the byte after each token; the first token has the position ``start``."""
         x = self.embed(tokens)
         rotation = self.rotation[:, start : start + tokens.shape[1]].to(x.dtype)
         for block in self.blocks:
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on the normed residual stream and added to it."""
+    """Attention, then an MLP; each reads the normalized residual stream and adds to it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,13 +68,13 @@ class Block(nn.Module):
         self.mlp = MLP(width)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
+        """Map (batch, time, width) to the same shape."""
         x = x + self.attention(self.attention_norm(x), rotation)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions. Query, key and value are three matrices: each is orthogonalized alone."""
+    """Causal attention with rotary positions. Query, key and value are separate matrices for Muon."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
+        """Map (batch, time, width) to the same shape."""
         query, key, value = (
             layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
@@ -92,12 +92,12 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Mix values by position: each is (batch, heads, time, `HEAD`)."""
+        """Return causal attention of three tensors (batch, heads, time, `HEAD`)."""
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class MLP(nn.Module):
-    """Up to four times the width, squared ReLU, and down again."""
+    """A linear layer to four times the width, squared ReLU, and a linear layer back."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -105,12 +105,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """Map (..., width) to the same shape."""
         return self.down(F.relu(self.up(x)).square())
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the pairs (first half, second half) of the last dim by the angle of their position."""
+    """Rotate each pair of features (one of the first half, one of the second) by the angle of its position."""
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -120,7 +120,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def generate(
     logits_of: Callable[[Tensor], Tensor], context: int, seed: int, *, prompt: str = "\ndef ", length: int = 400
 ) -> str:
-    """Go on writing after a prompt, byte by byte, at temperature 0.7."""
+    """Sample a continuation of a prompt, byte by byte, at temperature 0.7."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt.encode())])
     for _ in range(length):

@@ -1,12 +1,12 @@
-"""LoRA: a small GPT that has learnt Python's source is tuned to the prose of its manual, by low-rank factors alone.
+"""LoRA: a small GPT, pretrained on Python's source, is fine-tuned on Python's manual by low-rank factors alone.
 
-``python examples/lora.py`` trains the GPT of gpt.py, freezes it, and tunes a pair of factors A and B beside each matrix
-of its blocks, once with AdamW and once with Muon: a minute on two CPU cores. Both texts come with Python.
-``--plot PATH`` draws the result, ``--rates`` tries the learning rates that the ones below were chosen from.
+``python examples/lora.py`` trains the GPT of gpt.py, freezes it, and adds a pair of trainable factors A and B to each
+matrix of its blocks. It tunes them once with AdamW and once with Muon, in about a minute on two CPU cores. Both texts
+come with Python. ``--plot PATH`` draws the result. ``--rates`` repeats the search for the learning rates below.
 
-Which optimizer for the factors? `mfx.default_labels` sends them to AdamW: Muon gives a weight matrix's update equal
-singular values, and neither factor is a weight matrix; their product B A is, and its update is dB A + B dA. One may
-orthogonalize the factors all the same, each for itself: `make_optimizer` has both.
+`mfx.default_labels` sends the factors to AdamW. Muon gives the update of a weight matrix equal singular values, but
+the weight here is the product B A, whose update is dB A + B dA. The factors can still be orthogonalized separately;
+`make_optimizer` has both choices.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.nn import functional as F
 import muonfx as mfx
 
 BATCH, CONTEXT, RANK = 16, 64, 8
-# Each the best of --rates: the validation loss of seed 100, which appears nowhere else.
+# The best rates of --rates, by the validation loss of seed 100, which is used nowhere else.
 RATES = {"AdamW": 0.02, "Muon": 0.02}
 TRIED = (0.0025, 0.005, 0.01, 0.02, 0.04)
 Params = dict[str, Tensor]
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer and a trained correction of low rank: x to (W + scale B A) x. B starts at zero."""
+    """A frozen linear layer plus a trained low-rank correction: x to (W + scale B A) x. B is initialized to zero."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float = 2.0) -> None:
         super().__init__()
@@ -42,17 +42,17 @@ class LoRA(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
+        """Map (..., in) to (..., out)."""
         return self.linear(x) + self.scale * (x @ self.lora_A.T @ self.lora_B.T)
 
     def merged(self) -> nn.Linear:
-        """One linear layer that computes the same, for use without the factors."""
+        """Return an equivalent linear layer without factors."""
         self.linear.weight.data += self.scale * self.lora_B.detach() @ self.lora_A.detach()
         return self.linear
 
 
 def add_lora(model: GPT, rank: int) -> None:
-    """Freeze the model and put factors beside all linear layers of its blocks."""
+    """Freeze the model and add factors to all linear layers of its blocks."""
     model.requires_grad_(False)
     for block in model.blocks:
         for part in (block.attention, block.mlp):
@@ -61,9 +61,9 @@ def add_lora(model: GPT, rank: int) -> None:
 
 
 def make_optimizer(name: str, rate: float, steps: int) -> mfx.Transform:
-    """One optimizer for all factors: with the rest of the model frozen there is nothing to route."""
+    """Return one optimizer for all factors; the rest of the model is frozen, so no labels are needed."""
     schedule = mfx.warmup_cosine_decay_schedule(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
-    # fp32 and not "auto", which times this CPU: the same numbers on every machine but for rounding.
+    # "auto" would time this CPU; with fp32 the results are the same on every machine up to rounding.
     muon = mfx.muon(
         schedule, weight_decay=0.0, lr_scaling="match_rms_adamw", orthogonalize=mfx.orthogonalize(dtype=torch.float32)
     )
@@ -71,32 +71,32 @@ def make_optimizer(name: str, rate: float, steps: int) -> mfx.Transform:
 
 
 def windows(text: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draw random pieces of the text: inputs, and targets one byte later, each (count, CONTEXT) int64."""
+    """Draw random windows of the text: inputs, and targets one byte later, each (count, CONTEXT) int64."""
     drawn = text[torch.randint(len(text) - CONTEXT, (count, 1)) + torch.arange(CONTEXT + 1)].long()
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def train(model: GPT, tx: mfx.Transform, text: Tensor, judge: tuple[Tensor, Tensor], steps: int) -> list[float]:
-    """Train what asks for a gradient; the validation loss before, and after each tenth of the steps."""
+def train(model: GPT, tx: mfx.Transform, text: Tensor, val_batch: tuple[Tensor, Tensor], steps: int) -> list[float]:
+    """Train the parameters that require a gradient; return the validation loss at 0, 10, ..., 100 % of the steps."""
     params = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
 
     def loss_of(params: Params, inputs: Tensor, targets: Tensor) -> Tensor:
-        # What params does not name, the frozen weights, is the model's own.
+        # functional_call uses the model's own tensors for the frozen weights, which are not in params.
         return F.cross_entropy(functional_call(model, params, (inputs,)).flatten(0, 1), targets.flatten())
 
-    state, losses = tx.init(params), [loss_of(params, *judge).item()]
+    state, losses = tx.init(params), [loss_of(params, *val_batch).item()]
     for step in range(1, steps + 1):
         grads, _loss = grad_and_value(loss_of)(params, *windows(text, BATCH))
         updates, state = tx.update(grads, state, params)
         params = mfx.apply_updates(params, updates)
         if step % max(1, steps // 10) == 0:
-            losses.append(loss_of(params, *judge).item())
+            losses.append(loss_of(params, *val_batch).item())
     model.load_state_dict(params, strict=False)
     return losses
 
 
 def texts() -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes: Python's source, nine tenths of the manual's topics, and the last tenth of them."""
+    """Return three texts as bytes: Python's source, nine tenths of the manual's topics, and the last tenth."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     source = b"".join(file.read_bytes() for file in files)
     manual = "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -106,7 +106,7 @@ def texts() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pretrained(code: Tensor, steps: int, width: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The weights of a GPT that has learnt the source, and the arguments that build such a GPT."""
+    """Train a GPT on the source; return its weights and the arguments of its constructor."""
     shape = {"width": width, "depth": 2, "context": CONTEXT, "seed": 0}
     model = GPT(**shape)
     schedule = mfx.warmup_cosine_decay_schedule(0.01, warmup_steps=max(1, steps // 20), total_steps=steps)
@@ -127,15 +127,15 @@ def tune(
     seed: int,
     steps: int,
 ) -> tuple[list[float], GPT]:
-    """Tune factors beside the pretrained weights; the validation losses, and the model."""
+    """Tune factors on top of the pretrained weights; return the validation losses and the model."""
     weights, shape = base
     model = GPT(**shape)
     model.load_state_dict(weights)
     torch.manual_seed(0)
-    judge = windows(held_out, 8 * BATCH)
-    torch.manual_seed(seed)  # of the factors and of the batches
+    val_batch = windows(held_out, 8 * BATCH)
+    torch.manual_seed(seed)  # seeds both the factors and the batches
     add_lora(model, RANK)
-    return train(model, make_optimizer(name, rate, steps), prose, judge, steps), model
+    return train(model, make_optimizer(name, rate, steps), prose, val_batch, steps), model
 
 
 def main(
@@ -164,7 +164,7 @@ def main(
 
 
 def draw(runs: dict[str, list[list[float]]], steps: int, path: Path) -> None:
-    """Validation loss over the steps: each seed faint, the mean of all in full."""
+    """Draw the validation loss over the steps: each seed in a pale line, their mean in a full one."""
     from matplotlib import pyplot as plt
 
     colors = (mfx.plot.COLORS["orange"], mfx.plot.COLORS["blue"])
@@ -196,7 +196,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the result: .svg or .png")
-    parser.add_argument("--rates", action="store_true", help="try the learning rates instead")
+    parser.add_argument("--rates", action="store_true", help="compare learning rates instead")
     options = parser.parse_args()
     if options.rates:
         try_rates(steps=options.steps)

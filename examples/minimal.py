@@ -1,7 +1,7 @@
-"""A training loop to copy: a small GPT learns the source of Python's standard library with Muon, in one file.
+"""A complete training loop in one file: a small GPT learns the source of Python's standard library with Muon.
 
-``python examples/minimal.py`` takes a minute on two CPU cores and downloads nothing. The optimizer is a chain. The loop
-calls ``tx.init`` once and then, in each step, ``tx.update`` and ``mfx.apply_updates``; none of them changes its inputs.
+``python examples/minimal.py`` takes about a minute on two CPU cores and downloads nothing. The optimizer is a chain.
+The loop calls ``tx.init`` once, then ``tx.update`` and ``mfx.apply_updates`` in each step; none modifies its inputs.
 """
 
 import sysconfig
@@ -16,7 +16,7 @@ import muonfx as mfx
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each added to what comes in. Query, key and value are matrices of their own for Muon."""
+    """Attention, then an MLP, each with a residual connection. Query, key and value are separate matrices for Muon."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
+        """Map (batch, time, width) to the same shape."""
         normed, layers = self.norm1(x), (self.query, self.key, self.value)
         heads = [layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in layers]
         x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2))
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A byte-level GPT that predicts the next byte."""
 
     def __init__(self, width: int, heads: int, depth: int, context: int) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) int64 to (batch, time, 256)."""
+        """Map tokens (batch, time) int64 to logits (batch, time, 256)."""
         return self.head(self.norm(self.blocks(self.embed(tokens) + self.position.weight[: tokens.shape[1]])))
 
 
 def windows(text: Tensor, count: int, context: int) -> tuple[Tensor, Tensor]:
-    """Draw random pieces of the text: inputs, and targets one byte later, each (count, context) int64."""
+    """Draw random windows of the text: inputs, and targets one byte later, each (count, context) int64."""
     starts = torch.randint(len(text) - context, (count, 1))
     drawn = text[starts + torch.arange(context + 1)].long()
     return drawn[:, :-1], drawn[:, 1:]
@@ -75,14 +75,14 @@ def main(steps: int = 300, batch: int = 16, context: int = 128, width: int = 128
         mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.01, max(1, steps // 20), total_steps=steps)),
     )
     state = tx.init(params)
-    judge = windows(held_out, 64, context)
+    val_batch = windows(held_out, 64, context)
     for step in range(1, steps + 1):
         grads, loss = grad_and_value(loss_of)(params, *windows(train, batch, context))
         updates, state = tx.update(grads, state, params)
         params = mfx.apply_updates(params, updates)
         if step % max(1, steps // 10) == 0:
-            print(f"step {step:>4}   training {loss:.3f}   validation {loss_of(params, *judge):.3f} nats per byte")
-    return loss_of(params, *judge).item()
+            print(f"step {step:>4}   training {loss:.3f}   validation {loss_of(params, *val_batch):.3f} nats per byte")
+    return loss_of(params, *val_batch).item()
 
 
 if __name__ == "__main__":

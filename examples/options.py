@@ -1,4 +1,4 @@
-"""The config of a run, and the command line that makes one."""
+"""The configuration of a run, and the command line that sets it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import sharded
 import torch
 from gpt import HEAD
 from runs import CHECKPOINTS, cores, newest, read_metrics
-from sharded import WAYS
+from sharded import STRATEGIES
 from text import Corpus, NoText, read_corpus
 
 import muonfx as mfx
@@ -27,8 +27,8 @@ from muonfx import checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Of momentum and of AdamW's two moments. AdamW divides small first moments by small roots, so these need levels near
-# zero; second moments change by little at a time and are rounded stochastically.
+# Dtypes of momentum and of AdamW's two moments. AdamW divides small first moments by small roots, so the first moment
+# needs quantization levels near zero. Second moments change slowly, so they are rounded stochastically.
 STATE_DTYPES = {
     "fp32": (torch.float32,) * 3,
     "bf16": (torch.bfloat16,) * 3,
@@ -36,15 +36,15 @@ STATE_DTYPES = {
     "fp8": (mfx.fp8(), mfx.fp8(), mfx.fp8(stochastic=True)),
 }
 
-# Peak learning rates of the hidden matrices and of all the rest: each optimizer's best on one grid (see README.md).
+# Peak learning rates of the hidden matrices and of all other parameters, from a grid search (see README.md).
 TUNED = {"muon": (0.01, 0.06), "adamw": (0.005, 0.06), "normuon": (0.01, 0.06), "torch-muon": (0.01, 0.06)}
-RANK = int(os.environ.get("RANK", "0"))  # torchrun's
-COMPARED = ("muon", "adamw")  # what a run trains unless told otherwise, one after another
+RANK = int(os.environ.get("RANK", "0"))  # set by torchrun
+COMPARED = ("muon", "adamw")  # the default of --optimizer
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a run computes follows from this alone. A checkpoint stores it, and ``--resume`` takes it from there."""
+    """All settings that the result of a run depends on. Checkpoints store it, and ``--resume`` reads it from there."""
 
     optimizer: str = "muon"
     lr: float = TUNED["muon"][0]
@@ -70,15 +70,15 @@ QUICK = {"steps": 40, "batch": 8, "context": 64, "width": 64, "depth": 2, "valid
 
 
 def tuned(config: Config, optimizer: str) -> Config:
-    """The same config for another optimizer, with that one's learning rates."""
+    """Return the same configuration for another optimizer, with the learning rates tuned for that optimizer."""
     lr, rest_lr = TUNED[optimizer]
     return dataclasses.replace(config, optimizer=optimizer, lr=lr, rest_lr=rest_lr)
 
 
 def parse(arguments: list[str] | None) -> tuple[Config, Corpus, Path, Path, argparse.Namespace]:
-    """Resolve the command line and read the text, or exit with code 2 and a line that says what is wrong.
+    """Parse the command line and read the text, or exit with code 2 and an error of one line.
 
-    Writes nothing. In the last result, ``optimizer`` is the list of optimizers to train with.
+    No files are written. In the last result, ``optimizer`` is the list of optimizers to train with.
     """
     parser = _parser()
     words = sys.argv[1:] if arguments is None else arguments
@@ -86,12 +86,12 @@ def parse(arguments: list[str] | None) -> tuple[Config, Corpus, Path, Path, argp
     given = {name: value for name, value in vars(options).items() if name in DEFAULT.__dataclass_fields__}
     names = list(dict.fromkeys(given.pop("optimizer", ("muon",) if options.shard or options.offload else COMPARED)))
     if "state_dtype" in given and "torch-muon" in names:
-        parser.error("torch.optim.Muon has no choice of its state's dtype: leave out --state-dtype")
+        parser.error("--state-dtype: torch-muon always uses the dtype of the parameters: leave out --state-dtype")
     _check_shard(parser, options, names, words)
     if options.offload and (len(names) > 1 or "torch-muon" in names):
-        parser.error("--offload is for one optimizer of muonfx: choose --optimizer muon, adamw or normuon")
+        parser.error("--offload requires exactly one optimizer of muonfx: choose --optimizer muon, adamw or normuon")
     if given.get("width", HEAD) % HEAD:
-        parser.error(f"--width must be a multiple of {HEAD}, the size of an attention head, found {given['width']}")
+        parser.error(f"--width: found {given['width']}, expected a multiple of {HEAD}, the width of an attention head")
 
     name = f"{'quick' if options.quick else 'gpt'}-{options.shard or '-'.join(names)}"
     out = getattr(options, "out", Path("runs") / name)
@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None) -> tuple[Config, Corpus, Path, Path, argp
     else:
         if len(names) > 1 and (clash := sorted(given.keys() & {"lr", "rest_lr"})):
             found = " and ".join(map(_flag, clash))
-            parser.error(f"{found}: found {len(names)} optimizers, expected one: choose for example --optimizer muon")
+            parser.error(f"{found}: found {len(names)} optimizers, expected one: choose it, as with --optimizer muon")
         changes: dict[str, Any] = (QUICK if options.quick else {}) | given
         config = dataclasses.replace(tuned(DEFAULT, names[0]), threads=cores(), **changes)
     options.optimizer = names
@@ -115,10 +115,10 @@ def parse(arguments: list[str] | None) -> tuple[Config, Corpus, Path, Path, argp
 
 
 def prepare(out: Path, kept: Path, *, resume: bool) -> None:
-    """Make the folder of a run, and remove an older run's checkpoints unless it goes on from them.
+    """Create the folder of a run. Unless the run is resumed, remove the checkpoints of an older run.
 
     Raises:
-        ValueError: the folder cannot be made.
+        ValueError: the folder cannot be created.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -127,36 +127,36 @@ def prepare(out: Path, kept: Path, *, resume: bool) -> None:
     if not resume and RANK == 0:
         for folder in [kept, *(kept / name for name in TUNED)]:
             for stale in checkpoint.checkpoints(folder):
-                shutil.rmtree(stale)  # a new run begins here: what --resume finds later is to be this one's
+                shutil.rmtree(stale)  # a later --resume must find the checkpoints of this run only
 
 
 def check_sizes(config: Config, corpus: Corpus, processes: int, shard: str | None) -> None:
-    """Refuse what cannot be trained, before anything is written or computed.
+    """Check the sizes of a run before anything is written or computed.
 
     Raises:
         ValueError: the context is longer than the text, the model does not fit into the memory of this machine, or the
-            sizes cannot be shared out among the processes.
+            sizes are not divisible by the number of processes.
     """
     most = min(len(corpus.train), len(corpus.validation)) - 2
     if config.context > most:
-        raise ValueError(f"--context: found {config.context}, expected at most {most}, the bytes of the shorter text")
+        raise ValueError(f"--context: found {config.context}, expected at most {most}, the length of the shorter text")
     if shard is not None:
         heads = config.width // HEAD
         sharded.check_processes(shard, processes, heads=heads, batch=config.batch, context=config.context)
     need, have = bytes_needed(config), machine_memory()
     if need > have:
         raise ValueError(
-            f"this run needs at least {need / 2**30:,.0f} GiB of memory and this machine has {have / 2**30:,.0f}: "
-            f"make --batch {config.batch}, --context {config.context}, --width {config.width} "
-            f"or --depth {config.depth} smaller"
+            f"this machine has {have / 2**30:,.0f} GiB of memory, and this run needs at least {need / 2**30:,.0f}: "
+            f"reduce --batch {config.batch}, --context {config.context}, --width {config.width} "
+            f"or --depth {config.depth}"
         )
 
 
 def bytes_needed(config: Config) -> int:
-    """A lower bound of the memory that a step takes: weights and what the optimizer keeps, and activations.
+    """Return a lower bound on the memory of a step: weights, optimizer state and activations.
 
-    Beside each weight there are its gradient, its momentum and its update. The backward pass keeps at least 16 numbers
-    of each block for each byte of text and feature, and two of the head for each byte and logit.
+    Each weight has a gradient, a momentum and an update. For each token, the backward pass keeps at least 16 numbers
+    per block and feature, and two per logit.
     """
     weights = 512 * config.width + 12 * config.depth * config.width**2
     activations = config.batch * config.context * (16 * config.depth * config.width + 2 * 256)
@@ -164,18 +164,18 @@ def bytes_needed(config: Config) -> int:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its container's share."""
+    """Return the bytes of memory of this machine, or the limit of this container."""
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**62
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit: "max"
+    with contextlib.suppress(OSError, ValueError):  # no container, or a container without a limit ("max")
         have = min(have, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return have
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the list of all options."""
+    """A parser that prints errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and exit with code 2."""
+        """Print the error and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 
@@ -197,43 +197,47 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=list(TUNED),
         metavar="NAME",
-        help=f"one or several of {', '.join(TUNED)}, on one picture; default: {' '.join(COMPARED)}",
+        help=f"one or more of {', '.join(TUNED)}, compared in one plot; default: {' '.join(COMPARED)}",
     )
-    switch("--quick", "a tiny model and a few seconds, to see that everything works")
+    switch("--quick", "train a tiny model for a few seconds, to check the installation")
     tune = {"type": _positive(float), "metavar": "RATE"}
     parser.add_argument("--lr", help="peak learning rate of the hidden matrices; default: tuned", **tune)
     parser.add_argument("--rest-lr", help="peak learning rate of all other parameters; default: tuned", **tune)
     parser.add_argument(
-        "--shard", choices=list(WAYS), default=None, help="share it out among the processes that torchrun starts"
+        "--shard", choices=list(STRATEGIES), default=None, help="sharding strategy for the processes of torchrun"
     )
     parser.add_argument(
-        "--offload", choices=["cpu", "disk"], default=None, help="keep the optimizer's state in host memory or in files"
+        "--offload", choices=["cpu", "disk"], default=None, help="keep the optimizer state in host memory or on disk"
     )
-    add("--dtype", str, "of the parameters; bf16 keeps an fp32 master of them", choices=list(DTYPES))
-    add("--state-dtype", str, "of momentum and moments, for muonfx's optimizers", choices=list(STATE_DTYPES))
-    add("--steps", _positive(int), "training steps")
-    add("--batch", _positive(int), "sequences a step")
-    add("--context", _positive(int), "bytes a sequence")
-    add("--width", _positive(int), f"of the model, a multiple of {HEAD}")
-    add("--depth", _positive(int), "blocks of the model")
-    add("--seed", _seed, "of weights, batches and sample")
-    add("--text", str, "train on the .py, .txt and .md files of a folder instead", metavar="FOLDER")
-    add("--out", Path, "where to write; default: runs/gpt-<optimizers>", metavar="FOLDER")
+    add("--dtype", str, "dtype of the parameters; bf16 keeps fp32 master weights", choices=list(DTYPES))
+    add("--state-dtype", str, "dtype of momentum and moments, not for torch-muon", choices=list(STATE_DTYPES))
+    add("--steps", _positive(int), "number of training steps")
+    add("--batch", _positive(int), "sequences per step")
+    add("--context", _positive(int), "bytes per sequence")
+    add("--width", _positive(int), f"width of the model, a multiple of {HEAD}")
+    add("--depth", _positive(int), "number of blocks")
+    add("--seed", _seed, "seed of the weights, the batches and the sample")
+    add("--text", str, "train on the .py, .txt and .md files of this folder instead", metavar="FOLDER")
+    add("--out", Path, "output folder; default: runs/gpt-<optimizers>", metavar="FOLDER")
     add(
         "--checkpoint",
         Path,
-        "where to keep checkpoints, instead of those of an older run; default: in --out",
+        "folder of the checkpoints; replaces those of an older run; default: in --out",
         metavar="FOLDER",
     )
     parser.add_argument(
-        "--save-every", type=_positive(int), default=100, metavar="STEPS", help="checkpoint; default: %(default)s"
+        "--save-every",
+        type=_positive(int),
+        default=100,
+        metavar="STEPS",
+        help="save every N steps; default: %(default)s",
     )
-    switch("--resume", "go on from the newest checkpoint in the folder, bit for bit as if never stopped")
+    switch("--resume", "continue from the newest checkpoint; the result is bitwise that of a run without a stop")
     return parser
 
 
 def _resumed(parser: argparse.ArgumentParser, kept: Path, given: dict[str, Any]) -> Config:
-    """The config of the run whose checkpoints are in a folder, which the options given must not contradict."""
+    """Return the configuration stored in a folder's newest checkpoint; fail if the command line contradicts it."""
 
     def fail(what: str) -> NoReturn:
         parser.error(f"--resume: {what}")
@@ -246,7 +250,8 @@ def _resumed(parser: argparse.ArgumentParser, kept: Path, given: dict[str, Any])
         fail(str(problem))
     for name, value in given.items():
         if value != getattr(config, name):
-            fail(f"the run in {kept} has {_flag(name)} {getattr(config, name)}, found {value}; leave it out")
+            flag = _flag(name)
+            fail(f"found {flag} {value}, expected {getattr(config, name)} as in {kept}: leave out {flag}")
     return config
 
 
@@ -255,16 +260,16 @@ def _check_shard(
 ) -> None:
     if options.shard is None:
         if "RANK" in os.environ:
-            parser.error("torchrun has started several processes, which would all do the same: choose a --shard")
+            parser.error("without --shard, all processes of torchrun would train the same model: choose a --shard")
         return
     if "RANK" not in os.environ:
         parser.error(f"--shard needs several processes, for example {command_line(words, processes=2)}")
     if len(names) > 1 or "torch-muon" in names:
-        parser.error("--shard is for one optimizer of muonfx: choose --optimizer muon, adamw or normuon")
+        parser.error("--shard requires exactly one optimizer of muonfx: choose --optimizer muon, adamw or normuon")
 
 
 def _positive(kind: type[int] | type[float]) -> Any:
-    """Parse a finite number above zero."""
+    """Return a parser of finite numbers above zero."""
 
     def number(text: str) -> float:
         try:
@@ -280,7 +285,7 @@ def _positive(kind: type[int] | type[float]) -> Any:
 
 
 def _seed(text: str) -> int:
-    """Parse what torch takes for a seed."""
+    """Parse a seed in the range that torch accepts."""
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, found {text!r}")
     return int(text)
@@ -291,16 +296,16 @@ def _flag(name: str) -> str:
 
 
 def command_line(words: Sequence[str], *, processes: int = 1) -> str:
-    """The command that starts this program with other options, for the shell and the folder that it was started in.
+    """Return a shell command that starts this program with other options from the current folder.
 
-    It names this Python, which is not always the one that ``python`` is. Started by ``make train`` (which says so in
-    ``TRAIN_GPT_MAKE``), the program is started by it again.
+    The command names the running Python if ``python`` is another one. If ``make train`` started this program (it then
+    sets ``TRAIN_GPT_MAKE``), the command uses ``make train`` again.
     """
     if processes == 1 and (make := os.environ.get("TRAIN_GPT_MAKE")) and "\n" not in "".join(words):
-        arguments = shlex.join(words).replace("$", "$$")  # make expands what the shell is to see
+        arguments = shlex.join(words).replace("$", "$$")  # make turns $$ into $
         return f"{make} {shlex.quote('ARGS=' + arguments)}"
     found = shutil.which("python")
-    # The folders, not what links lead to: the python of a virtual environment is a link to another one's.
+    # Compare the folders, not the targets of links: a virtual environment's python links to the base interpreter.
     same = found and Path(found).parent == Path(sys.executable).parent and os.path.samefile(found, sys.executable)
     python = "python" if same else _shown(sys.executable)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
@@ -308,7 +313,7 @@ def command_line(words: Sequence[str], *, processes: int = 1) -> str:
 
 
 def _shown(path: str) -> str:
-    """A path relative to the current folder where it lies in it."""
+    """Return a path relative to the current folder if it is inside that folder, else unchanged."""
     try:
         return os.fspath(Path(path).relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The pictures: one run's loss, and several optimizers on one sheet."""
+"""Plots of a run's losses, of several optimizers, and of the owners of matrices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INK = mfx.plot.COLORS["gray"]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours, about a twentieth of all: it does not lag behind a falling curve."""
+    """Return a centered moving mean over about a twentieth of all values, which does not lag behind the curve."""
     half = max(1, len(values) // 40)
     windows = [values[max(0, at - half) : at + half + 1] for at in range(len(values))]
     return [sum(window) / len(window) for window in windows]
@@ -30,7 +30,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 @mfx.plot.style()
 def plot_run(metrics: Mapping[str, Any], path: Path) -> None:
-    """Draw training loss (raw, faint, and smoothed) and validation loss over the steps of one run."""
+    """Draw the training loss (raw in a pale line, and smoothed) and the validation loss over the steps of one run."""
     losses, validation = metrics["train_losses"], metrics["validation"]
     config = metrics["config"]
     color = COLORS[config["optimizer"]]
@@ -48,7 +48,7 @@ def plot_run(metrics: Mapping[str, Any], path: Path) -> None:
     axes.set_title(f"{NAMES[config['optimizer']]}, {parameters}: {final}", fontsize=10.5)
     _dress(axes, "step")
     if len(losses) > 100:
-        axes.set_ylim(min(losses) - 0.1, 3.2)  # without the first steps, which fall from log 256
+        axes.set_ylim(min(losses) - 0.1, 3.2)  # cut off the first steps, where the loss starts at log 256
     _label_ends(axes, len(losses), ends)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -56,7 +56,7 @@ def plot_run(metrics: Mapping[str, Any], path: Path) -> None:
 
 @mfx.plot.style()
 def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draw several optimizers' losses on one sheet: over steps, and over seconds spent in training steps."""
+    """Draw the losses of several optimizers over steps, and over seconds spent in training steps."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), sharey=True)
     for name, metrics in runs.items():
         losses, validation, color = metrics["train_losses"], metrics["validation"], COLORS[name]
@@ -68,8 +68,8 @@ def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         right.plot([point["seconds"] for point in validation], ys, label=label, **marks)
     _dress(left, "step")
     _dress(right, "seconds in training steps")
-    judged = [point["loss"] for metrics in runs.values() for point in metrics["validation"]]
-    left.set_ylim(min(judged) - 0.08, max(judged) + 0.12)  # the very first steps are alike, and far above
+    val_losses = [point["loss"] for metrics in runs.values() for point in metrics["validation"]]
+    left.set_ylim(min(val_losses) - 0.08, max(val_losses) + 0.12)  # cut off the steep first steps
     right.set_ylabel("")
     left.set_title("equal steps (faint: training loss, smoothed)", fontsize=10)
     right.set_title("the same, by time", fontsize=10)
@@ -81,7 +81,7 @@ def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def plot_owners(plan: Plan, path: Path) -> None:
-    """Draw which process computes which matrices."""
+    """Draw the owner of each matrix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ax = mfx.plot.plot_plan(plan)
     ax.figure.savefig(path)
@@ -89,7 +89,7 @@ def plot_owners(plan: Plan, path: Path) -> None:
 
 
 def _label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write names to the right of the curves' ends, the higher one a little higher and the lower one a little lower."""
+    """Write the names to the right of the ends of the curves, shifted apart."""
     for rank, (y, text, color) in enumerate(sorted(ends)):
         shift = 0 if len(ends) == 1 else (-10, 10)[rank]
         put = {"xytext": (9, shift), "textcoords": "offset points", "va": "center", "annotation_clip": False}
@@ -97,7 +97,7 @@ def _label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) ->
 
 
 def _dress(axes: Axes, xlabel: str) -> None:
-    """Labels, and the steps from the first on."""
+    """Set the labels of both axes, and let the x-axis begin at 0."""
     axes.set_xlabel(xlabel)
     axes.set_ylabel("loss (nats per byte)")
     axes.set_xlim(left=0)

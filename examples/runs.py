@@ -1,8 +1,8 @@
-"""A run: what it measures, how it is shown, and how it is kept on disk.
+"""A run: its measurements, its progress bar and its files.
 
-A checkpoint (`muonfx.checkpoint`) holds parameters and optimizer state under their names, and everything else as JSON;
-the newest two of a run are kept. The other files are written beside their names and then moved there, so that a run
-that is killed while it writes leaves the old ones whole.
+A checkpoint (`muonfx.checkpoint`) holds parameters and optimizer state by name, and everything else as JSON. The newest
+two of a run are kept. Other files are written under a temporary name and then renamed, so that a run that is killed
+while it writes leaves the old files intact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import of_first, rank
+from processes import from_rank_0, rank
 from text import Corpus
 from tqdm import tqdm
 
@@ -34,7 +34,7 @@ TRAINING = ("forward and backward", "optimizer")
 
 @dataclass
 class Run:
-    """What a run has measured so far."""
+    """The measurements of a run so far."""
 
     config: Any
     corpus: Corpus
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Number of completed steps."""
         return len(self.train_losses)
 
     @property
@@ -56,22 +56,22 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Bytes trained on, by second of training step."""
+        """Bytes trained on per second of training steps."""
         return self.step * self.config.batch * self.config.context / (self.training_seconds or 1.0)
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
-        """Add the seconds that the block takes."""
+        """Add the seconds of the ``with`` block to a category of ``seconds``."""
         started = time.perf_counter()
         yield
         self.seconds[what] += time.perf_counter() - started
 
     def add_validation(self, loss: float) -> None:
-        """Note a validation loss, and the step and the training seconds at which it was measured."""
+        """Record a validation loss with the current step and training seconds."""
         self.validation.append({"step": self.step, "loss": loss, "seconds": round(self.training_seconds, 3)})
 
     def metrics(self) -> dict[str, Any]:
-        """All that there is to tell, for a JSON file."""
+        """Return all measurements, for metrics.json."""
         now = time.perf_counter()
         self.seconds["wall"] += now - self._seen
         self._seen = now
@@ -98,47 +98,49 @@ class Run:
         }
 
     def save(self, folder: Path, tx: Any, params: Any, state: Any) -> None:
-        """Write a checkpoint of the step that is done; all processes together, each its pieces."""
+        """Write a checkpoint of the completed step. All processes must call this; each writes its shards."""
         checkpoint.save(
             checkpoint.step_path(folder, self.step),
             state,
             tx=tx if isinstance(tx, mfx.Transform) else None,
             params=params,
             step=self.step,
-            # As text: a diverged run has losses that JSON cannot hold. Of one process: all must save the same.
-            extra={"metrics": of_first(json.dumps(self.metrics()))},
+            # As text, because the JSON of a checkpoint cannot hold the infinite losses of a diverged run.
+            # From rank 0, because `extra` must be equal on all ranks.
+            extra={"metrics": from_rank_0(json.dumps(self.metrics()))},
             keep=KEPT,
         )
 
     def load(self, folder: Path, tx: Any, params: Any, state: Any) -> None:
-        """Fill fresh parameters and a fresh state from the newest checkpoint, and take over its history.
-
-        However the run was shared out that wrote it, it is read as this one is.
+        """Load parameters, state and measurements from the newest checkpoint, written under any sharding strategy.
 
         Raises:
             CheckpointError: the checkpoint has other tensors, belongs to another chain, or is damaged.
-            ValueError: it was trained on another text. Nothing has been filled then.
+            ValueError: the run was trained on another text. Nothing is changed in this case.
         """
         path = newest(folder)
         past = read_metrics(path)
         if past["text"]["digest"] != self.corpus.digest:
-            raise ValueError(f"{path} was trained on another text than is here now (another Python version?)")
+            raise ValueError(
+                f"{path}: found another text than when this run began, expected the same: "
+                "resume it with the same --text or Python version"
+            )
         fill(path, tx, params, state)
         self.train_losses, self.validation, self.seconds = past["train_losses"], past["validation"], past["seconds"]
 
 
 def fill(path: Path, tx: Any, params: Any, state: Any) -> None:
-    """Overwrite parameters and state with those of a checkpoint."""
+    """Overwrite parameters and state in place with the values of a checkpoint."""
     own = tx if isinstance(tx, mfx.Transform) else None
     saved = (checkpoint.load_params(path, like=params, tx=own), checkpoint.load(path, like=state, tx=own))
     mfx.tree.map(lambda fresh, old: fresh if fresh is None else fresh.copy_(old), (params, state), saved)
 
 
 def newest(folder: Path) -> Path:
-    """The newest good checkpoint in a folder.
+    """Return the newest complete checkpoint in a folder.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: the folder has no checkpoint.
     """
     path = checkpoint.latest(folder)
     if path is None:
@@ -147,28 +149,28 @@ def newest(folder: Path) -> Path:
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """Read the metrics in a checkpoint, and none of its tensors."""
+    """Read the metrics of a checkpoint, without its tensors."""
     return json.loads(checkpoint.inspect(path).extra["metrics"])
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all; a list of numbers takes one line."""
+    """Write a JSON file atomically, with one line per top-level key."""
     lines = [f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @contextmanager
 def ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C into a question to ask between steps, so that no step is left half done; the second ends at once.
+    """Yield a function that returns True after Ctrl-C, so that a run stops between two steps.
 
-    Not under torchrun, which passes on to its processes what they have got from the terminal already.
+    The second Ctrl-C stops at once, except under torchrun, which forwards each Ctrl-C and so delivers it twice.
     """
     pressed: list[int] = []
 
@@ -186,7 +188,7 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def progress_bar(run: Run) -> Iterator[Callable[[float], None]]:
-    """Show a bar; what it yields takes the learning rate of the step that is done."""
+    """Show a progress bar. Yield a function that advances it by a step and takes the learning rate of that step."""
     name = f"{run.config.optimizer:<10}"
     with tqdm(
         total=run.config.steps, initial=run.step, desc=name, unit="step", dynamic_ncols=True, disable=rank() > 0
@@ -202,11 +204,11 @@ def progress_bar(run: Run) -> Iterator[Callable[[float], None]]:
 
 
 def cores(most: int = 4) -> int:
-    """How many threads to use: what OMP_NUM_THREADS says, else the cores that this process may use, up to ``most``."""
+    """Return the number of threads: OMP_NUM_THREADS if set, else the available cores, at most ``most``."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:  # a container's share of the machine; threads beyond it only wait for each other
+    try:  # the CPU quota of a container; more threads would only wait for each other
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         usable = min(usable, max(1, round(int(quota) / int(period))))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""What state in fewer bits costs: the small GPT with each dtype of its state, same weights and batches for all.
+"""The validation loss of a small GPT for each dtype of the optimizer state, from the same weights and batches.
 
-``python examples/state_dtypes.py`` trains the model of ``train_gpt.py --quick`` for longer, and with ``--full`` the
-default one; it writes results/state_dtypes.json (or state_dtypes_full.json) and prints a table.
+``python examples/state_dtypes.py`` trains the model of ``train_gpt.py --quick`` for more steps, or with ``--full`` the
+default model. It writes results/state_dtypes.json (or state_dtypes_full.json) and prints a table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import muonfx as mfx
 
 RESULTS = Path(__file__).parent / "results"
 
-# Beyond what train_gpt.py offers: one book for all, and second moments that are rounded to the nearest level.
+# More than train_gpt.py offers: one codebook for all state, and second moments rounded to the nearest level.
 DYNAMIC = mfx.int8(code="dynamic")
 FURTHER = {
     "int8, all linear": (mfx.int8(), mfx.int8(), mfx.int8(stochastic=True)),
@@ -33,7 +33,7 @@ FURTHER = {
 
 
 def bytes_of_state(config: options.Config) -> dict[str, float]:
-    """Bytes of optimizer state for each parameter: of all, and of those in matrices."""
+    """Return the bytes of optimizer state per parameter: over all parameters, and over matrices."""
     model = GPT(width=config.width, depth=config.depth, context=config.context, seed=config.seed)
     params = {name: param.detach().to("meta") for name, param in model.named_parameters()}
     tx = train_gpt.make_optimizer(config, mfx.default_labels(model, muon="hidden", other="rest"))
@@ -82,9 +82,9 @@ def trained(config: options.Config, out: Path) -> float:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The results as Markdown: loss, and the difference from fp32 seed by seed."""
+    """Return a Markdown table of the losses and, for each seed, the differences from fp32."""
     lines = [
-        "| optimizer, state | bytes a parameter | validation loss | minus that of fp32, each seed |",
+        "| optimizer, state | bytes per parameter | validation loss | difference from fp32, each seed |",
         "| --- | ---: | ---: | --- |",
     ]
     for name, row in found.items():

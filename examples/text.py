@@ -1,8 +1,8 @@
-"""Real text that every machine with Python has: the standard library's own source files, byte by byte.
+"""The training text: the source files of Python's standard library, as bytes.
 
-A file goes to training or to validation by a hash of its relative path, so the split does not depend on the machine.
-The bytes depend on the Python version, and `Corpus.digest` says whether two runs read the same. A batch is a pure
-function of the seed and the step, which is what lets a resumed run go on exactly where it stopped.
+A hash of a file's relative path assigns the file to training or validation, so the split is the same on every machine.
+The bytes depend on the Python version; two runs with equal `Corpus.digest` read the same text. A batch is a pure
+function of the seed and the step, so a resumed run continues with the same batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Tests, data in the guise of source (code pages, help texts), other packages, and what some installations lack.
+# Tests, data in source files (code pages, help texts), other packages, and modules that some installations lack.
 EXCLUDED = {
     *("test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "__pycache__"),
     *("site-packages", "dist-packages", "lib-dynload", "ensurepip", "distutils", "tkinter"),
@@ -25,15 +25,15 @@ EXCLUDED = {
 }
 EXCLUDED_PREFIXES = (".", "config-", "_sysconfigdata")
 SUFFIXES = (".py", ".txt", ".md")
-MINIMUM = 20_000  # bytes in each split, below which there is nothing to learn
+MINIMUM = 20_000  # bytes in each split
 
 
 class NoText(Exception):
-    """There is no text to train on; the message says what to do."""
+    """Raised if there is too little text to train on."""
 
 
 class Corpus(NamedTuple):
-    """Two disjoint sets of files, each as one row of bytes."""
+    """The training and validation texts, from disjoint sets of files."""
 
     train: Tensor
     """uint8."""
@@ -44,15 +44,15 @@ class Corpus(NamedTuple):
     validation_files: list[str]
     """Relative paths, sorted."""
     digest: str
-    """Of all bytes and paths: equal for two runs that read the same text."""
+    """Hash of all bytes and paths."""
 
     def batch(self, seed: int, step: int, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, (size, context) int64: random windows that depend on seed and step alone."""
+        """Return random inputs and targets (size, context) int64 that depend on the seed and the step alone."""
         draw = random.Random(f"{seed}:{step}")
         return _windows(self.train, [draw.randrange(len(self.train) - context) for _ in range(size)], context)
 
     def validation_batches(self, count: int, size: int, context: int) -> list[tuple[Tensor, Tensor]]:
-        """The fixed batches that every run is judged on: windows spread evenly over the validation text."""
+        """Return the validation batches, the same for every run: windows spread evenly over the validation text."""
         stride = (len(self.validation) - context - 1) / (count * size)
         starts = [int(stride * place) for place in range(count * size)]
         return [_windows(self.validation, starts[i : i + size], context) for i in range(0, len(starts), size)]
@@ -70,7 +70,7 @@ def _windows(text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Ten
 
 
 def is_validation(relative: str) -> bool:
-    """Whether a file belongs to validation: one in ten, by a hash of its relative path."""
+    """Return True if a file is used for validation: one in ten, by a hash of its relative path."""
     return hashlib.sha256(relative.encode()).digest()[0] < 26
 
 
@@ -78,7 +78,7 @@ def read_corpus(folder: Path | None = None) -> Corpus:
     """Read the Python standard library, or the ``.py``, ``.txt`` and ``.md`` files of a folder.
 
     Raises:
-        NoText: there are too few bytes, for example because this Python keeps its library in a zip file.
+        NoText: there are too few bytes, for example because this Python has its library in a zip file.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     files: dict[bool, list[str]] = {False: [], True: []}
@@ -93,16 +93,16 @@ def read_corpus(folder: Path | None = None) -> Corpus:
     if min(len(text) for text in texts.values()) < MINIMUM:
         whose = "the folder given with --text" if folder else "this Python's standard library (is it in a zip file?)"
         raise NoText(
-            f"{whose} has too little text: {len(files[False])} files with {len(texts[False])} bytes to train on and "
-            f"{len(files[True])} with {len(texts[True])} to validate on, of at least {MINIMUM} each; "
-            "name a folder of .py, .txt or .md files with --text FOLDER"
+            f"{whose} has too little text: found {len(texts[False])} bytes in {len(files[False])} files for training "
+            f"and {len(texts[True])} in {len(files[True])} for validation, expected at least {MINIMUM} each: "
+            "choose another folder of .py, .txt or .md files with --text FOLDER"
         )
     train, validation = (torch.frombuffer(texts[split], dtype=torch.uint8) for split in (False, True))
     return Corpus(train, validation, files[False], files[True], digest.hexdigest()[:16])
 
 
 def _found(root: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """The relative paths of the text files under a folder, with slashes, sorted."""
+    """Return the sorted relative paths of the text files under a folder, with forward slashes."""
     found: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not _excluded(name)]

@@ -1,8 +1,8 @@
-"""A small convolutional net learns handwritten digits with Muon and AdamW, beside AdamW alone.
+"""A small convolutional network on handwritten digits: Muon with AdamW, compared with AdamW alone.
 
-``python examples/vision.py`` trains both with three seeds, in less than a minute on two CPU cores. The 1,797 images of
-8 x 8 pixels come with scikit-learn; nothing is downloaded. ``--plot PATH`` draws the result, ``--rates`` tries the
-learning rates that the ones below were chosen from.
+``python examples/vision.py`` trains with both and three seeds each, in less than a minute on two CPU cores. The 1,797
+images of 8 x 8 pixels come with scikit-learn; nothing is downloaded. ``--plot PATH`` draws the result. ``--rates``
+repeats the search for the learning rates below.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.nn import functional as F
 import muonfx as mfx
 
 BATCH = 64
-# Each the best of --rates: the mean validation loss of seeds 100 to 102, whose splits and weights appear nowhere else.
+# The best rates of --rates, by the mean validation loss of seeds 100 to 102, which are used nowhere else.
 RATES = {"Muon": 0.004, "AdamW": 0.064}
 TRIED = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064)
 
 
 def make_model() -> nn.Module:
-    """(batch, 1, 8, 8) to (batch, 10)."""
+    """Return a network from images (batch, 1, 8, 8) to logits (batch, 10)."""
     model = nn.Sequential()
-    model.stem = nn.Conv2d(1, 32, 3, padding=1)  # names count: "stem" and "head" say what is not a hidden matrix
+    model.stem = nn.Conv2d(1, 32, 3, padding=1)  # default_labels excludes "stem" and "head"
     model.act1 = nn.ReLU()
     model.body1 = nn.Conv2d(32, 64, 3, stride=2, padding=1)
     model.act2 = nn.ReLU()
@@ -41,10 +41,10 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(name: str, model: nn.Module, rate: float, steps: int) -> mfx.Transform:
-    """Muon takes a kernel (out, in, height, width) for a matrix of ``out`` rows; the labels say which it gets."""
+    """Return an optimizer. Muon treats a kernel (out, in, height, width) as a matrix with ``out`` rows."""
     schedule = mfx.warmup_cosine_decay_schedule(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
     if name == "Muon":
-        # fp32 and not "auto", which times this CPU: the same numbers on every machine but for rounding.
+        # "auto" would time this CPU; with fp32 the results are the same on every machine up to rounding.
         return mfx.muon_with_adamw(
             schedule, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
         )
@@ -52,7 +52,7 @@ def make_optimizer(name: str, model: nn.Module, rate: float, steps: int) -> mfx.
 
 
 def split(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """1,297 images to train on and 500 to validate on: (count, 1, 8, 8) float32 from 0 to 1, (count,) int64."""
+    """Return 1,297 training and 500 validation images: (count, 1, 8, 8) float32 from 0 to 1, and (count,) int64."""
     pixels, digits = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -61,8 +61,8 @@ def split(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def train(name: str, rate: float, seed: int, epochs: int) -> list[tuple[float, float]]:
-    """Train from the seed's weights on the seed's batches; validation loss and error, a share, after each epoch."""
-    (images, labels), (judge_images, judge_labels) = split(seed)
+    """Train with the weights and batches of a seed; return the validation loss and error rate after each epoch."""
+    (images, labels), (val_images, val_labels) = split(seed)
     torch.manual_seed(seed)
     model = make_model()
     params = {name: param.detach() for name, param in model.named_parameters()}
@@ -73,16 +73,16 @@ def train(name: str, rate: float, seed: int, epochs: int) -> list[tuple[float, f
     def loss_of(params: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(model, params, (images,)), labels)
 
-    judged = []
+    results = []
     for _ in range(epochs):
         for batch in torch.randperm(len(images))[: batches * BATCH].view(batches, BATCH):
             grads, _loss = grad_and_value(loss_of)(params, images[batch], labels[batch])
             updates, state = tx.update(grads, state, params)
             params = mfx.apply_updates(params, updates)
-        logits = functional_call(model, params, (judge_images,))
-        wrong = (logits.argmax(dim=1) != judge_labels).float().mean().item()
-        judged.append((F.cross_entropy(logits, judge_labels).item(), wrong))
-    return judged
+        logits = functional_call(model, params, (val_images,))
+        wrong = (logits.argmax(dim=1) != val_labels).float().mean().item()
+        results.append((F.cross_entropy(logits, val_labels).item(), wrong))
+    return results
 
 
 def main(seeds: int = 3, epochs: int = 10, plot: Path | None = None) -> dict[str, list[list[tuple[float, float]]]]:
@@ -96,7 +96,7 @@ def main(seeds: int = 3, epochs: int = 10, plot: Path | None = None) -> dict[str
         losses, errors = zip(*(run[-1] for run in runs[name]), strict=True)
         print(
             f"{name:<6} rate {rate:<6g} validation loss {spread(losses, '{:.3f}')}, "
-            f"wrong {spread(errors, '{:.1%}')} after {epochs} epochs; {seconds:.1f} s a run"
+            f"wrong {spread(errors, '{:.1%}')} after {epochs} epochs; {seconds:.1f} s per run"
         )
     if plot is not None:
         draw(runs, plot)
@@ -105,16 +105,16 @@ def main(seeds: int = 3, epochs: int = 10, plot: Path | None = None) -> dict[str
 
 
 def spread(values: tuple[float, ...], form: str) -> str:
-    """The mean of the seeds, and from where to where they go."""
+    """Format the mean and the range over the seeds."""
     return f"{form} ({form} to {form})".format(statistics.mean(values), min(values), max(values))
 
 
 def draw(runs: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:
-    """Loss and error over the epochs: each seed faint, the mean of all in full."""
+    """Draw loss and error over the epochs: each seed in a pale line, their mean in a full one."""
     from matplotlib import pyplot as plt
 
     colors = {"Muon": mfx.plot.COLORS["blue"], "AdamW": mfx.plot.COLORS["orange"]}
-    titles = ("validation loss (nats per image)", "images of 500 that are read wrong (%)")
+    titles = ("validation loss (nats per image)", "misclassified images of 500 (%)")
     with mfx.plot.style():
         figure, panels = plt.subplots(1, 2)
         for which, (ax, title, unit) in enumerate(zip(panels, titles, (1, 100), strict=True)):
@@ -143,7 +143,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the result: .svg or .png")
-    parser.add_argument("--rates", action="store_true", help="try the learning rates instead")
+    parser.add_argument("--rates", action="store_true", help="compare learning rates instead")
     options = parser.parse_args()
     if options.rates:
         try_rates(options.epochs)

@@ -1,4 +1,4 @@
-"""Print the table of docs/defaults.md: defaults of Optax, torch and muonfx side by side, read from their signatures."""
+"""Print the table of docs/defaults.md: the defaults of Optax, torch and muonfx, read from their signatures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _cell(place: Place) -> str:
 
 
 def table() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     head = "| | Optax | torch | muonfx |\n| --- | --- | --- | --- |"
     return "\n".join([head, *(f"| {what} | {' | '.join(map(_cell, places))} |" for what, *places in ROWS)])
 

@@ -1,6 +1,6 @@
 """Draw the pictures of the concept pages into docs/assets/concepts: `.venv/bin/python scripts/draw_concepts.py`.
 
-Plain SVG, in middle tones on no ground, so that one file reads well in light and dark.
+The pictures are plain SVG in medium tones without a background, readable on light and dark pages.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ MONO = "font-family='ui-monospace, DejaVu Sans Mono, Menlo, Consolas, monospace'
 
 @dataclass
 class Picture:
-    """An SVG under construction; coordinates are pixels from the top left."""
+    """Builder of an SVG; coordinates are pixels from the top left."""
 
     width: int
     height: int
@@ -21,7 +21,7 @@ class Picture:
     parts: list[str] = field(default_factory=list)
 
     def text(self, x: float, y: float, text: str, color: str = GRAY, size: int = 13, anchor: str = "middle", **kw: str):
-        """Write one line, its middle (or start, or end) at x and its baseline at y."""
+        """Add one line of text, with its middle (or start, or end) at x and its baseline at y."""
         style = MONO if kw.get("mono") else "font-family='system-ui, sans-serif'"
         weight = " font-weight='600'" if kw.get("bold") else ""
         self.parts.append(
@@ -30,21 +30,21 @@ class Picture:
         )
 
     def box(self, x: float, y: float, w: float, h: float, color: str = BLUE, fill: float = 0.12, radius: int = 6):
-        """Draw a rectangle with a pale filling."""
+        """Add a rectangle with a pale fill."""
         self.parts.append(
             f"<rect x='{x}' y='{y}' width='{w}' height='{h}' rx='{radius}' stroke='{color}' stroke-width='1.5' "
             f"fill='{color}' fill-opacity='{fill}'/>"
         )
 
     def node(self, x: float, y: float, w: float, name: str, below: str = "", color: str = BLUE):
-        """Draw a box of 34 pixels with a name in it and a remark below it."""
+        """Add a box 34 pixels high that contains a name, and a remark below it."""
         self.box(x, y, w, 34, color)
         self.text(x + w / 2, y + 22, name, color, mono="yes", bold="yes")
         if below:
             self.text(x + w / 2, y + 52, below, size=12)
 
     def arrow(self, *points: tuple[float, float], color: str = GRAY, dashed: bool = False):
-        """Draw a line through the points with a head at its end."""
+        """Add a line through the points with an arrow head at its end."""
         path = " ".join(f"{x},{y}" for x, y in points)
         dash = " stroke-dasharray='4 4'" if dashed else ""
         self.parts.append(
@@ -52,13 +52,13 @@ class Picture:
         )
 
     def grid(self, x: float, y: float, rows: int, columns: int, cell: int, color: str = GRAY, fill: float = 0.0):
-        """Draw a matrix of empty cells."""
+        """Add a matrix of empty cells."""
         for row in range(rows):
             for column in range(columns):
                 self.box(x + column * cell, y + row * cell, cell, cell, color, fill, radius=0)
 
     def save(self, name: str):
-        """Write the file."""
+        """Write the SVG to a file."""
         head = (
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {self.width} {self.height}' "
             f"width='{self.width}' height='{self.height}' role='img'>\n<title>{self.title}</title>\n"
@@ -70,7 +70,7 @@ class Picture:
 
 
 def step():
-    """The path of a gradient to the arithmetic of a transform; the page names the function of each numbered arrow."""
+    """Draw the path of a gradient to the arithmetic of a transform; the page explains each numbered arrow."""
     p = Picture(720, 446, "The path of a gradient: checks, the executor, three kinds of nodes, and the updates")
 
     def numbered(number: int, *points: tuple[float, float]):
@@ -108,15 +108,15 @@ def step():
 
 
 def transform():
-    """Two pure functions: init once, update at each step."""
-    p = Picture(720, 190, "init makes a state from parameters; update makes updates and the next state")
+    """Draw the two pure functions of a transform: init, called once, and update, called at each step."""
+    p = Picture(720, 190, "init creates a state from parameters; update returns updates and the next state")
     p.node(20, 20, 90, "params", color=GRAY)
     p.node(170, 20, 90, "init")
     p.node(320, 20, 90, "state", "a tree of tensors", color=GREEN)
     p.arrow((110, 37), (168, 37))
     p.arrow((260, 37), (318, 37))
     p.node(20, 110, 110, "gradients", color=GRAY)
-    p.node(300, 110, 130, "update", "writes to none of its inputs")
+    p.node(300, 110, 130, "update", "modifies none of its inputs")
     p.node(500, 90, 110, "updates", color=ORANGE)
     p.node(500, 138, 110, "state", color=GREEN)
     p.arrow((130, 127), (298, 127))
@@ -131,7 +131,7 @@ def transform():
 
 
 def chain():
-    """A chain with a partition in it, and the state of each part below."""
+    """Draw a chain that contains a partition, with the state of each part below it."""
     p = Picture(860, 210, "A chain: clipping, then a partition of Muon and Adam, then the learning rate")
     p.text(40, 82, "gradients", anchor="middle")
     p.arrow((76, 77), (98, 77))
@@ -149,13 +149,13 @@ def chain():
     p.node(660, 60, 110, "rate", "count")
     p.arrow((770, 77), (796, 77))
     p.text(826, 82, "updates", ORANGE)
-    p.text(430, 200, "the state is a dict by the transforms' names; a partition's has an entry for each label", size=12)
+    p.text(430, 200, "the state is a dict by names of transforms; a partition has an entry for each label", size=12)
     p.save("chain")
 
 
 def locality():
-    """Draw the part of the updates that one element of the output depends on, by locality."""
-    p = Picture(760, 200, "One element of the output, and what ELEMENT, MATRIX, LEAF and TREE must see for it")
+    """Draw the part of the input that one element of the output depends on, for each locality."""
+    p = Picture(760, 200, "One element of the output, and the inputs that it depends on for each locality")
     cell = 13
 
     def leaf(x: float, y: float, stack: int, seen: str, chosen: bool = True):
@@ -178,15 +178,17 @@ def locality():
     p.text(640, 24, "TREE", BLUE, mono="yes", bold="yes")
     p.text(640, 152, "the global norm", size=12)
     p.box(160, 176, 11, 11, ORANGE, 0.95, radius=0)
-    p.text(178, 186, "the element that is computed", size=12, anchor="start")
+    p.text(178, 186, "one element of the output", size=12, anchor="start")
     p.box(400, 176, 11, 11, BLUE, 0.22, radius=0)
-    p.text(418, 186, "what must be seen for it", size=12, anchor="start")
+    p.text(418, 186, "the inputs that it depends on", size=12, anchor="start")
     p.save("locality")
 
 
 def owner():
-    """A matrix cut over four ranks goes to its owner, is orthogonalized once, and its pieces come back."""
-    p = Picture(800, 230, "Four ranks hold a quarter each; the owner gets the matrix, computes once, sends pieces back")
+    """Draw a matrix sharded over four ranks, which is gathered on its owner, orthogonalized once and scattered."""
+    p = Picture(
+        800, 230, "Four ranks hold a shard each; the owner gathers the matrix, computes once, scatters the result"
+    )
     colors = (BLUE, ORANGE, GREEN, "#b0568f")
     for rank, color in enumerate(colors):
         y = 20 + 46 * rank
@@ -196,7 +198,7 @@ def owner():
         p.arrow((192, y + 17), (268, 60 + 24 * rank))
         p.box(270, 48 + 24 * rank, 130, 24, color, 0.3, radius=0)
         p.box(540, 48 + 24 * rank, 130, 24, color, 0.3, radius=0)
-    p.text(335, 38, "whole, at its owner", size=12)
+    p.text(335, 38, "gathered on its owner", size=12)
     p.arrow((402, 96), (538, 96))
     p.text(470, 86, "orthogonalize", BLUE, size=12, mono="yes", bold="yes")
     p.text(470, 116, "once, on one rank", size=12)
@@ -205,12 +207,12 @@ def owner():
         y = 20 + 46 * rank
         p.arrow((672, 60 + 24 * rank), (708, y + 17))
         p.box(710, y, 70, 34, color)
-    p.text(400, 222, "momentum before it and weight decay behind it run where the pieces lie", size=12)
+    p.text(400, 222, "momentum before it and weight decay after it run on the local shards", size=12)
     p.save("owner")
 
 
 def polynomials():
-    """Draw two coefficient sets as functions of a singular value."""
+    """Draw the polynomials of two presets as functions of a singular value."""
     import matplotlib
 
     matplotlib.use("svg")

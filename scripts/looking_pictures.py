@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/looking.md: ``python scripts/looking_pictures.py [folder]``, by default docs/assets."""
+"""Draw the pictures of docs/looking.md: ``python scripts/looking_pictures.py [folder]``; default: docs/assets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import muonfx as mfx
 
-mpl.use("Agg")  # files only
+mpl.use("Agg")  # writes files without a display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
@@ -19,7 +19,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "docs" / "assets"
 
 
 def params_of_a_model() -> dict[str, Tensor]:
-    """The parameters of a small transformer, from a fixed seed."""
+    """Return the parameters of a small transformer from a fixed seed."""
     random, width = torch.Generator().manual_seed(0), 64
     shapes: dict[str, tuple[int, ...]] = {"wte": (256, width)}
     for block in range(3):
@@ -34,7 +34,7 @@ def params_of_a_model() -> dict[str, Tensor]:
 
 
 def pictures() -> dict[str, Axes]:
-    """The axes of each picture, by the name of its file."""
+    """Return the axes of each picture by file name."""
     params = params_of_a_model()
     labels = mfx.select.default_labels_by_name(params)
     found = {"looking-polynomial": mfx.plot.plot_polynomial("polar_express_5")}
@@ -43,7 +43,7 @@ def pictures() -> dict[str, Axes]:
     matrix = params["blocks.0.mlp.up"] @ torch.diag(torch.logspace(0, -2, 64))
     found["looking-spectrum"] = mfx.plot.plot_spectrum(matrix, mfx.polar.orthogonalize(matrix, dtype=torch.float32))
 
-    fp32 = mfx.orthogonalize(dtype=torch.float32)  # of "auto", the sizes in the picture of the plan are the machine's
+    fp32 = mfx.orthogonalize(dtype=torch.float32)  # with "auto", the plan would depend on the machine
     muon = mfx.muon_with_adamw(0.02, 0.003, orthogonalize=fp32, labels=labels)
     tx = mfx.chain(
         mfx.monitor("gradients", ("rms",), by_leaf=True), muon, mfx.monitor("updates", ("rms",), by_leaf=True)
@@ -65,7 +65,7 @@ def pictures() -> dict[str, Axes]:
 
 
 def main(folder: Path = ASSETS) -> list[Path]:
-    """Write every picture to a folder; the same library makes the same files."""
+    """Write every picture to a folder; the files are reproducible."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     with mfx.plot.style():

@@ -1,7 +1,7 @@
-"""The public face of muonfx, read by importing it: what the documentation must show and its checks must find.
+"""The public names of muonfx, found by importing it. The documentation and its tests use this list.
 
-A module is public when it is the package itself, a folder directly under it, or a file that the `__all__` of one of
-these names; its symbols are what its own `__all__` names. One that several lists name is shown once, by its first path.
+A module is public if it is the package itself, a folder directly under it, or a file in the `__all__` of one of these.
+The symbols of a module are the names in its `__all__`. A symbol in several lists is documented once, at its first path.
 """
 
 import ast
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Symbol:
-    """A public name: the path by which a user reaches it, the module that defines it, and the object."""
+    """A public name: the path for users, the module that defines it, and the object."""
 
     path: str
     module: str
@@ -31,22 +31,22 @@ class Symbol:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Last part of the path."""
         return self.path.rpartition(".")[2]
 
     @property
     def face(self) -> str:
-        """The public module whose list names it."""
+        """Public module whose `__all__` contains it."""
         return self.path.rpartition(".")[0]
 
     @property
     def is_data(self) -> bool:
-        """True for a value or an alias of types: documented by the string below its assignment."""
+        """True for a value or a type alias, which is documented by the string below its assignment."""
         return self.object is Any or not (inspect.isclass(self.object) or inspect.isroutine(self.object))
 
     @property
     def docstring(self) -> str:
-        """The docstring, or the string below the assignment of a value; empty if there is none."""
+        """Docstring, or the string below the assignment of a value; empty if there is none."""
         if self.is_data:
             lines = ModuleAnalyzer.for_module(self.module).find_attr_docs().get(("", self.name), [])
             return "\n".join(lines).strip()
@@ -54,19 +54,19 @@ class Symbol:
 
     @property
     def summary(self) -> str:
-        """The docstring's first line."""
+        """First line of the docstring."""
         return self.docstring.partition("\n")[0]
 
     @property
     def line(self) -> int:
-        """The line on which its definition begins."""
+        """First line of its definition."""
         if self.is_data:
             return next(node.lineno for node in _assignments(self.module, self.name))
         return inspect.getsourcelines(inspect.unwrap(self.object))[1]
 
     @property
     def assigned(self) -> str:
-        """The right-hand side of the assignment that makes a value or an alias, in one line."""
+        """Right-hand side of the assignment of a value or an alias, in one line."""
         return ast.unparse(next(node.value for node in _assignments(self.module, self.name) if node.value))
 
 
@@ -76,7 +76,7 @@ def _syntax(module: str) -> ast.Module:
 
 
 def _assignments(module: str, name: str) -> list[ast.Assign | ast.AnnAssign]:
-    """The statements of a module's own level that assign to a name."""
+    """Return the top-level statements of a module that assign to a name."""
     found: list[ast.Assign | ast.AnnAssign] = []
     for node in _syntax(module).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -86,7 +86,7 @@ def _assignments(module: str, name: str) -> list[ast.Assign | ast.AnnAssign]:
 
 
 def _home(module: str, name: str) -> str:
-    """The module that assigns a value, found by following the imports from one that names it."""
+    """Return the module that assigns a value, found by following imports."""
     for node in _syntax(module).body:
         if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
             assert node.module, f"{module} imports {name} relatively"
@@ -95,7 +95,7 @@ def _home(module: str, name: str) -> str:
 
 
 def public_modules() -> list[ModuleType]:
-    """The package itself, its folders, those that it lists first, and the files that their `__all__` name."""
+    """Return the package, its folders (those in its `__all__` first), and the files in their `__all__`."""
     folders = [info.name for info in pkgutil.iter_modules(muonfx.__path__) if info.ispkg and info.name[0] != "_"]
     folders.sort(key=lambda name: name not in muonfx.__all__)
     found: list[ModuleType] = [muonfx, *(importlib.import_module(f"muonfx.{name}") for name in folders)]
@@ -109,7 +109,7 @@ def public_modules() -> list[ModuleType]:
 
 @functools.cache
 def symbols() -> tuple[Symbol, ...]:
-    """Every public symbol once, in the order in which the lists name them."""
+    """Return every public symbol once, in the order of the lists."""
     found: dict[str, Symbol] = {}
     for face in public_modules():
         for name in getattr(face, "__all__", ()):
@@ -124,15 +124,17 @@ def symbols() -> tuple[Symbol, ...]:
 
 
 def symbols_of(*modules: str) -> list[Symbol]:
-    """The public names of modules and of those inside them: by module, in the order of the source, states last.
+    """Return the public symbols of modules and their submodules, in the order of the source, states last.
 
     Raises:
-        LookupError: a named module defines nothing public.
+        LookupError: a module defines no public name.
     """
     found: list[Symbol] = []
     for module in modules:
         own = [s for s in symbols() if (s.module + ".").startswith(module + ".") and s not in found]
         if not own:
-            raise LookupError(f"{module} defines no public name: see `__all__` of the public modules")
+            raise LookupError(
+                f"found no public name in {module}, expected one: add it to the `__all__` of a public module"
+            )
         found += sorted(own, key=lambda symbol: (symbol.module, symbol.name.endswith("State"), symbol.line))
     return found

@@ -1,15 +1,14 @@
-"""Record eight steps of another optimizer, to check conversions where it cannot be installed.
+"""Record eight steps of another optimizer, to test checkpoint conversions without installing it.
 
-With TORCHDYNAMO_DISABLE=1,
+Set TORCHDYNAMO_DISABLE=1 and run one of
 
     python scripts/record_conversions.py keller PATH/TO/muon.py
     python scripts/record_conversions.py moonlight PATH/TO/examples/toy_train.py
     python scripts/record_conversions.py dion PATH/TO/dion
 
-runs the original's own code on the parameters and gradients below and writes its state after three steps, and its
-parameters after three and after eight, into tests/checkpoint/convert/recorded/.
-Stubs replace the other imports of those files, and fp32 replaces bf16: with one rounding in two hundred, a wrong
-momentum can look right.
+This runs the original code on the parameters and gradients below. It writes the state after three steps, and the
+parameters after three and after eight steps, to tests/checkpoint/convert/recorded/. Stubs replace other imports of the
+original files. fp32 replaces bf16, because bf16's relative error of about 1/200 could hide a wrong momentum.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NUMBERS = {"lr": 0.03, "weight_decay": 0.1, "adam_lr": 0.01}
 
 
 def values(what: str) -> dict[str, list[float]]:
-    """Normal numbers for every parameter, flat; a function of a name alone."""
+    """Return flat lists of normal numbers for every parameter, which depend on the name ``what`` alone."""
     found = {}
     for name, shape in SHAPES.items():
         generator = random.Random(f"{what}/{name}")
@@ -42,12 +41,12 @@ def values(what: str) -> dict[str, list[float]]:
 
 
 def gradients(step: int) -> dict[str, list[float]]:
-    """The gradients of a step."""
+    """Return the gradients of a step."""
     return values(f"step {step}")
 
 
-class _Steps:
-    """Runs torch optimizers over named parameters."""
+class _Recorder:
+    """A torch optimizer on named parameters, with a record of its steps."""
 
     def __init__(self, make: Any) -> None:
         import torch
@@ -89,7 +88,7 @@ class _Steps:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as lists, for JSON."""
+    """Replace tensors by lists, for JSON."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -98,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def _import(path: str, stubs: tuple[str, ...] = ()) -> Any:
-    importlib.import_module("torch._dynamo")  # looks at what is imported, and does not know stubs
+    importlib.import_module("torch._dynamo")  # it inspects imported modules and fails on stubs, so it comes first
     for name in stubs:
         sys.modules.setdefault(name, MagicMock())
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -119,7 +118,7 @@ def keller(path: str) -> dict[str, Any]:
         groups = [{"params": [p["bias"]], **rest}, {"params": [p["up"], p["down"]], **matrix}]
         return module.SingleDeviceMuonWithAuxAdam(groups)
 
-    return _Steps(make).record("https://github.com/KellerJordan/Muon 857d1adc muon.py")
+    return _Recorder(make).record("https://github.com/KellerJordan/Muon 857d1adc muon.py")
 
 
 def moonlight(path: str) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def moonlight(path: str) -> dict[str, Any]:
     def make(p: Any) -> Any:
         return module.Muon(lr=NUMBERS["lr"], wd=0.1, muon_params=[p["up"], p["down"]], adamw_params=[p["bias"]])
 
-    return _Steps(make).record("https://github.com/MoonshotAI/Moonlight c2ad5b20 examples/toy_train.py")
+    return _Recorder(make).record("https://github.com/MoonshotAI/Moonlight c2ad5b20 examples/toy_train.py")
 
 
 def dion(path: str) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def dion(path: str) -> dict[str, Any]:
             [{"params": [p["up"], p["down"]]}, scalars], lr=NUMBERS["lr"], nesterov=True, weight_decay=0.1
         )
 
-    return _Steps(make).record("https://github.com/microsoft/dion 0a059a45 dion/muon.py")
+    return _Recorder(make).record("https://github.com/microsoft/dion 0a059a45 dion/muon.py")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Write docs/routed-models.md: where `default_labels` sends the parameters of models that people have, and why.
+"""Write docs/routed-models.md: the labels that `default_labels` gives the parameters of popular models, and why.
 
-The models are those of transformers, with tiny configurations, on the meta device: no weights are made or fetched.
-``--check`` changes nothing and fails if the page is not what this script would write.
+The models are those of transformers, with tiny configurations, on the meta device: no weights are created or
+downloaded. ``--check`` writes nothing, and fails if the page differs from the output of this script.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
     "ResNet": ("ResNetConfig", "ResNetForImageClassification", RESNET),
     "ConvNeXt": ("ConvNextConfig", "ConvNextForImageClassification", CONVNEXT),
 }
-"""Title, class of the configuration, class of the model, configuration."""
+"""Class of the configuration, class of the model, and configuration, by title."""
 
 HEAD = """# Models routed
 
-The labels and matrices that `mfx.default_labels`, and so `mfx.Muon(model)`, finds in models of
-transformers. The models are tiny here. A `#` is the number of a layer; only the first of several equal layers is
-shown. Parameters with fewer than two dims go to AdamW and are left out.
+The labels and matrices that `mfx.default_labels`, and therefore `mfx.Muon(model)`, chooses in models of
+transformers. The models are tiny. A `#` is the number of a layer; only the first of several equal layers is
+shown. Parameters with fewer than two dims use AdamW and are not shown.
 
-`scripts/routed_models.py` writes this page (`--check` compares), here with transformers {version}.
+`scripts/routed_models.py` writes this page (`--check` compares it), with transformers {version}.
 [Routing](routing.md) explains the rules and the columns.
 """
 
@@ -115,7 +115,7 @@ def page() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare, change nothing")
+    parser.add_argument("--check", action="store_true", help="compare the page and write nothing")
     new = page()
     if parser.parse_args().check:
         return int(PAGE.read_text() != new)

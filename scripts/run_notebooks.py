@@ -1,9 +1,8 @@
-"""Execute every notebook of the repository from top to bottom; the first cell that fails is an error.
+"""Execute every notebook of the repository from top to bottom. A cell that fails is an error.
 
-So is a notebook that takes longer than `--limit` seconds; an experiment may take three times that, as it measures. With
-`--write` the new outputs are kept in the files, which is how the committed outputs are made. Otherwise nothing is
-written, and cells whose text is not the committed one are named: another machine rounds differently, so that is no
-error.
+A notebook that takes longer than `--limit` seconds is an error too. `--write` saves the new outputs, as for the
+committed files. Without it nothing is written, and cells with a changed text are listed. A changed text is not an
+error, because other machines round differently.
 """
 
 import argparse
@@ -21,26 +20,26 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 300.0
-"""Seconds after which a notebook counts as hung; each takes less than a minute on an idle machine."""
+"""Time limit for a notebook in seconds; each takes less than a minute on an idle machine."""
 
 
 class Result(NamedTuple):
-    """One notebook's run."""
+    """Result of running one notebook."""
 
     seconds: float
     error: str | None
     changed: list[int]
-    """Numbers of the cells whose text is another than before."""
+    """Numbers of the cells with a changed text."""
 
 
 def find(paths: list[Path]) -> list[Path]:
-    """The given notebooks, or all of the repository's, experiments last."""
+    """Return the given notebooks, or all notebooks of the repository with experiments last."""
     folder = ROOT / "notebooks"
     return paths or [*sorted(folder.glob("*.ipynb")), *sorted(folder.glob("experiments/*.ipynb"))]
 
 
 def text_of(cell: Any) -> str:
-    """The text that a code cell printed and gave, without its pictures."""
+    """Return the text output of a code cell, without pictures."""
     outputs = cell.get("outputs", [])
     return "".join(
         output.get("text", "") + str(output.get("data", {}).get("text/plain", ""))
@@ -50,17 +49,17 @@ def text_of(cell: Any) -> str:
 
 
 def execute(path: Path, *, limit: float = LIMIT, write: bool = False) -> Result:
-    """Run one notebook in its own folder, for at most ``limit`` seconds in all."""
+    """Run one notebook in its own folder for at most ``limit`` seconds in total."""
     start = time.monotonic()
     notebook: Any = nbformat.read(path, as_version=4)
     before = [text_of(cell) for cell in notebook.cells]
     client = NotebookClient(
         notebook,
-        timeout_func=lambda cell: max(1, round(start + limit - time.monotonic())),  # what is left for this cell
+        timeout_func=lambda cell: max(1, round(start + limit - time.monotonic())),  # time left for this cell
         kernel_name="python3",
-        coalesce_streams=True,  # where one print ends and the next begins is a matter of chance
+        coalesce_streams=True,  # the split of output into messages is random
         resources={"metadata": {"path": str(path.resolve().parent)}},
-        extra_arguments=["--log-level=ERROR"],  # else a note in every log that the local socket is not encrypted
+        extra_arguments=["--log-level=ERROR"],  # hides a warning about the local socket
     )
     error = None
     try:
@@ -68,10 +67,10 @@ def execute(path: Path, *, limit: float = LIMIT, write: bool = False) -> Result:
     except CellTimeoutError:
         error = f"stopped after {limit:g} s in this cell:\n{running(notebook)}"
     except CellExecutionError as failure:
-        error = re.sub(r"\x1b\[[0-9;]*m", "", str(failure))  # colours of the traceback
+        error = re.sub(r"\x1b\[[0-9;]*m", "", str(failure))  # remove colours
     seconds = time.monotonic() - start
     if error is None and seconds > limit:
-        error = f"{seconds:.1f} s, and {limit:g} s are allowed"
+        error = f"took {seconds:.1f} s, expected at most {limit:g} s (--limit)"
     changed = [at for at, (cell, text) in enumerate(zip(notebook.cells, before, strict=True)) if text_of(cell) != text]
     if write and error is None:
         for cell in notebook.cells:
@@ -84,7 +83,7 @@ def execute(path: Path, *, limit: float = LIMIT, write: bool = False) -> Result:
 
 
 def shrink(png: str) -> str:
-    """The same picture with at most 128 colors, about a third as large; base64, as it comes."""
+    """Reduce a base64 picture to at most 128 colors, about a third of its size."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGBA")
@@ -94,21 +93,25 @@ def shrink(png: str) -> str:
 
 
 def running(notebook: Any) -> str:
-    """The source of the cell that ran last."""
+    """Return the source of the last cell that started."""
     started = [cell for cell in notebook.cells if "iopub.execute_input" in cell.metadata.get("execution", {})]
     return started[-1].source if started else "(none had started)"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all in notebooks/, experiments too")
-    parser.add_argument("--write", action="store_true", help="keep the new outputs")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one notebook (default: %(default)g)")
+    parser.add_argument(
+        "notebooks", nargs="*", type=Path, help="notebooks to run; default: all in notebooks/ and its experiments"
+    )
+    parser.add_argument("--write", action="store_true", help="save the new outputs")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="time limit for one notebook in seconds (default: %(default)g)"
+    )
     arguments = parser.parse_args()
     failed = False
     for path in find(arguments.notebooks):
         result = execute(path, limit=arguments.limit, write=arguments.write)
-        note = f"; other text than committed in cells {result.changed}" if result.changed and not result.error else ""
+        note = f"; changed text in cells {result.changed}" if result.changed and not result.error else ""
         print(f"{'FAILED' if result.error else 'ok':6} {path.name} ({result.seconds:.0f} s){note}", flush=True)
         if result.error:
             failed = True

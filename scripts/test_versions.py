@@ -1,7 +1,7 @@
-"""Run the tests of the core on the oldest torch that muonfx accepts and on the newest, each in its own environment.
+"""Run the core tests on the oldest supported torch and on the newest, each in a separate virtual environment.
 
-``make test-versions`` starts it; ``PYTHON=python3.13`` chooses the Python. The environments are kept in
-build/versions/. A package index may offer only GPU builds of these torch versions: about 3 GB to download for each.
+Run it with ``make test-versions``; ``PYTHON=python3.13`` selects the Python. The environments are kept in
+build/versions/. If the package index has only GPU builds of torch, each downloads about 3 GB.
 """
 
 import os
@@ -18,12 +18,12 @@ TESTS = [
 
 
 def oldest_torch() -> str:
-    """The lower bound of torch in pyproject.toml, as ``2.13``."""
+    """Return the lower bound of torch in pyproject.toml, for example ``2.13``."""
     return re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[0]
 
 
 def tests_pass(name: str, torch: str) -> bool:
-    """Install a torch release into the environment of that name and run the tests there."""
+    """Install a torch release into the virtual environment ``name``, run the tests there, return True if they pass."""
     folder = ROOT / "build" / "versions" / name
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.exists():

@@ -1,4 +1,4 @@
-"""Compare a chain with a formula for one parameter, written out in float64."""
+"""Comparison of a chain with a formula for one parameter, in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Step = Callable[[int, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
 def assert_follows(tx: mfx.Transform, step: Step, example: Example, *, rtol: float, atol: float) -> None:
-    """Compare parameters after each step with ``step(t, x, g, memory)``, the next one, t from 1."""
+    """Compare parameters after each step with ``step(t, x, g, memory)``, which returns the next x; t begins at 1."""
     params, steps = example
     state, memory = tx.init(params), {name: {} for name in params}
     theirs = dict(params)

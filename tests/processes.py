@@ -1,7 +1,7 @@
-"""Real processes with torch.distributed (gloo), which tests have call functions of their modules.
+"""Processes with torch.distributed (gloo) that run functions of test modules.
 
-One world of four processes serves a whole test session (the fixture `world`): a test with fewer ranks uses the group of
-the first so many. It starts when first asked for something. A test that kills a rank makes a `World` of its own.
+The fixture `world` starts four processes at first use and keeps them for the whole test session. A test with fewer
+ranks uses a group of the first ranks. A test that kills a rank creates its own `World`.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 ROOT = Path(__file__).resolve().parent.parent
 WORLD = 4
 PATIENCE = 240
-"""Seconds until a rank that has not answered counts as failed: more than any call takes on a busy machine."""
+"""Timeout for the result of a rank in seconds, longer than any call takes on a busy machine."""
 
 
 def run_python(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def run_python(*words: object, cwd: Path = ROOT, **environment: str) -> subproce
 
 
 class Failed:
-    """An error on a worker."""
+    """An error raised by a worker."""
 
     def __init__(self, error: BaseException) -> None:
         self.error, self.trace = _portable(error), "".join(traceback.format_exception(error))
@@ -51,7 +51,7 @@ class Failed:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, or one that says the same if it cannot be sent."""
+    """Return the error, or a RuntimeError with the same text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -60,12 +60,12 @@ def _portable(error: BaseException) -> BaseException:
 
 
 class Here:
-    """One rank of a group of processes: what a function on a worker gets as its first argument.
+    """A rank of a group of processes, the first argument of a function on a worker.
 
     Attributes:
-        rank: within the group, which has `size` ranks.
-        group: for collectives; `background` has the same ranks, for threads beside the main one.
-        mesh: the group in one dim; `grid`: all four ranks in two dims.
+        rank: rank within the group, which has `size` ranks.
+        group: process group for collectives; `background` has the same ranks, for other threads than the main one.
+        mesh: mesh of the group with one dim; `grid` is a mesh of all four ranks with two dims.
     """
 
     def __init__(self, rank: int, size: int, group: Any, background: Any, grid: DeviceMesh | None) -> None:
@@ -74,22 +74,22 @@ class Here:
 
     @property
     def grid(self) -> DeviceMesh:
-        assert self._grid is not None, f"the grid has {WORLD} ranks, not {self.size}"
+        assert self._grid is not None, f"found {self.size} ranks, expected {WORLD} for the grid"
         return self._grid
 
 
 def errors_of(results: list[Any]) -> list[BaseException]:
-    """The error of each rank; none has returned."""
+    """Return the error of each rank, and assert that every rank raised one."""
     assert all(isinstance(result, Failed) for result in results), results
     return [result.error for result in results]
 
 
 class World:
-    """Processes that run functions by module and name, each with its rank; they start when first needed.
+    """Processes that run functions of test modules on every rank; they start at the first call.
 
     Args:
-        size: how many processes.
-        timeout: seconds until a collective that waits for a rank is an error.
+        size: number of processes.
+        timeout: timeout of collectives in seconds.
     """
 
     def __init__(self, size: int = WORLD, *, timeout: float = 60) -> None:
@@ -97,22 +97,22 @@ class World:
         self._running: _Running | None = None
 
     def run(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Call a function of a module on so many ranks.
+        """Call a function of a module on the first `size` ranks.
 
-        The function gets a `Here` and the arguments, and what it returns is pickled, as they are.
+        The function receives a `Here` and the arguments. Arguments and results are pickled.
 
         Returns:
-            What each returned, or `Failed` with the error that it raised, by rank.
+            For each rank, the result of the function, or `Failed` with its error.
         """
         if self._running is None:
             self._running = _Running(self.size, self.timeout)
         found = self._running.run(size, function, arguments, patience=PATIENCE)
-        if not _alike(found) and not (_all_raised(found) and self._running.is_in_step(size)):
-            self.close()  # some rank may still wait for another, or hold half of a message
+        if not _agree(found) and not (_all_raised(found) and self._running.is_in_step(size)):
+            self.close()  # a rank may still wait for another, or have an incomplete message
         return found
 
     def check(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """The same, where no error is expected."""
+        """Call `run` and assert that no rank raised an error."""
         results = self.run(size, function, **arguments)
         traces = [f"rank {rank}:\n{r.trace}" for rank, r in enumerate(results) if isinstance(r, Failed)]
         assert not traces, "\n".join(traces)
@@ -124,7 +124,7 @@ class World:
         return self._running is None
 
     def close(self) -> None:
-        """End the processes; the next call starts new ones."""
+        """Stop the processes; the next call starts new ones."""
         running, self._running = self._running, None
         if running is not None:
             running.close()
@@ -151,45 +151,46 @@ def on_ranks(size: int | None = None) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def _alike(results: list[Any]) -> bool:
+def _agree(results: list[Any]) -> bool:
+    """Return True if all ranks returned, or all raised the same error."""
     errors = [(type(r.error), str(r.error)) if isinstance(r, Failed) else None for r in results]
     return len(set(errors)) == 1
 
 
 def _all_raised(results: list[Any]) -> bool:
-    """True if each function ended by an error of its own: none waits, none was sent what it has not taken."""
+    """Return True if every rank raised an error of the function itself, and none ended or timed out."""
     return all(isinstance(r, Failed) and not isinstance(r.error, ProcessEnded | TimeoutError) for r in results)
 
 
 def meet(here: Here) -> None:
-    """Meet in each group: an error in 5 seconds if the ranks have not taken part in equally many collectives."""
+    """Pass a barrier in each group; fail after 5 seconds if the ranks have started different numbers of collectives."""
     groups = [here.group, here.background, *(here.grid.get_all_groups() if here.size == WORLD else [])]
     for group in groups:
         dist.monitored_barrier(group, timeout=timedelta(seconds=5))
 
 
 class _Running:
-    """Processes that wait for something to do."""
+    """Running processes that wait for tasks."""
 
     def __init__(self, size: int, timeout: float) -> None:
         context = get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._inboxes = [context.Queue() for _ in range(size)]
         self._outbox = context.Queue()
-        self._asked = 0
+        self._task_number = 0
         store = str(Path(self._folder.name) / "store")
         self._processes = [
             context.Process(target=_serve, args=(rank, size, timeout, store, inbox, self._outbox), daemon=True)
             for rank, inbox in enumerate(self._inboxes)
         ]
-        # Before a child imports torch: four processes on few cores, and sums in one order.
+        # Set before a child imports torch: one thread per process is faster on few cores, and sums have a fixed order.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for process in self._processes:
             process.start()
         self._await_all()
 
     def _await_all(self) -> None:
-        """Let them connect only when all are there: how long one takes to import torch is not to count as a fault."""
+        """Wait until all have imported torch, then let them connect, so that a slow import causes no timeout."""
         until = time.monotonic() + 180
         for _ in self._processes:
             self._outbox.get(timeout=max(0.1, until - time.monotonic()))
@@ -197,10 +198,10 @@ class _Running:
             inbox.put("connect")
 
     def run(self, size: int, function: Callable[..., Any], arguments: dict[str, Any], patience: float) -> list[Any]:
-        """What each rank answers; `Failed` for one that ended, or did not answer while another had failed."""
-        self._asked += 1
-        # Bytes, so that nothing of a tensor is shared, and what does not pickle is found here.
-        task = pickle.dumps((self._asked, function.__module__, function.__qualname__, size, arguments))
+        """Return the answer of each rank, or `Failed` for a rank that ended or gave no answer in time."""
+        self._task_number += 1
+        # Pickled here, so that tensors share no memory, and a task that cannot be pickled raises in the test.
+        task = pickle.dumps((self._task_number, function.__module__, function.__qualname__, size, arguments))
         for inbox in self._inboxes[:size]:
             inbox.put(task)
         found: dict[int, Any] = {}
@@ -216,12 +217,12 @@ class _Running:
                     waited = TimeoutError(f"{function.__name__}: only ranks {sorted(found)} have answered")
                     found |= {rank: Failed(waited) for rank in set(range(size)) - found.keys()}
             else:
-                if number == self._asked:
+                if number == self._task_number:
                     found[rank] = pickle.loads(answer)
         return [found[rank] for rank in range(size)]
 
     def is_in_step(self, size: int) -> bool:
-        """True if the first so many can go on together: new processes take ten seconds of processor time."""
+        """Return True if the first `size` ranks can be reused; new processes take ten seconds of processor time."""
         return not any(isinstance(result, Failed) for result in self.run(size, meet, {}, patience=100))
 
     def close(self) -> None:
@@ -240,7 +241,7 @@ class _Running:
 
 
 class ProcessEnded(RuntimeError):
-    """A worker is no more."""
+    """A worker process has ended."""
 
 
 def _serve(rank: int, world: int, timeout: float, store: str, inbox: Any, outbox: Any) -> None:
@@ -268,4 +269,4 @@ def _serve(rank: int, world: int, timeout: float, store: str, inbox: Any, outbox
     dist.destroy_process_group()
     outbox.close()
     outbox.join_thread()
-    os._exit(0)  # torch's threads may abort an interpreter that ends, and take seconds to
+    os._exit(0)  # threads of torch may abort the process while the interpreter exits, or delay it by seconds

@@ -1,4 +1,4 @@
-"""What laws about every public factory share: the names of `muonfx` and `muonfx.contrib`, and expected warnings."""
+"""The public names of `muonfx` and `muonfx.contrib`, and warnings to expect in laws about all of them."""
 
 import pytest
 
@@ -10,4 +10,4 @@ NO_MATCH = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
     pytest.mark.filterwarnings("ignore:(dims|blocks). .*matches none of"),
 ]
-"""Marks for laws: a drawn tree may have no leaf for a label, or for a name that a case has settings for."""
+"""Marks for laws that draw random trees, which may have no leaf with a label or name that a case refers to."""

@@ -159,7 +159,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert process.returncode == 130, err
-    again = out.split("to go on: ")[1].splitlines()[0]
+    again = out.split("to continue: ")[1].splitlines()[0]
     done = metrics_of(stopped)["steps_done"]
     assert 3 <= done < 150
     assert mfx.checkpoint.verify(mfx.checkpoint.latest(kept)).step == done

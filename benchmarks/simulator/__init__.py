@@ -1,1 +1,1 @@
-"""Other libraries' schemes of sharded Muon on paper, beside the plan of `muonfx.sharding`."""
+"""Predicted costs of sharded Muon: the plan of `muonfx.sharding`, and the schemes of other libraries."""

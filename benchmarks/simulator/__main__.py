@@ -1,7 +1,7 @@
-"""Simulate sharded Muon on paper: ``python -m benchmarks.simulator --model llama-70b --mesh dp=8,shard=64``.
+"""Predict the cost of sharded Muon: ``python -m benchmarks.simulator --model llama-70b --mesh dp=8,shard=64``.
 
-Prints the bytes, the operations and the memory of each scheme, ours and other libraries', for a model on a mesh of
-ranks. Our rows are read from the plan of a run of that size. No tensor is allocated and no process is started.
+Prints the bytes, operations and memory of each scheme, ours and those of other libraries, for a model on a mesh of
+ranks. Our rows are computed from the plan of a run of that size. No tensor is allocated and no process is started.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _LAYOUTS = ("fsdp2", "hsdp", "zero-whole", "zero-flat", "ddp")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the comparison and return 0; wrong usage ends the process with status 2.
+    """Print the comparison and return 0; invalid arguments exit with status 2.
 
     Args:
-        argv: the arguments; None for those of the process.
+        argv: the command-line arguments; None for those of this process.
 
     >>> main(["--model", "gpt2-xl", "--mesh", "shard=8", "--layout", "zero-whole"])
-    gpt2-xl: 1.558 billion parameters; 192 matrices, 1.475 billion, go to Muon
+    gpt2-xl: 1.558 billion parameters, 1.475 billion of them in 192 matrices for Muon
     shapes: config.json of openai-community/gpt2-xl
     mesh: shard=8: 8 ranks, nodes of 8
     ...
@@ -73,12 +73,12 @@ def _bandwidths(text: str) -> tuple[float, float]:
     except ValueError:
         raise ValueError(f"bandwidth: found {text!r}, expected two numbers of GB/s such as '300,40'") from None
     if not (0 < intra < math.inf and 0 < inter < math.inf):
-        raise ValueError(f"bandwidth: found {text!r}, expected two finite numbers of more than 0")
+        raise ValueError(f"bandwidth: found {text!r}, expected two finite numbers above 0")
     return intra, inter
 
 
 def _flops(text: str) -> tuple[tuple[int, float], ...]:
-    """One rate, or rates by side."""
+    """Parse one rate, or rates by side."""
     points: list[tuple[int, float]] = []
     try:
         for part in text.split(","):
@@ -90,12 +90,12 @@ def _flops(text: str) -> tuple[tuple[int, float], ...]:
     if not points or sides[0] < 1 or any(a >= b for a, b in pairwise(sides)):
         raise ValueError(f"flops: found {text!r}, expected TFLOP/s such as '400', or by rising sides '128:50,1024:400'")
     if not all(0 < rate < math.inf for _, rate in points):
-        raise ValueError(f"flops: found {text!r}, expected finite rates of more than 0")
+        raise ValueError(f"flops: found {text!r}, expected finite rates above 0")
     return tuple(points)
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:
-    """The shapes that ``"512x512*8,512x2048"`` says."""
+    """Parse shapes such as ``"512x512*8,512x2048"``."""
     shapes: list[tuple[int, ...]] = []
     for part in text.split(","):
         sides, _, often = part.strip().partition("*")
@@ -103,7 +103,7 @@ def _shapes(text: str) -> list[tuple[int, ...]]:
         readable = all(number.isdecimal() and 0 < len(number) < 14 for number in numbers)
         if not readable or not 0 < int(numbers[-1]) <= _MOST:
             raise ValueError(
-                f"shapes: found {part!r}, expected sides and how often, such as '512x2048*8', at most {_MOST:,} times"
+                f"shapes: found {part!r}, expected a shape and a count, such as '512x2048*8', of at most {_MOST:,}"
             )
         shapes += [tuple(map(int, numbers[:-1]))] * int(numbers[-1])
     return shapes
@@ -118,7 +118,7 @@ def _microseconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected microseconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of microseconds of at least 0")
     return value
 
 
@@ -131,33 +131,33 @@ def _size(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.simulator",
-        description="What Muon sends, computes and keeps on many ranks, by each scheme.",
+        description="Predict the bytes, operations and memory of Muon on many ranks, for each scheme.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     whose = parser.add_mutually_exclusive_group(required=True)
     whose.add_argument(
         "--model", metavar="NAME|config.json", help=f"{', '.join(MODELS)}, or a config.json of Hugging Face"
     )
-    whose.add_argument("--shapes", metavar="512x512*8,512x2048", help="of the parameters, in place of a model")
+    whose.add_argument("--shapes", metavar="512x512*8,512x2048", help="shapes of the parameters, instead of a model")
     parser.add_argument("--mesh", required=True, metavar="dp=64,shard=8", help="sizes of dp, shard, tp and ep")
-    parser.add_argument("--layout", choices=_LAYOUTS, help="only schemes of this one; hsdp is fsdp2 with dp > 1")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="on the wire and in Newton-Schulz")
-    parser.add_argument("--state", choices=_DTYPES, default="fp32", help="of momentum and moments")
+    parser.add_argument("--layout", choices=_LAYOUTS, help="only schemes of this layout; hsdp is fsdp2 with dp > 1")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="dtype of messages and of Newton-Schulz")
+    parser.add_argument("--state", choices=_DTYPES, default="fp32", help="dtype of momentum and moments")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what computes")
     parser.add_argument(
         "--flops",
         default="400",
         metavar="400|128:50,1024:400",
-        help="TFLOP/s of a rank's products; by the short side of matrices if need be",
+        help="TFLOP/s of a rank's matrix products, or rates by the short side of the matrix",
     )
     parser.add_argument(
-        "--bandwidth", default="300,40", metavar="INTRA,INTER", help="GB/s of a rank, in and out of its node"
+        "--bandwidth", default="300,40", metavar="INTRA,INTER", help="GB/s that a rank sends within and out of its node"
     )
-    parser.add_argument("--latency", type=_microseconds, default=0.0, metavar="US", help="of an exchange")
-    parser.add_argument("--overhead", type=_microseconds, default=0.0, metavar="US", help="of a matrix")
-    parser.add_argument("--node", type=_size, default=8, help="ranks of a node")
-    parser.add_argument("--bucket", type=_size, default=256, help="MiB of a bucket")
-    parser.add_argument("--json", action="store_true", help="figures instead of a table")
+    parser.add_argument("--latency", type=_microseconds, default=0.0, metavar="US", help="microseconds per exchange")
+    parser.add_argument("--overhead", type=_microseconds, default=0.0, metavar="US", help="microseconds per matrix")
+    parser.add_argument("--node", type=_size, default=8, help="ranks per node")
+    parser.add_argument("--bucket", type=_size, default=256, help="size of a bucket in MiB")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A lower bound on the busiest rank's load, with which plans are compared."""
+"""A lower bound on the load of the busiest rank."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def lower_bound(costs: Iterable[float], ranks: int) -> float:
     if not falling:
         return 0.0
     least = max(falling[0], sum(falling) / ranks)
-    # Of the k P + 1 largest items some rank gets k + 1: at least the k + 1 smallest of them.
+    # Some rank gets k + 1 of the k P + 1 largest items, with at least the sum of the k + 1 smallest among these.
     for last in range(ranks, len(falling), ranks):
         least = max(least, sum(falling[last - last // ranks : last + 1]))
     sums = list(itertools.accumulate(falling, initial=0.0))
-    # The least limit T that a bound on bin packing does not exclude (Martello and Toth 1990, L2): items above T - a
-    # share a rank with no item of at least a.
-    low, high = least, 2 * least  # descending assignment never ends above mean + largest
+    # Find the smallest limit T that a bound on bin packing permits (Martello and Toth 1990, L2): an item above T - a
+    # cannot share a rank with an item of at least a.
+    low, high = least, 2 * least  # assignment in descending order ends at most at mean + largest
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if _is_too_little(middle, falling, sums, ranks) else (low, middle)
+        low, high = (middle, high) if _is_infeasible(middle, falling, sums, ranks) else (low, middle)
     return low
 
 
-def _is_too_little(limit: float, falling: Sequence[float], sums: Sequence[float], ranks: int) -> bool:
-    """True only if every assignment loads some rank above `limit`; False may be wrong."""
+def _is_infeasible(limit: float, falling: Sequence[float], sums: Sequence[float], ranks: int) -> bool:
+    """Return True only if every assignment loads some rank above `limit`; False proves nothing."""
 
     def above(cost: float) -> int:
         return bisect.bisect_left(falling, -cost, key=operator.neg)

@@ -1,9 +1,9 @@
-"""A model on a mesh of ranks, on paper: its parameters, and the layouts that they would have there.
+"""A simulated model on a mesh of ranks: its parameters and their layouts.
 
-Ranks are numbered with tensor parallelism innermost: `rank = (replica * shard + s) * tp + t`. A replica, `shard * tp`
-neighbouring ranks, holds the model once. FSDP cuts a parameter along its first dim, tensor parallelism a matrix along
-its second. An expert, where experts are dealt out over `ep` parts of the replica, is a parameter of its own on the mesh
-of its part.
+Ranks are numbered with tensor parallelism innermost: `rank = (replica * shard + s) * tp + t`. A replica consists of
+`shard * tp` neighbouring ranks and holds the model once. FSDP shards the first dim of a parameter, and tensor
+parallelism the second dim of a matrix. With expert parallelism, a replica is divided into `ep` parts, and each expert
+is a separate parameter on the mesh of its part.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from muonfx.transforms.orthogonalize import orthogonalize
 __all__ = ["Mesh", "Parameter", "Setting"]
 
 MOST_RANKS = 1_000_000
-"""More than there are anywhere, and what takes some seconds to count."""
+"""Maximum number of ranks of a simulation."""
 
 
 class Mesh(NamedTuple):
     """The number of ranks along each dim."""
 
     dp: int = 1
-    """Replicas."""
+    """Number of replicas."""
     shard: int = 1
     """Ranks that shard a replica's parameters (FSDP)."""
     tp: int = 1
-    """Ranks that cut each matrix (tensor parallelism)."""
+    """Ranks that shard each matrix (tensor parallelism)."""
     ep: int = 1
-    """Parts of a replica that experts are dealt out to; divides `shard`."""
+    """Parts of a replica over which experts are distributed; divides `shard`."""
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """The mesh that ``"dp=64,shard=8"`` says.
+        """Parse a mesh such as ``"dp=64,shard=8"``.
 
         Raises:
             ValueError: a dim is unknown, repeated or not a number of at least 1, `ep` does not divide `shard`, or there
@@ -74,12 +74,12 @@ class Mesh(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of all ranks."""
         return self.dp * self.shard * self.tp
 
     @property
     def pieces(self) -> int:
-        """Ranks of a replica, into as many pieces a matrix is cut."""
+        """Ranks per replica, which is also the number of shards of a matrix."""
         return self.shard * self.tp
 
     def __str__(self) -> str:
@@ -91,17 +91,17 @@ class Parameter(NamedTuple):
 
     kind: Kind
     part: int | None = None
-    """The part of a replica that an expert lies in; None: the whole replica."""
+    """The part of a replica that holds an expert; None for the whole replica."""
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return self.kind.numel
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, the ranks that train it, and the numbers that a plan of Muon follows from.
+    """A model, its mesh of ranks, and the other inputs of a plan.
 
     >>> from benchmarks.simulator.models import model
     >>> on = Setting(model("gpt2-xl"), Mesh(shard=8))
@@ -113,37 +113,37 @@ class Setting:
     mesh: Mesh
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
-    """Of gradients, on the wire and in Newton-Schulz."""
+    """Dtype of gradients, in messages and in Newton-Schulz."""
     state_size: int = 4
-    """Bytes of an element of momentum and of Adam's moments."""
+    """Bytes per element of momentum and of Adam's moments."""
     bucket: int = 256 * 2**20
-    """Bytes of exchanges under way: matrices and messages of the bucket that is computed, the next, and the last."""
+    """Bytes of buffers: matrices and messages of the current, the next and the previous bucket."""
     _layouts: dict[str, Layout] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
-        """By name, layer by layer, as the names sort."""
+        """Parameters by name, layer by layer, in the order of their names."""
         placed: list[tuple[float, Parameter]] = []
         for kind in self.model.kinds:
             in_parts = kind.experts and self.mesh.ep > 1
             alike = [Parameter(kind, part if in_parts else None) for part in range(self.mesh.ep)]
             placed += [((i + 0.5) / kind.repeats, alike[i % self.mesh.ep]) for i in range(kind.repeats)]
-        placed.sort(key=lambda entry: entry[0])  # stable: kinds stay in order within a layer
+        placed.sort(key=lambda entry: entry[0])  # a stable sort keeps the order of kinds within a layer
         return {f"{place:08d} {own.kind.name}": own for place, (_, own) in enumerate(placed)}
 
     @cached_property
     def matrices(self) -> tuple[Parameter, ...]:
-        """Those that Muon takes."""
+        """The parameters that Muon updates."""
         return tuple(own for own in self.parameters.values() if own.kind.muon)
 
     def cost(self, shape: tuple[int, ...]) -> Cost:
-        """The cost of one matrix."""
+        """Return the cost of one matrix."""
         rows, columns = shape
         return newton_schulz_cost((rows, columns), self.device, dtype=self.dtype)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each matrix as sent."""
+        """Bytes of each matrix in a message."""
         return [matrix.numel * self.dtype.itemsize for matrix in self.matrices]
 
     @cached_property
@@ -153,16 +153,16 @@ class Setting:
 
     @cached_property
     def least(self) -> float:
-        """The least load of the busiest rank that is possible, with each matrix computed once by any rank."""
+        """The minimum load of the busiest rank if each matrix is computed once."""
         return lower_bound(self.loads, self.mesh.ranks)
 
     @cached_property
     def intermediates(self) -> int:
-        """Scratch of Newton-Schulz itself, one matrix at a time."""
+        """Scratch bytes of Newton-Schulz for one matrix at a time."""
         return max(self.cost(kind.shape).scratch_bytes for kind in self.model.matrices)
 
     def state_of(self, kind: Kind) -> int:
-        """Bytes of an element of a parameter: one momentum, or two moments."""
+        """Return the state bytes per element of a parameter: one momentum, or two moments."""
         return self.state_size * (1 if kind.muon else 2)
 
     @cached_property
@@ -176,9 +176,9 @@ class Setting:
         return partition({"muon": orthogonalize(dtype=self.dtype), "adam": scale_by_adam()}, labels)
 
     def layout(self, kind: str) -> Layout:
-        """The layout "fsdp2" (with replicas, tensor and expert parallelism or not), "zero-whole", "zero-flat" or "ddp".
+        """Return the layout "fsdp2", "zero-whole", "zero-flat" or "ddp".
 
-        ZeRO and DDP have all ranks of the mesh as data ranks.
+        FSDP2 supports replicas, tensor and expert parallelism. Under ZeRO and DDP, all ranks are data ranks.
         """
         if kind not in self._layouts:
             self._layouts[kind] = self._make(kind)
@@ -214,7 +214,7 @@ class Setting:
         return Layout("from_dtensors", specs, pieces, mesh.ranks)
 
     def plan(self, layout: str, **settings: Any) -> Plan:
-        """The plan of a step under one of the layouts; settings as `muonfx.sharding.plan_for` takes them."""
+        """Return the plan of a step under one of the layouts, with arguments of `muonfx.sharding.plan_for`."""
         return plan_for(
             self._tx,
             self.layout(layout),

@@ -1,8 +1,8 @@
-"""The parameters of some well-known models, as shapes: enough to plan for models that fit on no machine here.
+"""The shapes of the parameters of some well-known models.
 
-Shapes are data from public configurations: PyTorch's `(out, in)`, one entry for all parameters of one kind. What Muon
-takes is `matrices`: two dims, and neither an embedding nor a head nor a router. Fused matrices (GPT-2's QKV) count as
-they are, each expert of a stack as a matrix of its own.
+Shapes follow from public configurations, in PyTorch's order `(out, in)`, with one entry for all parameters of one kind.
+`matrices` are the parameters that Muon updates: those of two dims except embeddings, heads and routers. A fused matrix
+(GPT-2's QKV) counts as one matrix, and each expert of a stack as a separate matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 __all__ = ["MODELS", "Kind", "Model", "from_config", "from_shapes", "model"]
 
 MOST = 2**40
-"""The largest side or count of a model; a larger one is a slip."""
+"""Maximum side or count of a model."""
 
 
 class Kind(NamedTuple):
@@ -27,15 +27,15 @@ class Kind(NamedTuple):
     name: str
     shape: tuple[int, ...]
     repeats: int
-    """The number of them in the model."""
+    """The number of such parameters in the model."""
     muon: bool
-    """True if Muon takes it; else AdamW does."""
+    """True if Muon updates them, False for AdamW."""
     experts: bool = False
-    """True for experts, which expert parallelism deals out."""
+    """True for experts, which expert parallelism distributes."""
 
     @property
     def numel(self) -> int:
-        """Elements of one of them."""
+        """Elements of one parameter."""
         return math.prod(self.shape)
 
 
@@ -54,36 +54,36 @@ class Model(NamedTuple):
 
     @property
     def matrices(self) -> tuple[Kind, ...]:
-        """The kinds that Muon takes."""
+        """The kinds that Muon updates."""
         return tuple(kind for kind in self.kinds if kind.muon)
 
 
 def model(name: str) -> Model:
-    """The model of this name, or of a ``config.json`` of Hugging Face at this path.
+    """Return the model of this name, or of a ``config.json`` of Hugging Face at this path.
 
     Raises:
-        ValueError: there is none; or as `from_config`.
+        ValueError: no model has this name and no file has this path, or see `from_config`.
 
     >>> f"{model('llama-8b').numel:,}"
     '8,030,261,248'
     """
     if name in MODELS:
         source, entries = MODELS[name]
-        return _described(_Config(source, entries), name)
+        return _from_entries(_Config(source, entries), name)
     if name.endswith(".json"):
         return from_config(name)
     raise ValueError(f"model: found {name!r}, expected one of {', '.join(MODELS)}, or the path of a config.json")
 
 
 def from_shapes(shapes: Mapping[str, tuple[int, ...]] | Iterable[tuple[int, ...]], name: str = "shapes") -> Model:
-    """A model of one's own, as the shapes of its parameters: those of two dims go to Muon, all others to AdamW.
+    """Return a model with parameters of these shapes. Muon updates those of two dims, AdamW all others.
 
     Args:
-        shapes: by name, or one after another.
-        name: of the model.
+        shapes: shapes, or a mapping from names to shapes.
+        name: name of the model.
 
     Raises:
-        ValueError: a side is no int of 1 or more, or there is no matrix.
+        ValueError: a side is not a positive int, or no shape has two dims.
 
     >>> from_shapes([(512, 512)] * 4 + [(512,)]).numel
     1049088
@@ -99,33 +99,33 @@ def from_shapes(shapes: Mapping[str, tuple[int, ...]] | Iterable[tuple[int, ...]
         Kind(" x ".join(map(str, shape)) or "scalar", shape, repeats, muon=len(shape) == 2)
         for shape, repeats in found.items()
     )
-    return _with_matrices(Model(name, "shapes as given", kinds))
+    return _require_matrices(Model(name, "shapes as given", kinds))
 
 
 def from_config(path: str | Path) -> Model:
-    """The model that a ``config.json`` of Hugging Face describes; only the file is read.
+    """Return the model that a ``config.json`` of Hugging Face describes; no other file is read.
 
-    The architectures of GPT-2, Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE and DeepSeek V3. Of others say the
-    shapes: `from_shapes`.
+    The supported architectures are GPT-2, Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE and DeepSeek V3. For
+    others, use `from_shapes`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no such file, of another architecture, or an entry is missing or no number that can be.
+        ValueError: the file is not a config.json, the architecture is not supported, or an entry is missing or invalid.
     """
     path = Path(path)
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"model: {path} is no JSON: {error}") from None
+        raise ValueError(f"model: {path} is not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise ValueError(f"model: {path} is {type(given).__name__}, expected an object with model_type and sizes")
     entries: dict[str, Any] = {str(key): value for key, value in given.items()}  # pyright: ignore[reportUnknownVariableType]
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    return _described(_Config(str(path), entries), name)
+    return _from_entries(_Config(str(path), entries), name)
 
 
 class _Config:
-    """The entries of a config.json, looked at when they are asked for."""
+    """The entries of a config.json, which are checked when they are read."""
 
     def __init__(self, source: str, entries: Mapping[str, Any]) -> None:
         self.source, self._entries = source, entries
@@ -141,7 +141,7 @@ class _Config:
         return found
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An int that is there, or by default."""
+        """Return an int entry, or its default if it is missing."""
         found = self._entries.get(name)
         found = default if found is None else found
         if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MOST:
@@ -149,20 +149,22 @@ class _Config:
         return found
 
     def flag(self, name: str) -> bool:
-        """True or false; false where it is not there."""
+        """Return a bool entry, or False if it is missing."""
         found = self._entries.get(name, False)
         if not isinstance(found, bool):
             raise ValueError(f"model: {self.source}: {name} is {found!r}, expected true or false")
         return found
 
 
-def _described(config: _Config, name: str) -> Model:
-    return _with_matrices(Model(name, config.source, tuple(_ARCHITECTURES[config.model_type](config))))
+def _from_entries(config: _Config, name: str) -> Model:
+    return _require_matrices(Model(name, config.source, tuple(_ARCHITECTURES[config.model_type](config))))
 
 
-def _with_matrices(found: Model) -> Model:
+def _require_matrices(found: Model) -> Model:
     if not found.matrices:
-        raise ValueError(f"model: {found.name} has no matrix of two dims that Muon takes")
+        raise ValueError(
+            f"model: found no matrix in {found.name}, expected at least one parameter of two dims for Muon"
+        )
     return found
 
 
@@ -175,7 +177,7 @@ def _other(name: str, *shape: int, repeats: int = 1) -> Kind:
 
 
 def _gpt(config: _Config) -> Iterator[Kind]:
-    """GPT-2's architecture: fused QKV, an MLP of four times the width, biases, the head tied to the embedding."""
+    """Yield GPT-2's parameters: fused QKV, an MLP of four times the width, biases, a head tied to the embedding."""
     layers, width = config.size("n_layer"), config.size("n_embd")
     mlp = config.size("n_inner", 4 * width)
     if mlp != 4 * width:
@@ -198,22 +200,22 @@ def _llama(
     experts: str | None = None,
     mlp: str = "intermediate_size",
 ) -> Iterator[Kind]:
-    """Llama's architecture: grouped queries, a gated MLP; or as many experts in its place, and a router.
+    """Yield Llama's parameters: grouped queries, and a gated MLP or experts with a router.
 
     Args:
-        config: the sizes.
-        biases: whether queries, keys and values have them in any case.
-        head_norms: whether queries and keys are normalized.
-        experts: the entry that says how many a layer has; None: an MLP.
-        mlp: the entry that says the inner width, of the MLP or of one expert.
+        config: entries of the configuration.
+        biases: True if queries, keys and values have biases regardless of the configuration.
+        head_norms: True if queries and keys are normalized.
+        experts: name of the entry with the number of experts per layer; None for an MLP.
+        mlp: name of the entry with the inner width of the MLP or of one expert.
     """
     layers, width = config.size("num_hidden_layers"), config.size("hidden_size")
     heads = config.size("num_attention_heads")
     head = config.size("head_dim", 0 if width % heads else width // heads, least=0)
     if not head:
         raise ValueError(
-            f"model: {config.source}: hidden_size {width} is no multiple of num_attention_heads {heads}, and there "
-            "is no head_dim"
+            f"model: {config.source}: hidden_size is {width}, expected a multiple of num_attention_heads = {heads}, or "
+            "an entry head_dim"
         )
     q, kv = head * heads, head * config.size("num_key_value_heads", heads)
     inner, number = config.size(mlp), config.size(experts) if experts else 0
@@ -238,11 +240,11 @@ def _llama(
 
 
 def _latent(config: _Config) -> Iterator[Kind]:
-    """DeepSeek V3's: low-rank queries, keys and values; experts and shared ones in all layers but some dense ones."""
+    """Yield DeepSeek V3's parameters: low-rank queries, keys and values, some dense layers, and layers of experts."""
     layers, dense = config.size("num_hidden_layers"), config.size("first_k_dense_replace", 0, least=0)
     sparse = layers - dense
     if sparse < 1:
-        raise ValueError(f"model: {config.source}: {dense} of {layers} layers are dense, expected fewer")
+        raise ValueError(f"model: {config.source}: found {dense} dense layers, expected fewer than the {layers} layers")
     width, heads, mlp = (config.size(n) for n in ("hidden_size", "num_attention_heads", "intermediate_size"))
     experts, expert = config.size("n_routed_experts"), config.size("moe_intermediate_size")
     shared = config.size("n_shared_experts", 1) * expert
@@ -277,7 +279,7 @@ _ARCHITECTURES: dict[str, Callable[[_Config], Iterator[Kind]]] = {
     "qwen3_moe": partial(_llama, head_norms=True, experts="num_experts", mlp="moe_intermediate_size"),
     "deepseek_v3": _latent,
 }
-"""By the model_type of a config.json, a function that reads its sizes and lists the parameters."""
+"""Functions that list the parameters of a configuration, by its model_type."""
 
 
 def _gpt_sizes(layers: int, width: int, vocabulary: int, context: int) -> dict[str, Any]:
@@ -315,8 +317,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt-1t": (
-        "made up: GPT-2's architecture, as large as the largest of arXiv 2104.04473 (Table 1)",
+        "GPT-2's architecture with the sizes of the largest model of arXiv 2104.04473 (Table 1)",
         _gpt_sizes(128, 25600, 51200, 2048),
     ),
 }
-"""By name, the source of a model's sizes, and the sizes as a config.json has them."""
+"""Source and configuration of each model, by name."""

@@ -1,24 +1,23 @@
-"""The schemes of other libraries, counted as ours are; read from their code, with the versions named.
+"""Costs of the schemes of other libraries, from reading their code at the versions given below.
 
-- LLaMA-Factory v1, `v1/plugins/trainer_plugins/muon_optimizer.py` at commit 7374682: `full_tensor()` of the gradient on
-  every rank, momentum of the whole matrix and Newton-Schulz on every rank, and `distribute_tensor` of the result, which
-  broadcasts along replicating dims of the mesh and scatters along sharding ones, from the first rank of each.
-- DeepSpeed 0.19.8, `runtime/zero/stage3.py`, `_apply_muon_to_accumulated_grads` and `_muon_update_sub_group`: gradients
-  and momentum are gathered by all ranks, bucket by bucket; in rounds of as many matrices as ranks, each rank does one;
-  results and momentum are gathered again, padded to the largest of a round and to as many matrices as ranks. Left out:
-  sub-groups, which end buckets earlier; and that it wants gradients all-reduced, not reduce-scattered, which is
-  `S (N - 1) / N` more.
-- DeepSpeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `_get_flat_partition_unpadded`: a rank runs Newton-Schulz on every
-  matrix that its partition touches, so one that crosses a boundary is done on both sides, with its momentum.
-- Dion's Muon (microsoft/dion), as in torchtitan's `experiments/dion_optimizer/muon.py` at commit 175ea57: matrices of
-  one shape in batches of as many as ranks, the last one filled up with zeros, each rank one of them, by all_to_all
-  there and back. One sharded dim only; each replica for itself.
-- torchtitan 0.3.0, `distributed/flex_shard/dist_muon.py`: the user says for each parameter along which dim of the mesh
-  it gets an owner, and which parameters make a bucket. Bucket by bucket the costliest matrix goes to the rank that has
-  least in this bucket; what ranks have of earlier buckets breaks ties only. Pieces go to owners and back by one
-  all_to_all of exact sizes each, with two sets of buffers; each replica for itself. Buckets here are neighbouring
-  matrices, of as many bytes as ours. Left out: heads and stacks of experts that it finds whole on a rank and leaves
-  there. It refuses a matrix that two dims of the mesh shard, every rank computing alike, CPUs, plain tensors, and a
+- LLaMA-Factory v1, `v1/plugins/trainer_plugins/muon_optimizer.py` at commit 7374682. Every rank calls `full_tensor()`
+  on the gradient, and computes momentum and Newton-Schulz of the full matrix. `distribute_tensor` then broadcasts the
+  result along replicating mesh dims and scatters it along sharding mesh dims, from the first rank of each.
+- DeepSpeed 0.19.8, `runtime/zero/stage3.py`, `_apply_muon_to_accumulated_grads` and `_muon_update_sub_group`. All ranks
+  gather gradients and momentum bucket by bucket. Each rank computes one matrix per round. Results and momentum are
+  gathered again, padded to the largest matrix of a round and to one matrix per rank. Not modelled: sub-groups, which
+  split buckets, and the all-reduce of gradients that it requires instead of a reduce-scatter, `S (N - 1) / N` more.
+- DeepSpeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `_get_flat_partition_unpadded`. A rank runs Newton-Schulz on every
+  matrix that its partition touches. A matrix across a boundary is computed on both sides, with its momentum.
+- Dion's Muon (microsoft/dion), as in torchtitan's `experiments/dion_optimizer/muon.py` at commit 175ea57. Matrices of
+  one shape form batches of one matrix per rank; the last batch is padded with zeros. One all_to_all sends the shards to
+  the ranks, and another sends results back. It supports one sharded dim, and every replica computes all matrices.
+- torchtitan 0.3.0, `distributed/flex_shard/dist_muon.py`. The user chooses the buckets of parameters and, for each
+  parameter, the mesh dim along which one rank owns it. Within a bucket, the costliest matrix is assigned to the least
+  loaded rank; loads of earlier buckets only break ties. Shards are sent to owners and back by one all_to_all each, with
+  exact sizes and two sets of buffers. Every replica computes all matrices. Here, buckets are neighbouring matrices with
+  as many bytes as ours. Not modelled: heads and stacks of experts that are already whole on a rank and stay there. It
+  does not support a matrix sharded by two mesh dims, identical computation on every rank, CPUs, plain tensors, or a
   missing gradient.
 """
 
@@ -41,27 +40,27 @@ from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET
 __all__ = ["PEERS"]
 
 REDUCE_BUCKET = 500_000_000
-"""Elements of a bucket, DeepSpeed's default."""
+"""Elements per bucket, DeepSpeed's default."""
 
 
 class Matrix(NamedTuple):
-    """One matrix that Muon takes; its pieces are taken to be of equal size."""
+    """One matrix that Muon updates, with shards of equal size."""
 
     shape: tuple[int, ...]
     part: int | None
-    """The part of a replica that holds it, or None: the whole replica."""
+    """The part of a replica that holds it; None for the whole replica."""
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     def pieces(self, mesh: Mesh) -> int:
-        """The number of pieces that it is cut into."""
+        """Return the number of its shards."""
         return mesh.pieces if self.part is None else mesh.pieces // mesh.ep
 
     def holders(self, mesh: Mesh) -> range:
-        """The ranks of the first replica that hold a piece of it.
+        """Return the ranks of the first replica that hold a shard of it.
 
         >>> Matrix((4, 4), part=1).holders(Mesh(shard=8, ep=2))
         range(4, 8)
@@ -72,17 +71,17 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(on: Setting) -> list[Matrix]:
-    """Every matrix that Muon takes, layer by layer."""
+    """Return every matrix that Muon updates, layer by layer."""
     return [Matrix(own.kind.shape, own.part) for own in on.matrices]
 
 
 def adam_state(on: Setting) -> int:
-    """Bytes of two moments of all that is not Muon's."""
+    """Return the bytes of AdamW's two moments."""
     return sum(kind.numel * kind.repeats * on.state_of(kind) for kind in on.model.kinds if not kind.muon)
 
 
 def gather_everywhere(on: Setting) -> Tally:
-    """`S (P - 1) / P` a rank to gather; the result once more by the first rank, to all replicas and pieces."""
+    """Count `S (P - 1) / P` per rank to gather, and the result from the first rank to all replicas and shards."""
     mesh, work, state = on.mesh, Work(on, on.mesh.ranks), Ledger(on.mesh.ranks)
     every = range(mesh.ranks)
     sent, replicated = Sending(mesh.ranks), Ledger(mesh.ranks)
@@ -96,17 +95,17 @@ def gather_everywhere(on: Setting) -> Tally:
             state.add(here, count * matrix.numel * on.state_size)
             for first, amount in _scattered(here, mesh.tp, size):
                 sent.add(first, amount, ranks)
-            if replica < mesh.dp - 1:  # the last one of a ring sends nothing on
+            if replica < mesh.dp - 1:  # the last replica of a ring forwards nothing
                 replicated.add(here, size)
     wires = [*sent.wires(), Wire(replicated.by_rank(), mesh.ranks)]
     scratch = on.intermediates + 2 * max(on.sizes)
-    # for each matrix a gather, and a broadcast or scatter along every dim of the mesh that has more than one rank
+    # For each matrix: a gather, and a broadcast or scatter along every mesh dim with more than one rank.
     dims = sum(size > 1 for size in (mesh.dp, mesh.shard, mesh.tp))
     return Tally(wires, work.by_rank(), state.by_rank(), scratch, len(on.matrices) * (1 + dims))
 
 
 def _scattered(ranks: range, tp: int, size: float) -> Iterator[tuple[int, float]]:
-    """Bytes from ranks when a matrix is scattered along the sharding dim and then along the tensor parallel one."""
+    """Yield the bytes that ranks send to scatter a matrix along the sharding dim, then the tensor parallel dim."""
     rows = len(ranks) // tp
     for rank in ranks[:tp]:
         yield rank, size * (rows - 1) / rows
@@ -115,7 +114,7 @@ def _scattered(ranks: range, tp: int, size: float) -> Iterator[tuple[int, float]
 
 
 def four_gathers(on: Setting) -> Tally:
-    """Gradients and momentum to all, results and momentum to all: `4 S (N - 1) / N` a rank, and padding."""
+    """Count gathers of gradients, momentum, results and momentum: `4 S (N - 1) / N` per rank, and padding."""
     ranks, work, sent = on.mesh.ranks, Work(on, on.mesh.ranks), 0.0
     most = exchanges = 0
     for bucket in _buckets(matrices_of(on), REDUCE_BUCKET):
@@ -129,13 +128,13 @@ def four_gathers(on: Setting) -> Tally:
             for rank, matrix in enumerate(one_round):
                 work.add(rank, matrix.shape)
     wires = [Wire([sent * on.dtype.itemsize] * ranks, ranks)]
-    # each of two gathers has its buffer and its result
+    # Each of two gathers has a buffer and a result.
     scratch = on.intermediates + 4 * most * on.dtype.itemsize
     return Tally(wires, work.by_rank(), even_state(on), scratch, exchanges if ranks > 1 else 0)
 
 
 def _buckets(matrices: Sequence[Matrix], most: int) -> Iterator[list[Matrix]]:
-    """Neighbouring matrices of so many elements together, or a larger one alone."""
+    """Yield buckets of neighbouring matrices with at most this number of elements, or a larger matrix alone."""
     bucket: list[Matrix] = []
     numel = 0
     for matrix in matrices:
@@ -148,7 +147,7 @@ def _buckets(matrices: Sequence[Matrix], most: int) -> Iterator[list[Matrix]]:
 
 
 def duplicates(on: Setting) -> Tally:
-    """Every rank that a matrix touches computes it, and keeps its whole momentum: nothing is sent."""
+    """Count every matrix, with its full momentum, on each rank that holds a shard of it; nothing is sent."""
     ranks, work, state = on.mesh.ranks, Work(on, on.mesh.ranks), Ledger(on.mesh.ranks)
     state.add(range(ranks), adam_state(on) / ranks)
     matrices = matrices_of(on)
@@ -160,7 +159,7 @@ def duplicates(on: Setting) -> Tally:
 
 
 def batches_of_one_shape(on: Setting) -> Tally:
-    """A batch of `P` matrices costs `2 S (P - 1) / P` and one Newton-Schulz a rank, however many are real."""
+    """Count `2 S (P - 1) / P` and one Newton-Schulz per rank for a batch of `P` matrices, including padding."""
     mesh, work, sent = on.mesh, Work(on, on.mesh.pieces), Sending(on.mesh.pieces)
     largest, exchanges = max(on.sizes), 0
     for matrix, count in Counter(matrices_of(on)).items():
@@ -175,7 +174,7 @@ def batches_of_one_shape(on: Setting) -> Tally:
 
 
 def balanced_in_buckets(on: Setting) -> Tally:
-    """`2 S (P - 1) / P^2` a rank; an owner that has more than its share of bytes sends more."""
+    """Count `2 S (P - 1) / P^2` per rank on average; owners of more bytes send more."""
     mesh, work, sent = on.mesh, Work(on, on.mesh.pieces), Sending(on.mesh.pieces)
     in_groups: dict[range, list[Matrix]] = {}
     for matrix in matrices_of(on):
@@ -190,7 +189,7 @@ def balanced_in_buckets(on: Setting) -> Tally:
                 size = matrix.numel * on.dtype.itemsize
                 held[owner] += size
                 work.add(ranks[owner], matrix.shape)
-                sent.add(ranks, size / pieces, pieces)  # the owner's own piece stays, but it sends all others theirs
+                sent.add(ranks, size / pieces, pieces)  # the owner keeps its own shard and sends all others
                 sent.add(ranks[owner], size * (pieces - 2) / pieces, pieces)
             most = max(most, max(held) + sum(held) // pieces)
     largest = max(on.sizes)
@@ -199,9 +198,10 @@ def balanced_in_buckets(on: Setting) -> Tally:
 
 
 def owners_in_bucket(shapes: Sequence[tuple[int, ...]], loads: list[int]) -> list[int]:
-    """The rank of each matrix of a bucket; adds to `loads`, what each rank has of all buckets so far.
+    """Assign each matrix of a bucket to a rank, and add its cost to `loads`, the loads of all buckets so far.
 
-    The costliest first, each to the rank with least cost in this bucket, then fewest elements, then least before.
+    Matrices are assigned in descending order of cost, each to the rank with the lowest cost in this bucket. Ties go to
+    the fewest elements, then to the lowest load of earlier buckets.
 
     >>> loads = [0, 0]
     >>> owners_in_bucket([(8, 32)], loads), owners_in_bucket([(8, 8), (8, 8)], loads)
@@ -224,7 +224,7 @@ def owners_in_bucket(shapes: Sequence[tuple[int, ...]], loads: list[int]) -> lis
 
 
 class Ledger:
-    """Amounts by rank, entered for one rank or for a range of them.
+    """Sums by rank, with entries for one rank or for a range of ranks.
 
     >>> ledger = Ledger(3)
     >>> ledger.add(range(3), 1.0)
@@ -238,14 +238,14 @@ class Ledger:
         self._ranges: dict[range, float] = {}
 
     def add(self, ranks: int | range, amount: float) -> None:
-        """Enter an amount for each of the ranks."""
+        """Add an amount for each of the ranks."""
         if isinstance(ranks, int):
             self._single[ranks] += amount
         else:
             self._ranges[ranks] = self._ranges.get(ranks, 0.0) + amount
 
     def by_rank(self) -> list[float]:
-        """The sums."""
+        """Return the sums."""
         sums = self._single.copy()
         for ranks, amount in self._ranges.items():
             for rank in ranks:
@@ -254,20 +254,20 @@ class Ledger:
 
 
 class Work:
-    """Newton-Schulz by rank."""
+    """Newton-Schulz iterations by rank."""
 
     def __init__(self, on: Setting, ranks: int) -> None:
         self._on, self._ranks = on, ranks
         self._by_shape: dict[tuple[int, ...], Ledger] = {}
 
     def add(self, ranks: int | range, shape: tuple[int, ...], times: int = 1) -> None:
-        """Each of the ranks does so many matrices of a shape."""
-        if shape not in self._by_shape:  # a ledger has a place for every rank: made once, not at every entry
+        """Add this number of matrices of a shape to each of the ranks."""
+        if shape not in self._by_shape:  # a ledger has an entry for every rank, so it is created once per shape
             self._by_shape[shape] = Ledger(self._ranks)
         self._by_shape[shape].add(ranks, times)
 
     def by_rank(self, copies: int = 1) -> dict[tuple[int, Cost], list[float]]:
-        """The number of matrices by short side and cost, the ranks repeated so many times."""
+        """Return the number of matrices by short side and cost, with the ranks repeated `copies` times."""
         work: dict[tuple[int, Cost], list[float]] = {}
         for shape, ledger in self._by_shape.items():
             done = work.setdefault((min(shape), self._on.cost(shape)), [0.0] * self._ranks * copies)
@@ -276,25 +276,25 @@ class Work:
 
 
 class Sending:
-    """Bytes by rank, for each block of groups."""
+    """Bytes sent by rank, for each size of the block of ranks around a group."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._by_block: dict[int, Ledger] = {}
 
     def add(self, ranks: int | range, amount: float, block: int) -> None:
-        """Each of the ranks sends an amount in a group of this block."""
+        """Add an amount to the bytes that each of the ranks sends in a group within a block of this size."""
         if block not in self._by_block:
             self._by_block[block] = Ledger(self._ranks)
         self._by_block[block].add(ranks, amount)
 
     def wires(self, copies: int = 1) -> list[Wire]:
-        """A wire for each block, the ranks repeated so many times."""
+        """Return a wire for each block size, with the ranks repeated `copies` times."""
         return [Wire(ledger.by_rank() * copies, block) for block, ledger in self._by_block.items()]
 
 
 def sharded_state(on: Setting) -> list[float]:
-    """Momentum and moments where the pieces are."""
+    """Return the bytes of momentum and moments by rank, sharded as the parameters."""
     mesh = on.mesh
     state = Ledger(mesh.pieces)
     state.add(range(mesh.pieces), adam_state(on) / mesh.pieces)
@@ -304,13 +304,13 @@ def sharded_state(on: Setting) -> list[float]:
 
 
 def even_state(on: Setting) -> list[float]:
-    """Momentum and moments cut into equal parts."""
+    """Return the bytes of momentum and moments by rank, in equal parts."""
     total = sum(matrix.numel for matrix in matrices_of(on)) * on.state_size + adam_state(on)
     return [total / on.mesh.ranks] * on.mesh.ranks
 
 
 def flat_cuts(numels: Sequence[int], ranks: int) -> list[dict[int, int]]:
-    """For each matrix of one flat buffer in equal cuts: how many elements each of its holders has.
+    """Return the elements of each matrix on each rank, for a flat buffer that is split into equal parts.
 
     >>> flat_cuts([4, 6], 3)
     [{0: 4}, {1: 4, 2: 2}]
@@ -338,7 +338,7 @@ def _peer(
     return Scheme(name, layout, about, lambda on: tally(on) if fits is None or fits(on.mesh) else None)
 
 
-def _cut(mesh: Mesh) -> bool:
+def _is_sharded(mesh: Mesh) -> bool:
     return mesh.pieces > 1
 
 
@@ -347,22 +347,22 @@ def _one_sharded_dim(mesh: Mesh) -> bool:
 
 
 PEERS = (
-    _peer("LLaMA-Factory v1", "fsdp2", "all ranks gather and compute everything", gather_everywhere, _cut),
+    _peer("LLaMA-Factory v1", "fsdp2", "all ranks gather and compute all matrices", gather_everywhere, _is_sharded),
     _peer(
         "Dion's Muon",
         "fsdp2",
-        "as many matrices of a shape as ranks at a time, filled up",
+        "batches of one shape, one matrix per rank, padded with zeros",
         batches_of_one_shape,
         _one_sharded_dim,
     ),
     _peer(
         "torchtitan's Muon",
         "fsdp2",
-        "an owner in each replica, balanced bucket by bucket",
+        "an owner in each replica, balanced within each bucket",
         balanced_in_buckets,
         _one_sharded_dim,
     ),
-    _peer("DeepSpeed ZeRO-1/2", "zero-flat", "all ranks that a matrix touches compute it", duplicates),
-    _peer("DeepSpeed ZeRO-3", "zero-flat", "gradients, momentum, results, momentum: all to all ranks", four_gathers),
+    _peer("DeepSpeed ZeRO-1/2", "zero-flat", "every rank with a shard of a matrix computes it", duplicates),
+    _peer("DeepSpeed ZeRO-3", "zero-flat", "all ranks gather gradients, momentum, results, momentum", four_gathers),
 )
 """The schemes of other libraries."""

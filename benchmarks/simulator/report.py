@@ -1,4 +1,4 @@
-"""A plan on paper: the figures of each scheme, and a table that explains itself."""
+"""The report of a simulation: the figures of each scheme, as a table with explanations."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from benchmarks.simulator.tally import Scheme, Tally
 __all__ = ["Cluster", "Row", "rows", "table"]
 
 WIDTH = 96
-"""Columns of a report: what a page of the docs shows without scrolling."""
+"""Characters per line of a report, which a page of the documentation shows without scrolling."""
 
 
 class Cluster(NamedTuple):
-    """The rates and delays that predicted times rest on; `benchmarks/planner.py` measures them."""
+    """Rates and delays of a cluster, the inputs of predicted times; `benchmarks/planner.py` measures them."""
 
     flops: tuple[tuple[int, float], ...] = ((1, 400e12),)
-    """Operations a second that a rank reaches in Newton-Schulz, by the short side of the matrix: points with rising
-    sides, between which the logarithm of the side counts; beyond them the nearest point holds."""
+    """Operations per second of a rank in Newton-Schulz, as points (short side of the matrix, rate) with rising sides.
+    Between points, the rate is interpolated in the logarithm of the side; outside, the nearest point is used."""
     intra: float = 300e9
-    """Bytes that a rank sends within its node, a second."""
+    """Bytes per second that a rank sends within its node."""
     inter: float = 40e9
-    """Bytes that a rank sends out of its node, a second."""
+    """Bytes per second that a rank sends to other nodes."""
     node: int = 8
-    """Ranks of a node."""
+    """Ranks per node."""
     latency: float = 0.0
-    """Seconds that an exchange takes however little it carries."""
+    """Fixed seconds per exchange."""
     overhead: float = 0.0
-    """Seconds that a matrix takes beyond its products."""
+    """Fixed seconds per matrix."""
 
     def rate(self, side: int) -> float:
-        """Operations a second for matrices with this short side.
+        """Return the operations per second for matrices with this short side.
 
         >>> Cluster(((128, 50e9), (512, 100e9))).rate(256) / 1e9
         75.0
@@ -55,36 +55,36 @@ class Row(NamedTuple):
     layout: str
     ours: bool
     sent_max: float
-    """Bytes that the busiest rank sends, a step."""
+    """Bytes per step sent by the busiest rank."""
     sent_mean: float
-    """Bytes that a rank sends on average, a step."""
+    """Bytes per step sent by a rank on average."""
     flops_max: float
-    """Newton-Schulz at the busiest rank, a step."""
+    """Operations of Newton-Schulz per step on the busiest rank."""
     flops_mean: float
-    """Newton-Schulz of a rank on average, a step."""
+    """Operations of Newton-Schulz per step on a rank on average."""
     over_mean: float
-    """The busiest rank's load over the mean load."""
+    """Load of the busiest rank over the mean load."""
     over_least: float
-    """The busiest rank's load over the least that is possible, with each matrix computed once by any rank."""
+    """Load of the busiest rank over the minimum with each matrix computed once."""
     state: float
-    """Bytes of momentum and moments at the fullest rank."""
+    """Bytes of momentum and moments, maximum over ranks."""
     scratch: float
-    """Bytes of intermediates and buffers at the busiest rank."""
+    """Bytes of intermediates and buffers, maximum over ranks."""
     compute: float
-    """Seconds of the busiest rank's Newton-Schulz."""
+    """Seconds of Newton-Schulz on the busiest rank."""
     wire: float
-    """Seconds of sending, at the busiest rank of each kind of group, and of its exchanges' latency."""
+    """Seconds of communication: sending on the busiest rank of each kind of group, and latency of exchanges."""
 
     @property
     def step(self) -> float:
-        """Seconds, if nothing overlaps; overlapped, no less than the longer of the two."""
+        """Seconds per step without overlap. With full overlap, it is the longer of `compute` and communication."""
         return self.compute + self.wire
 
 
 def rows(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> list[Row]:
-    """The figures of those schemes that can be done on the mesh.
+    """Return the figures of the schemes that the mesh supports.
 
-    A group that spans more than a node sends all at the rate between nodes.
+    A group that spans several nodes sends all bytes at the rate between nodes.
     """
     tallies = [(scheme, scheme.tally(on)) for scheme in schemes]
     return [_row(scheme, tally, cluster, on.least) for scheme, tally in tallies if tally is not None]
@@ -115,15 +115,15 @@ def _row(scheme: Scheme, tally: Tally, cluster: Cluster, least: float) -> Row:
 
 
 def _busiest(sent: Sequence[Sequence[float]]) -> float:
-    """The most that a rank sends over all of some wires."""
+    """Return the maximum over ranks of the bytes sent over all wires."""
     return max(map(sum, zip(*sent, strict=True)), default=0.0)
 
 
 def table(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> str:
-    """The report: what is planned, a line for each scheme, what the columns mean, and why a balance is what it is."""
+    """Return the report: the setting, a line for each scheme, the meaning of the columns, and the best balance."""
     found = rows(on, cluster, schemes)
     lines = [*_heading(on, cluster), "", _line([name for name, _, _ in _COLUMNS], "scheme")]
-    for title, ours in (("muonfx", True), ("other libraries, as their code has it", False)):
+    for title, ours in (("muonfx", True), ("other libraries", False)):
         group = [row for row in found if row.ours is ours]
         lines += ["-" * WIDTH, title] if group else []
         lines += [
@@ -137,22 +137,22 @@ def table(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> str:
     left_out = [scheme.name for scheme in schemes if scheme.name not in fitting]
     if left_out:
         lines += _wrapped(f"Not on this mesh: {', '.join(left_out)}.")
-    return "\n".join([*lines, "", *_why_uneven(on)])
+    return "\n".join([*lines, "", *_best_balance(on)])
 
 
 def _heading(on: Setting, cluster: Cluster) -> list[str]:
     numel = sum(matrix.numel for matrix in on.matrices)
     dtype = str(on.dtype).removeprefix("torch.")
-    muon = f"{len(on.matrices):,} matrices, {_count(numel)}, go to Muon"
+    muon = f"{_count(numel)} of them in {len(on.matrices):,} matrices for Muon"
     return [
-        f"{on.model.name}: {_count(on.model.numel)} parameters; {muon}",
+        f"{on.model.name}: {_count(on.model.numel)} parameters, {muon}",
         f"shapes: {on.model.source}",
         f"mesh: {on.mesh}: {on.mesh.ranks:,} ranks, nodes of {cluster.node}",
-        f"sent and multiplied in {dtype}; state of {on.state_size} bytes an element; "
+        f"messages and products in {dtype}; state with {on.state_size} bytes per element; "
         f"buckets of {on.bucket // 2**20} MiB",
         *_wrapped(
-            f"a rank: {_rates(cluster)} TFLOP/s; sends {cluster.intra / 1e9:g} GB/s in its node, "
-            f"{cluster.inter / 1e9:g} GB/s beyond{_delays(cluster)}"
+            f"each rank: {_rates(cluster)} TFLOP/s; {cluster.intra / 1e9:g} GB/s within a node, "
+            f"{cluster.inter / 1e9:g} GB/s between nodes{_delays(cluster)}"
         ),
     ]
 
@@ -166,29 +166,27 @@ def _rates(cluster: Cluster) -> str:
 def _delays(cluster: Cluster) -> str:
     if not cluster.latency and not cluster.overhead:
         return ""
-    return f"; {cluster.latency * 1e6:g} us an exchange, {cluster.overhead * 1e6:g} us a matrix"
+    return f"; {cluster.latency * 1e6:g} us per exchange, {cluster.overhead * 1e6:g} us per matrix"
 
 
 def _line(cells: Sequence[str], name: str, layout: str = "layout") -> str:
     return f"{name:<21}{layout:<11}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
 
 
-def _why_uneven(on: Setting) -> list[str]:
-    """The reason why no way to deal out the matrices comes near the mean, where none does."""
+def _best_balance(on: Setting) -> list[str]:
+    """Return the best possible balance and, if it is uneven, the reason."""
     mean, ranks, count = sum(on.loads) / on.mesh.ranks, on.mesh.ranks, len(on.matrices)
     least = on.least
     if least <= 1.05 * mean:
-        return _wrapped(f"Dealt out over all ranks, matrices can at best come to {least / mean:.2f} of the mean.")
+        return _wrapped(f"The best assignment of whole matrices to all ranks has /mean = {least / mean:.2f}.")
     because = (
-        f"there are {count:,} matrices for {ranks:,} ranks, and some have none"
+        f"{count:,} matrices leave some of {ranks:,} ranks without work"
         if count < ranks
-        else "one matrix is more than a rank's share"
+        else "one matrix costs more than the mean of a rank"
         if max(on.loads) >= least
-        else f"{count:,} matrices of these sizes do not go evenly into {ranks:,} ranks"
+        else f"{count:,} matrices of these sizes cannot be distributed evenly over {ranks:,} ranks"
     )
-    return _wrapped(
-        f"Dealt out over all ranks, matrices can at best come to {least / mean:.2f} of the mean: {because}."
-    )
+    return _wrapped(f"The best assignment of whole matrices to all ranks has /mean = {least / mean:.2f}: {because}.")
 
 
 def _wrapped(text: str) -> list[str]:
@@ -196,7 +194,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _scaled(value: float, unit: str, digits: int = 3) -> str:
-    """With a decimal prefix, three digits.
+    """Format a value with a decimal prefix and three digits.
 
     >>> _scaled(1234567.0, "B"), _scaled(0.0, "B"), _scaled(0.0021, "s")
     ('1.23 MB', '0', '2.1 ms')
@@ -242,11 +240,11 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 _WIDTHS = (8, 8, 6, 7, 8, 8, 9, 10)
 
 _KEY = (
-    "sent      bytes a step from the busiest rank, averaging gradients and gathering weights aside",
-    "NS work   floating-point operations of Newton-Schulz at the busiest rank",
+    "sent      bytes per step sent by the busiest rank, without averaging gradients and gathering weights",
+    "NS work   floating-point operations of Newton-Schulz on the busiest rank",
     "/mean     its load (the time of that work) over the mean of all ranks: the balance",
-    "/least    its load over the least that is possible with each matrix computed once, by any rank",
-    "state     momentum, and Adam's moments of all other parameters, at the fullest rank",
-    "scratch   Newton-Schulz's intermediates and the buffers of what is sent and received",
-    "compute   seconds for the NS work;  step: with sending, if nothing overlaps",
+    "/least    its load over the minimum possible if each matrix is computed once",
+    "state     momentum and Adam's moments, maximum over ranks",
+    "scratch   intermediates of Newton-Schulz and buffers of messages, maximum over ranks",
+    "compute   time of the NS work;  step: compute and communication without overlap",
 )

@@ -1,7 +1,7 @@
-"""Bytes, work and memory of each way to run Muon on many ranks, rank by rank; ours as the assignment has it.
+"""Bytes, work and memory of a scheme of sharded Muon by rank, and the schemes of `muonfx.sharding`.
 
-Only what Muon adds is counted: averaging gradients and gathering weights happens anyway. Ours are read off the layout
-and the plan that a run of that size would have. All ways are given the same Newton-Schulz iteration and dtypes.
+Averaging gradients and gathering weights is not counted, as any optimizer needs it. The figures of our schemes are
+computed from the layout and the plan of a run of that size. All schemes use the same Newton-Schulz and dtypes.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ __all__ = ["OURS", "Scheme", "Tally", "Wire"]
 
 
 class Wire(NamedTuple):
-    """The bytes that ranks send in groups of one kind."""
+    """The bytes that ranks send in one kind of group."""
 
     sent: Sequence[float]
     """Bytes by rank."""
     block: int
-    """Ranks of the block that such a group lies in."""
+    """Number of ranks in the block around such a group."""
 
 
 class Tally(NamedTuple):
-    """A scheme's account."""
+    """The costs of a scheme."""
 
     wires: list[Wire]
     work: dict[tuple[int, Cost], list[float]]
-    """The number of matrices that each rank computes, by their short side and the cost of one."""
+    """Number of matrices that each rank computes, by short side and cost."""
     state: list[float]
     """Bytes of momentum and moments, by rank."""
     scratch: float
-    """Bytes at the busiest rank."""
+    """Bytes on the busiest rank."""
     exchanges: float = 0.0
-    """Collectives that a rank takes part in, one after another; of ours one a step is the agreement of all ranks."""
+    """Number of consecutive collectives of a rank per step. Ours include the agreement of all ranks."""
 
     @property
     def sent(self) -> list[float]:
@@ -49,7 +49,7 @@ class Tally(NamedTuple):
         return [sum(of_rank) for of_rank in zip(*(wire.sent for wire in self.wires), strict=True)]
 
     def weighted(self, weight: Callable[[int, Cost], float]) -> list[float]:
-        """A sum by rank over its matrices, each with the weight of its short side and cost.
+        """Return the sum over each rank's matrices of a function of short side and cost.
 
         >>> from muonfx.polar.cost import newton_schulz_cost
         >>> cost = newton_schulz_cost((4, 8))
@@ -66,29 +66,29 @@ class Tally(NamedTuple):
 
     @property
     def load(self) -> list[float]:
-        """The time of these, as operations of full products, by rank."""
+        """Time of Newton-Schulz by rank, in equivalent operations of full products."""
         return self.weighted(lambda _, cost: cost.load)
 
 
 class Scheme(NamedTuple):
-    """A way to run Muon."""
+    """A scheme of sharded Muon."""
 
     name: str
     layout: str
-    """The layout: fsdp2 (with tensor or expert parallelism or not), zero-whole, zero-flat or ddp."""
+    """The layout: fsdp2 (also with tensor or expert parallelism), zero-whole, zero-flat or ddp."""
     about: str
-    """A line that says it."""
+    """A description of one line."""
     tally: Callable[[Setting], Tally | None]
-    """Counts it; None where it cannot be done on a mesh, or is there what another one is."""
+    """Counts the costs; None if the mesh does not support the scheme or makes it equal to another one."""
     ours: bool = False
-    """True for a route of this package, false for another library's."""
+    """True for a route of this package, False for another library."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- ours
 
 
 def of_plan(on: Setting, layout: Layout, plan: Plan) -> Tally:
-    """Count a plan of one run under its layout."""
+    """Count the costs of a plan of one run under its layout."""
     (run,) = plan.runs
     exchanges, fullest = _exchanged(run)
     return Tally(
@@ -101,8 +101,8 @@ def of_plan(on: Setting, layout: Layout, plan: Plan) -> Tally:
 
 
 def _by_block(run: RunPlan) -> dict[int, list[Share]]:
-    """Shares by block: the smallest power of two of ranks, aligned to its size, that holds a parameter."""
-    # If nodes have a power of two of ranks, a block no larger than a node does not cross nodes.
+    """Return the shares by block size. A block is the smallest aligned power of two of ranks that holds a parameter."""
+    # If the ranks per node are a power of two, a block no larger than a node does not cross nodes.
     found: dict[int, list[Share]] = {}
     for share in run.shares:
         ranks = share.cut.taking_part or (0,)
@@ -123,11 +123,11 @@ def _work(on: Setting, run: RunPlan) -> dict[tuple[int, Cost], list[float]]:
 
 
 def _exchanged(run: RunPlan) -> tuple[int, int]:
-    """The number of exchanges of a run, and the most bytes of exchanged matrices that an owner has in a bucket."""
+    """Return the number of exchanges, and the maximum bytes of exchanged matrices of an owner in a bucket."""
     exchanges, fullest = 0, 0
     for bucket in run.buckets:
         shares = [run.shares[i] for i in bucket if run.shares[i].route in ("owner", "split")]
-        # by the owner's route pieces come and results go; what is split is there already
+        # The owner's route sends shards and results; a split matrix is already on its rank.
         exchanges += any(share.route == "owner" for share in shares) + bool(shares)
         held = Counter[int | None]()
         for share in shares:
@@ -137,7 +137,7 @@ def _exchanged(run: RunPlan) -> tuple[int, int]:
 
 
 def _state(on: Setting, layout: Layout) -> list[float]:
-    """Bytes of momentum and moments, which lie as the parameters do."""
+    """Return the bytes of momentum and moments, sharded as the parameters."""
     kept: dict[str, int] = {}
     cuts = {cut.digest: cut for cut in layout.pieces.values()}
     for own, cut in zip(on.parameters.values(), layout.pieces.values(), strict=True):
@@ -161,10 +161,10 @@ def _tally(on: Setting, layout: str, settings: Mapping[str, Any]) -> Tally | Non
 
 
 OURS = (
-    _ours("owner", "fsdp2", "one of a matrix's holders gets it, computes, sends all holders their pieces"),
-    _ours("whole parameters", "zero-whole", "who keeps a matrix has all of it and computes it"),
-    _ours("owner, flat cuts", "zero-flat", "matrices across a cut go to one of their holders and back"),
-    _ours("split", "ddp", "each matrix at one rank, results to all", replicas="split"),
-    _ours("everyone", "ddp", "all ranks compute everything", replicas="everyone"),
+    _ours("owner", "fsdp2", "one rank gathers and computes a matrix, and scatters the result"),
+    _ours("whole parameters", "zero-whole", "each matrix is stored and computed on one rank"),
+    _ours("owner, flat cuts", "zero-flat", "matrices across a boundary are gathered on one rank and scattered back"),
+    _ours("split", "ddp", "each matrix is computed on one rank and broadcast", replicas="split"),
+    _ours("everyone", "ddp", "all ranks compute all matrices", replicas="everyone"),
 )
 """The routes of this package."""

@@ -108,7 +108,7 @@ class Lazy(Generic[V]):
         if value is None:  # read from the class, as by a documentation tool
             return cast("V", self)
         found = self._compute(value)
-        # What is made while tracing must not be stored on an object that outlives the trace.
+        # Objects created while tracing must not be stored on an object that outlives the trace.
         if not torch.compiler.is_compiling():
             value.__dict__[self._name] = found
         return found

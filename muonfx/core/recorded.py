@@ -103,7 +103,7 @@ class Structure:
     factory: Factory
     skeleton: dict[str, object]
     memory: Memory = field(default_factory=dict, repr=False)
-    """The cache of the constructor. It is separate from `derived`, because a compiled step depends on what it reads."""
+    """The cache of the constructor. It is separate from `derived`, because compiled steps depend on its contents."""
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """Results that follow from the structure, computed once and shared by all values of this structure."""
     attributes: dict[str, object] = field(default_factory=dict, repr=False)

@@ -63,9 +63,9 @@ class TransformOptimizer(FollowingOptimizer):
 
     The state is created at construction. ``optimizer.state[parameter]`` holds the parameter's part of it, under names
     such as "momentum/trace", and the scalars that all parameters share. Its storage is reused from step to step;
-    gradients are only read. State is keyed by parameter name: if the model is sharded, loaded with ``assign=True``,
-    moved to another device or materialized after the optimizer was made, or if an engine puts other tensors into
-    ``param_groups``, the next step uses the new tensors, and the state is resharded with them.
+    gradients are only read. State is keyed by parameter name, so parameters may be replaced after construction. The
+    model may be sharded, loaded with ``assign=True``, moved to another device or materialized, and an engine may put
+    other tensors into ``param_groups``. The next step uses the new tensors, and reshards the state with them.
 
     Args:
         params: a model, its ``named_parameters()``, a dict of named tensors, or groups: dicts with "params" (named) and
@@ -246,9 +246,8 @@ class TransformOptimizer(FollowingOptimizer):
             The result of the closure, else None.
 
         Raises:
-            ValueError: a hyperparameter in a group is out of range, a parameter that the labels leave out has a
-                gradient, a parameter was cut since the optimizer was made or is on the meta device, or the model trains
-                other parameters but none of this optimizer.
+            ValueError: a hyperparameter is out of range, a parameter without a label has a gradient, a parameter has a
+                new shape or is on the meta device, or only other parameters of the model have gradients.
             TypeError: a gradient is sparse or complex. Nothing has been changed when an error is raised.
         """
         loss = None

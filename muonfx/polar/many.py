@@ -299,7 +299,7 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
         is_whole = job.at_once or count <= limit
         new = None if own or is_whole else torch.empty_like(x, memory_format=torch.contiguous_format)
         places.append(x if own else new)
-    # The input stands for a new result here, and is then not written to.
+    # The input is a placeholder for a new result here, and is not written to.
     homes = [
         flat if place is None or place is x else _wide(place, short) if tall is None else place.view(flat.shape)
         for x, flat, place in zip(xs, flats, places, strict=True)

@@ -317,7 +317,7 @@ def _check_cuts(
             raise ValueError(f"starts: {name!r} begins at {found}, expected {end} or more, where {before} ends")
         end, before = starts[name] + prod(specs[name].shape), repr(name)
     if end > cuts[-1]:
-        raise ValueError(f"cuts: the last is {cuts[-1]}, but {before} ends at {end}: nobody would hold the rest")
+        raise ValueError(f"cuts: the last is {cuts[-1]}, but {before} ends at {end}: no rank would hold the rest")
 
 
 # ------------------------------------------------------------------------------------------------------------ DTensors

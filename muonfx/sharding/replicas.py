@@ -63,7 +63,7 @@ def verify_params(layout: Layout, local: PyTree, problem: Exception | None = Non
     name, where = found
     if name in layout.on_several_meshes:
         raise ShardingError(
-            f"{name!r} lies on different meshes on different ranks and {where}: if these are different parameters, "
+            f"{name!r} is on different meshes on different ranks and {where}: if these are different parameters, "
             "give them different names, or place them on one mesh of more dims; if they are one, " + _ADVICE
         )
     raise ShardingError(

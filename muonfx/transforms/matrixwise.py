@@ -309,7 +309,7 @@ def _functions(
 def _advance(
     name: str, step: Callable[..., Any], containers: Structure, number: int, operands: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the update of one stack of matrices and the new state of so many fields, in the dtype to compute in."""
+    """Return the update of one stack of matrices and the new state of all fields, in the dtype to compute in."""
     returned = operands[: 1 + number]
     if operands[0].numel() == 0:
         return [x.clone() for x in returned]

@@ -51,7 +51,7 @@ def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
 
 
 Metric = Literal["norm", "rms", "orthogonality_error"]
-"""The names of what `monitor` measures."""
+"""The names of the metrics of `monitor`."""
 
 METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
     "norm": _norm,

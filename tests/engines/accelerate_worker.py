@@ -1,4 +1,4 @@
-"""One rank of a loop under the real accelerate: each case in turn, with its results as JSON.
+"""One rank of a training loop under accelerate, which runs each case and writes its results as JSON.
 
 The loop follows accelerate's documentation: prepare, backward, clip, step, save_state, and load_state into new objects.
 """
@@ -16,7 +16,7 @@ from tests.engines.processes import Rank, same, serve, trained_alone, values_of,
 
 CLIPPED_AT = 0.05
 FALLS_FOR = 20
-"""Steps of the scheduler; accelerate takes as many at a time as there are processes."""
+"""Steps of the scheduler; accelerate takes one step per process at a time."""
 CASES: dict[str, dict[str, Any]] = {
     "DDP": {},
     "DDP, model first": {"first": True},
@@ -32,7 +32,7 @@ def schedule(optimizer: torch.optim.Optimizer, times: int = 1) -> Any:
 
 
 class Run:
-    """A model, its optimizer and its scheduler, prepared by an Accelerator of their own."""
+    """A model, its optimizer and its scheduler, prepared by a new Accelerator."""
 
     def __init__(self, case: dict[str, Any], here: Rank) -> None:
         import accelerate
@@ -41,11 +41,11 @@ class Run:
 
         import muonfx as mfx
 
-        os.environ.pop("ACCELERATE_USE_FSDP", None)  # an earlier Accelerator has set it
+        os.environ.pop("ACCELERATE_USE_FSDP", None)  # set by an earlier Accelerator
         AcceleratorState._reset_state(reset_partial_state=True)
         plugin = None
         if "files" in case:
-            # accelerate has FSDP for several accelerators, and makes no other use of this word
+            # accelerate accepts FSDP only on several accelerators; this attribute is used nowhere else
             accelerate.PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2, state_dict_type=case["files"], auto_wrap_policy="size_based_wrap", min_num_params=50

@@ -1,6 +1,6 @@
-"""One rank of a run under the real DeepSpeed: every case in turn, and what came of it as JSON.
+"""One rank of a run under DeepSpeed, which runs every case and writes its results as JSON.
 
-Called by `test_deepspeed.py` as a process of its own: importing DeepSpeed takes seconds and changes the process.
+`test_deepspeed.py` runs it in a separate process, because importing DeepSpeed takes seconds and changes global state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATES = {"lr": 0.02, "adamw_lr": 0.003}
 
 
 class Net(nn.Module):
-    """Sides that no number of ranks divides, and a matrix that crosses every boundary."""
+    """A model whose dims are not divisible by any number of ranks, with a matrix across every shard boundary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(7)
         self.head = nn.Linear(7, WORDS)
         self.is_short = False
-        """True to leave out `up` and `down`, which then get no gradients."""
+        """True to skip `up` and `down`, which then have no gradients."""
 
     def forward(self, words: Tensor) -> Tensor:
         h = self.emb(words)
@@ -57,7 +57,7 @@ ZERO: dict[str, dict[str, Any]] = {
 SCATTERED: dict[str, Any] = {"stage": 2, "reduce_scatter": True}
 FUSED = {"*up.weight": "(a=10 + b=13) in -> a in, b in"}
 NO_MATRICES = ("emb.weight", "bias", "norm.weight", "head.weight")
-"""All parameters but the matrices of Muon."""
+"""All parameters except the matrices of Muon."""
 CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.items()} | {
     "no options of ZeRO": {"zero": {}},
     "stage 1, offload": {"zero": {"stage": 1, **OFFLOAD}},
@@ -96,9 +96,9 @@ OVERFLOWS: dict[str, dict[str, Any]] = {
     "overflow, bf16, stage 3": {"zero": ZERO["stage 3"], **BF16},
 }
 OVERFLOWN = 2
-"""The batch that has an infinite loss on rank 1."""
+"""The batch with an infinite loss on rank 1."""
 WARMUP = [0.0, 0.0, 0.5, 1.0, 1.0]
-"""The share of its learning rate that each group has in each step, with DeepSpeed's scheduler."""
+"""The factor on the learning rate of each group in each step, from DeepSpeed's scheduler."""
 
 
 def made(case: dict[str, Any]) -> nn.Module:
@@ -111,7 +111,7 @@ def made(case: dict[str, Any]) -> nn.Module:
 
 
 def transform_for(model: nn.Module, case: dict[str, Any]) -> Any:
-    """The transform of a case; in fp32, as rounding to bf16 makes much of a sum in another order."""
+    """Return the transform of a case, in fp32, because bf16 would amplify differences in the order of summation."""
     import muonfx as mfx
 
     labels = mfx.default_labels(model)
@@ -142,14 +142,14 @@ def in_one_process(case: dict[str, Any]) -> dict[str, Tensor]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shares.__getitem__)
 
     def loss(model: nn.Module, words: Tensor) -> Tensor:
-        # DeepSpeed's flat gradients have zeros for unused parameters.
+        # DeepSpeed's flat gradients are zero for unused parameters.
         return loss_of(model, words) + 0.0 * sum(param.sum() for param in params.values())
 
     return trained_alone(model, optimizer, scheduler, batches(), loss, case.get("clip", torch.inf))
 
 
 class Run:
-    """An engine on a model of its own."""
+    """An engine with a new model."""
 
     def __init__(self, name: str, case: dict[str, Any], rank: int, size: int, folder: Path) -> None:
         import deepspeed
@@ -258,7 +258,7 @@ def is_exported(run: Run, tag: str) -> bool:
 
 
 def overflown(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
-    """A run whose loss is infinite on one rank in one step, and one without that batch."""
+    """Compare a run with an infinite loss on one rank in one step with a run without that batch."""
     run, without = (Run(name, case, *here) for _ in range(2))
     for place, batch in enumerate(batches()):
         run.step(batch, factor=torch.inf if place == OVERFLOWN and here.rank == 1 else 1.0)
@@ -279,7 +279,7 @@ def refused(here: Rank) -> dict[str, Any]:
 
 
 def under_another_layout(here: Rank) -> dict[str, Any]:
-    """Runs that two ranks have begun, continued by another number of them at another stage: how far off they end."""
+    """Continue runs of two ranks on another number of ranks at another stage, and return the errors."""
     from muonfx.engines import deepspeed as ours
 
     saved, found = here.folder.parent / "ranks_2", {}
@@ -296,7 +296,7 @@ def under_another_layout(here: Rank) -> dict[str, Any]:
 
 
 def saved_and_loaded(here: Rank) -> dict[str, Any]:
-    """Runs that a new engine continues: whether the first state is zero, and the bits are the same then and later."""
+    """Continue runs in a new engine; return whether its state begins at zero and the bits are equal after the load."""
     from muonfx.engines import deepspeed as ours
 
     words, found = batches(), {}
@@ -329,7 +329,7 @@ PORTABLE = {
     "stage 3, sub-groups": ("stage 2", "stage 3, persistent"),
     "bf16, stage 3": ("stage 2", "stage 3, persistent"),
 }
-"""The cases that are saved for others, and the stages at which they are continued."""
+"""Saved cases, and the stages at which other cases continue them."""
 EXPORTED = ("stage 2", "stage 3", "bf16, stage 3")
 
 

@@ -1,7 +1,7 @@
-"""One rank of a Trainer of Hugging Face: every case in turn, and what came of it as JSON.
+"""One rank of a Trainer of Hugging Face, which runs every case and writes its results as JSON.
 
-Called by `test_huggingface.py` as a process of its own. The package itself is imported by functions only, so that the
-test can read the cases without it.
+`test_huggingface.py` runs it in a separate process. The package is imported in functions only, so that the test can
+read the cases without it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def adapted(model: Any) -> Any:
         model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     )
     generator = torch.Generator().manual_seed(2)
-    for name, param in found.named_parameters():  # B would begin at zero, and A without a gradient
+    for name, param in found.named_parameters():  # with B = 0, the gradient of A would be zero
         if "lora_" in name:
             param.data = torch.randn(param.shape, generator=generator) / 4
     return found
@@ -78,7 +78,7 @@ def data() -> Tensor:
 
 
 def arguments_for(folder: Path, size: int = 1, **more: Any) -> Any:
-    """Training arguments that take the sequences in their order, `BATCH` a step over all processes."""
+    """Return training arguments that use the sequences in order, with `BATCH` per step over all processes."""
     import transformers
 
     return transformers.TrainingArguments(
@@ -104,18 +104,18 @@ def arguments_for(folder: Path, size: int = 1, **more: Any) -> Any:
 
 
 def is_configured(case: Mapping[str, Any]) -> bool:
-    """Make accelerate's state beforehand where it would not believe that processes on CPUs run this strategy."""
+    """Create accelerate's state in advance if it does not support this strategy on CPUs."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
-        os.environ.pop(name, None)  # accelerate leaves them behind
+        os.environ.pop(name, None)  # set by an earlier run of accelerate
     AcceleratorState._reset_state(reset_partial_state=True)
     if "deepspeed" in case:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
-    elif "fsdp" in case:  # accelerate has it for several accelerators, and makes no other use of this word
+    elif "fsdp" in case:  # accelerate accepts it only on several accelerators; this attribute is used nowhere else
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     else:
         return False
@@ -185,8 +185,8 @@ def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | No
 
     args = arguments_for(folder, here.size, **case)
     model = model_for(here.folder / "model")
-    is_in_parts = all(hasattr(param, "ds_id") for param in model.parameters())
-    assert is_in_parts is (case == CASES["ZeRO 3"])  # from the beginning
+    is_partitioned = all(hasattr(param, "ds_id") for param in model.parameters())
+    assert is_partitioned is (case == CASES["ZeRO 3"])  # already before training
     model = adapted(model) if "LoRA" in folder.name else model
     chosen = huggingface.muon(args, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), **options)
     trainer = trainer_for(args, model, optimizer_cls_and_kwargs=chosen)
@@ -195,7 +195,7 @@ def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | No
 
 
 def converted(checkpoint: Path, made: Path) -> Path:
-    """A copy of a checkpoint with the files of FSDP2, or of one that has these with those of DDP and one process."""
+    """Return a copy of a checkpoint, converted from FSDP2's files to those of DDP and one process, or back."""
     import muonfx as mfx
 
     shutil.copytree(checkpoint, made, ignore=shutil.ignore_patterns("optimizer.*", "pytorch_model_fsdp.bin"))

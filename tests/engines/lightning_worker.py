@@ -1,4 +1,4 @@
-"""One rank of a run under the real Lightning: every case in turn, and what came of it as JSON."""
+"""One rank of a run under Lightning, which runs every case and writes its results as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def halving(step: int) -> float:
 
 
 class Batches:
-    """This rank's part of all batches; resumable, as Lightning wants a loader that goes on within an epoch."""
+    """This rank's part of all batches, resumable within an epoch, as Lightning requires."""
 
     def __init__(self, here: Rank) -> None:
         self.words = [words.chunk(here.size)[here.rank] for words in batches()]
@@ -56,7 +56,7 @@ class Batches:
 
 
 class Task(L.LightningModule):
-    """A module as a user writes it."""
+    """A LightningModule as users write it."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One rank of a run under LLaMA-Factory's v1 trainer: every case in turn, and what came of it as JSON."""
+"""One rank of a run under LLaMA-Factory's v1 trainer, which runs every case and writes its results as JSON."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def launched_with(*args: str) -> str:
 
 
 def alone(here: Rank) -> dict[str, Any]:
-    del os.environ["RANK"]  # LLaMA-Factory takes it for several processes
+    del os.environ["RANK"]  # LLaMA-Factory would assume several processes
     said = launched_with("sft", "-h")
     whole = trainer_for(here, here.folder / "whole")
     whole.fit()
@@ -115,7 +115,7 @@ def batches_of(size: int, rank: int) -> list[dict[str, Tensor]]:
 
 
 def train(trainer: SFTTrainer, batches: list[dict[str, Tensor]]) -> None:
-    """The steps of ``fit``, which itself waits for an accelerator after each: on CPUs it runs in one process only."""
+    """Take the steps of ``fit``, which synchronizes an accelerator and so cannot run on several CPU ranks itself."""
     for batch in batches:
         trainer.compute_loss(batch).backward()
         nn.utils.clip_grad_norm_(trainer.model.parameters(), CLIP)

@@ -1,4 +1,4 @@
-"""One rank of a run with torchtitan's own optimizers container, schedulers and checkpoints; what came of it as JSON."""
+"""One rank of a run with torchtitan's optimizers container, schedulers and checkpoints, with its results as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEDULE = {"warmup_steps": 2, "decay_ratio": 0.6, "decay_type": "linear"}
 
 
 def layers() -> OrderedDict[str, nn.Module]:
-    """The same in every process, with sides that no number of ranks divides."""
+    """Return the same layers in every process, with dims that are not divisible by any number of ranks."""
     torch.manual_seed(0)
     found: OrderedDict[str, nn.Module] = OrderedDict(
         tok_embeddings=nn.Embedding(WORDS, 7),
@@ -40,12 +40,12 @@ def layers() -> OrderedDict[str, nn.Module]:
 
 
 class Run:
-    """Model parts as pipelines have them, one after another here; wrapped, and sharded over the ranks."""
+    """Model parts of a pipeline, run in sequence, wrapped and sharded over the ranks."""
 
     def __init__(self, here: Rank, folder: Path, *, recompute: bool) -> None:
         whole = layers()
         if recompute:
-            whole["up"] = checkpoint_wrapper(whole["up"])  # puts a level into names
+            whole["up"] = checkpoint_wrapper(whole["up"])  # adds a level to parameter names
         mesh = init_device_mesh("cpu", (here.size,))
         for layer in whole.values():
             fully_shard(layer, mesh=mesh)

@@ -584,9 +584,207 @@ def load_of_rank(here: Here, kind: str, path: Path, ranks: list[int]) -> None:
         raise
 
 
+<<<<<<< HEAD
 @EVERY_KIND
 def test_every_rank_can_load_the_file_that_it_wrote(world: World, tmp_path: Path, kind: str, size: int):
     world.check(size, each_saves, kind=kind, path=tmp_path / "saved")
+=======
+@quiet()
+def alone_with_patience(here: Here, kind: str, what: str, seconds: float) -> list[str]:
+    """One rank alone calls what all must; the others go on with collectives of their own. Afterwards all can do it."""
+    net, optimizer = optimized(kind, here)
+    train(net, optimizer, range(1))
+    saved = optimizer.state_dict()
+    said: list[str] = []
+    kept = rendezvous._timeout, rendezvous.PATIENCE
+    rendezvous._timeout, rendezvous.PATIENCE = (lambda group: timedelta(seconds=seconds)), timedelta(seconds=0.2)
+    try:
+        if here.rank == 0:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    if what == "save":
+                        optimizer.state_dict()
+                    else:
+                        optimizer.load_state_dict(saved if what == "load" else {**saved, "state": {}})
+                except sharding.ShardingError as error:
+                    said = [str(error), *[str(one.message) for one in caught]]
+    finally:
+        rendezvous._timeout, rendezvous.PATIENCE = kept
+    dist.all_reduce(torch.ones(3), group=here.group)
+    train(net, optimizer, range(1, 2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    gc.collect()
+    return said
+
+
+@quiet()
+def loads_of_two_moments(here: Here, kind: str) -> None:
+    """One rank loads an older state than the others."""
+    net, optimizer = optimized(kind, here)
+    found = []
+    for step in range(2):
+        train(net, optimizer, range(step, step + 1))
+        found.append(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(found[0 if here.rank == 1 else 1])
+    before = {name: whole(param).clone() for name, param in named(net).items()}
+    try:
+        optimizer.step()
+    finally:
+        for name, param in named(net).items():
+            assert torch.equal(whole(param), before[name]), name
+
+
+@quiet()
+def one_rank_loads_alone(here: Here, kind: str) -> None:
+    """A rank alone loads an earlier state: its state dict has that state, and the next step is an error on all."""
+    net, optimizer = optimized(kind, here)
+    train(net, optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(net, optimizer, range(1, 2))
+    if here.rank == 1:
+        optimizer.load_state_dict(saved)
+        for index, leaves in optimizer.state_dict()["state"].items():
+            for key, leaf in leaves.items():
+                assert torch.equal(leaf, saved["state"][index][key]), key
+    optimizer.step()
+
+
+@quiet()
+def in_another_order(here: Here) -> None:
+    """One rank gives its parameters, and its groups, in another order: the same training."""
+    net, _ = sharded("fsdp", here)
+    params, order = list(named(net).items()), -1 if here.rank == 1 else 1
+    optimizer = mfx.TransformOptimizer(groups_of(dict(params[::order]), "two")[::order], chains(made())["by label"])
+    train(net, optimizer, range(3))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same((net, optimizer), alone(3))
+
+
+SIZES = {"fsdp": 2, "hsdp": 4, "tp": 2, "fsdp+tp": 4, "ddp": 2}
+KINDS = list(SIZES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_model_trains_as_a_whole_one(world: World, kind: str):
+    world.check(SIZES[kind], ranks.trains_as_one, kind=kind, chain="by label", groups="two")
+
+
+@pytest.mark.parametrize("chain", ["skipping", "accumulating", "watched"])
+def test_chains_that_look_at_the_whole_tree_do_so_over_ranks(world: World, chain: str):
+    world.check(2, ranks.trains_as_one, kind="fsdp", chain=chain, groups="one")
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_clip_grad_norm_comes_before_a_step(world: World, kind: str):
+    world.check(SIZES[kind], ranks.trains_as_one, kind=kind, chain="by label", groups="one", clip=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chain", ["by label", "outer"])
+def test_given_gradients_give_the_same_bits(world: World, kind: str, chain: str):
+    """With groups that differ, a frozen and a tied parameter, and a gradient that is absent on one rank."""
+    world.check(SIZES[kind], ranks.by_given_gradients, kind=kind, chain=chain, groups="two")
+
+
+def test_plain_tensors_and_dtensors_on_several_meshes_go_together(world: World):
+    world.check(4, ranks.mixed_parameters)
+
+
+MOVES = [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp", "fsdp+tp"), ("fsdp+tp", "tp"), ("ddp", "hsdp"), ("tp", "ddp")]
+
+
+@pytest.mark.parametrize(("saver", "loader", "how"), [(*move, ("dcp", "ours")[i % 2]) for i, move in enumerate(MOVES)])
+def test_what_one_mesh_saves_another_loads(world: World, tmp_path: Path, saver: str, loader: str, how: str):
+    world.check(SIZES[saver], ranks.save, kind=saver, path=tmp_path / "saved", how=how)
+    world.check(SIZES[loader], ranks.load_and_go_on, kind=loader, path=tmp_path / "saved", how=how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_added_later_keeps_the_state_of_others_though_owners_change(world: World, kind: str):
+    world.check(SIZES[kind], ranks.add_a_group, kind=kind)
+
+
+def test_a_step_agrees_once_and_groups_add_no_exchange(world: World):
+    for calls in world.check(2, ranks.counted, kind="fsdp"):
+        one, two = zip(*calls.values(), strict=True)
+        assert one == two, calls
+        # one agreement, the norm of all gradients; the matrices of both labels there and back
+        assert calls["all_reduce"] == [2, 2]
+        assert set(calls) == {"all_reduce", "all_to_all_single"}
+
+
+def test_where_nothing_is_sharded_no_rank_is_asked(world: World):
+    assert world.check(2, ranks.nothing_is_sharded) == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [("a bad rate", ValueError, "learning_rate"), ("another rate", ShardingError, "0.5 on rank 1")],
+)
+def test_a_wrong_or_another_rate_on_one_rank_is_raised_on_all_and_changes_nothing(
+    world: World, what: str, kind: type[Exception], said: str
+):
+    first, second = errors_of(world.run(2, ranks.trouble, what=what, on=1))
+    assert isinstance(first, ShardingError)
+    assert isinstance(second, kind)
+    assert all(said in str(error) and "learning_rate" in str(error) for error in (first, second))
+
+
+def test_a_state_dict_that_does_not_fit_on_one_rank_is_loaded_on_none(world: World):
+    first, second = errors_of(world.run(2, ranks.bad_state_on_one_rank, on=1))
+    assert isinstance(second, ValueError)
+    assert isinstance(first, ShardingError)
+
+
+def test_a_layout_for_dtensors_is_refused(world: World):
+    for error in errors_of(world.run(2, ranks.told_too_much)):
+        assert isinstance(error, TypeError)
+        assert "leave layout out" in str(error)
+
+
+def test_copies_on_different_meshes_that_differ_are_an_error(world: World):
+    for error in errors_of(world.run(4, ranks.copies_that_differ)):
+        assert isinstance(error, ShardingError)
+        assert "'own' is on different meshes" in str(error)
+
+
+# ------------------------------------------------------------------------------------------- torch's own formats
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "broadcast"),
+    [
+        ("fsdp", "hsdp", True),
+        ("hsdp", "tp", False),
+        ("fsdp+tp", "fsdp", True),
+        ("tp", "fsdp+tp", False),
+        ("ddp", "hsdp", True),
+    ],
+)
+def test_a_full_state_dict_is_complete_and_loads_on_another_mesh(
+    world: World, pair: World, tmp_path: Path, saver: str, loader: str, broadcast: bool
+):
+    """Muon, row moments at owners, a stack of experts and AdamW, on two and on four ranks."""
+    for kind, what, more in (
+        (saver, save_full, {}),
+        (loader, load_full, {"broadcast": broadcast}),
+    ):
+        processes = pair if SIZES[kind] == 2 else world
+        processes.check(SIZES[kind], what, kind=kind, path=tmp_path / "saved", **more)
+
+
+def test_under_ddp_any_rank_alone_has_a_complete_state(world: World, tmp_path: Path):
+    world.check(2, rank_0_saves, kind="ddp", path=tmp_path / "saved")
+    world.check(2, all_load, kind="ddp", path=tmp_path / "saved")
+    world.check(4, all_load, kind="ddp", path=tmp_path / "saved")
+    world.check(2, all_load, kind="fsdp", path=tmp_path / "saved")  # a whole tensor is good for any layout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_can_load_the_file_that_it_wrote(world: World, tmp_path: Path, kind: str):
+    world.check(SIZES[kind], each_saves, kind=kind, path=tmp_path / "saved")
+>>>>>>> language
 
 
 def test_what_another_rank_had_of_a_sharded_state_is_refused_by_name(world: World, tmp_path: Path):
