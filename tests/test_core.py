@@ -32,9 +32,9 @@ def test_the_order_of_a_partitions_transforms_means_nothing_and_their_labels_do(
         == mfx.partition({"b": two, "a": one}, labels).fingerprint
     )
     assert mfx.partition({"a": one, "b": two}, labels) != mfx.partition({"b": one, "a": two}, labels)
-    assert mfx.orthogonalize(view=mfx.MatrixView({"q*": "in out -> out in", "*": "out in -> out in"})) != mfx.orthogonalize(
-        view=mfx.MatrixView({"*": "out in -> out in", "q*": "in out -> out in"})
-    )
+    assert mfx.orthogonalize(
+        view=mfx.MatrixView({"q*": "in out -> out in", "*": "out in -> out in"})
+    ) != mfx.orthogonalize(view=mfx.MatrixView({"*": "out in -> out in", "q*": "in out -> out in"}))
     sweep = mfx.stack([mfx.partition({"a": one, "b": two}, labels), mfx.partition({"b": one, "a": two}, labels)])
     params = {"w": torch.ones(1), "v": torch.ones(1)}
     updates = torch.func.vmap(lambda tx: tx.update(params, tx.init(params), params)[0])(sweep)

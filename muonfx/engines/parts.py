@@ -13,7 +13,6 @@ from muonfx.transforms import orthogonalize
 __all__ = ["with_parts"]
 
 
-
 def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert options that were read from a file.
 

@@ -61,7 +61,9 @@ class MatrixView:
         >>> updates, _ = tx.update(weight, tx.init(weight))
         >>> query = {"query": weight["attn.qkv.weight"][:4]}
         >>> alone = mfx.chain(mfx.orthogonalize(), mfx.scale_by_shape("spectral"))
-        >>> torch.allclose(updates["attn.qkv.weight"][:4], alone.update(query, alone.init(query))[0]["query"], atol=1e-2)
+        >>> torch.allclose(
+        ...     updates["attn.qkv.weight"][:4], alone.update(query, alone.init(query))[0]["query"], atol=1e-2
+        ... )
         True
     """
 

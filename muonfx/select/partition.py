@@ -182,13 +182,15 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
     def line(found: Mapping[str, str]) -> str:
         return f"view=muonfx.{MatrixView(patterns(found, others)).extended(view.pattern)!r}"
 
+    apart = {name: split for name, (_, split) in whole.items()}
+    together = {name: undivided(split) for name, split in apart.items()}
     warn_caller(
         f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
         f"{format_list(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, "
-        "split them: give Muon's orthogonalize, or each transform that takes a view,\n  "
-        f"{line({name: split for name, (_, split) in whole.items()})}\nIf the numbers differ, as with "
-        "fewer keys than queries, write '(q=512 + k=128 + v=128) in -> q in, k in, v in' with your sizes. If each is "
-        f"one matrix, keep it whole without this warning:\n  {line({name: undivided(split) for name, (_, split) in whole.items()})}"
+        f"split them: give Muon's orthogonalize, or each transform that takes a view,\n  {line(apart)}\n"
+        "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
+        "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. If "
+        f"each is one matrix, keep it whole without this warning:\n  {line(together)}"
     )
 
 
@@ -201,10 +203,8 @@ def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route]
             continue
         for tx in within(own):
             view = _view_of(tx)
-            if view is not None:
-                mixes = not view.is_set_for(name)
-            else:
-                mixes = tx.locality is Locality.LEAF and not tx.children
+            by_leaf = tx.locality is Locality.LEAF and not tx.children
+            mixes = by_leaf if view is None else not view.is_set_for(name)
             if mixes:
                 raise ValueError(
                     f"partition: {name!r} has shape {tuple(leaf.shape)}, and its label {route.label!r} was chosen for "

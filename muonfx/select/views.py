@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from muonfx.select.matrix_view import MatrixView
-from muonfx.select.pattern import parse
 from muonfx.select.params import ParamInfo, Params, plain_name, written_type
+from muonfx.select.pattern import parse
 from muonfx.tree.tracing import matches
 
 __all__ = ["PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns", "undivided"]

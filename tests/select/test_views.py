@@ -167,9 +167,7 @@ def test_labels_without_views_see_each_parameter_as_before():
 
 def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
     model = held(odd=Holder(kernels=(4, 40, 64)))
-    said = (
-        r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon's orthogonalize, .*'\.\.\. out in -> \.\.\. out in'"
-    )
+    said = r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon's orthogonalize, .*'\.\.\. out in -> "
     with pytest.warns(UserWarning, match=said) as caught:
         default_labels(model)
     assert caught[0].filename == __file__

@@ -177,7 +177,9 @@ WITH_HEADS = {
         "qk_clip": mfx.qk_clip(HEADS, alpha=0.4),
         "muonclip": mfx.muonclip(
             HEADS,
-            orthogonalize=TWO_STEPS.replace(view=mfx.MatrixView({"*cross.qkv.weight": "(part=3 out) in -> part out in"})),
+            orthogonalize=TWO_STEPS.replace(
+                view=mfx.MatrixView({"*cross.qkv.weight": "(part=3 out) in -> part out in"})
+            ),
             labels=mfx.select.default_labels_by_name,
         ),
     }.items()

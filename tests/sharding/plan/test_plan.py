@@ -82,7 +82,10 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
     params = {"qkv": torch.zeros(24, 6), "out": torch.zeros(6, 24)}
     # six rows of qkv on each, and out on the last
     layout = sharding.flat(params, 4, order=["qkv", "out"], cuts=[0, 36, 72, 108, 288])
-    heads = run_of(mfx.orthogonalize(view=mfx.MatrixView({"qkv": "(heads=12 dim) in -> heads dim in"}), dtype=torch.float32), layout)
+    heads = run_of(
+        mfx.orthogonalize(view=mfx.MatrixView({"qkv": "(heads=12 dim) in -> heads dim in"}), dtype=torch.float32),
+        layout,
+    )
     assert [(s.name, s.shape, s.owner, s.route) for s in heads.shares] == [
         ("out", (6, 24), 3, "local"),
         *[("qkv", (3, 2, 6), rank, "local") for rank in range(4)],
