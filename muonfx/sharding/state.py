@@ -21,8 +21,9 @@ from muonfx.core import Transform
 from muonfx.program.buckets import parameters_of
 from muonfx.program.lower import fill_placeholders, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
+from muonfx.program.placement import meta_like
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import dtensor_of, global_piece, is_dtensor, local_of, parameter_like
+from muonfx.sharding.dtensors import dtensor_of, global_piece, is_dtensor, local_of, local_tree, parameter_like
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
@@ -111,21 +112,21 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
     """Describe the leaves of a state, in order; None for a leaf that is None."""
-    key = ("held", tx.treedef, tuple(tree.names(params)))
-    if key not in binding.derived:
+
+    def describe() -> list[LeafPlacement | None]:
         local = binding.local_like(params)
         here = tree.leaves(binding.executor.init(tx, local))
         with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
             found = tree.leaves(_held(binding, binding.executor.program(tx, local)))
-        described = [
+        return [
             replace(what, local=None if leaf is None else tuple(leaf.shape))
             if isinstance(what, LeafPlacement)
             else None
             for what, leaf in zip(found, here, strict=True)
         ]
-        binding.derived[key] = described
-    return binding.derived[key]
+
+    return binding.once(("held", tx.treedef, tuple(tree.names(params))), describe)
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
@@ -211,7 +212,7 @@ def interval_of(what: LeafPlacement, share: Share) -> tuple[int, int]:
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
     """Return the local state that a global state describes."""
-    meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params))
+    meta = binding.executor.init(tx, meta_like(local_tree(params)))
     leaves, treedef = tree.flatten(values)
 
     def at(wanted: Tensor | None, leaf: Tensor | FlatPiece | None) -> Tensor | None:

@@ -24,11 +24,6 @@ class Store(NamedTuple):
     """About how many bytes of state are loaded at a time; a larger leaf is a bucket of its own."""
 
     @property
-    def is_resident(self) -> bool:
-        """True if the state stays on the device on which transforms compute."""
-        return self.to is None
-
-    @property
     def on_disk(self) -> bool:
         """True if the state is in files."""
         return self.to not in (None, "cpu")
