@@ -9,7 +9,6 @@ never by the order of a dict or a set.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterable, Sequence
 
 __all__ = ["assign", "assign_by_bytes"]
@@ -35,7 +34,8 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: i
         board.give(owners[i], costs[i], sizes[i])
     if len(by_ranks) == 1:
         (group,) = by_ranks
-        packed = _packed([costs[i] for i in free], {rank: before[rank] for rank in group}, board.loads)
+        most = max(board.loads[rank] for rank in group)
+        packed = _packed([costs[i] for i in free], {rank: before[rank] for rank in group}, most)
         for i, rank in zip(free, packed, strict=False):
             owners[i] = rank
     return owners
@@ -104,49 +104,34 @@ class _Queue:
         heapq.heappop(self._heap)
 
 
-def _packed(falling: Sequence[float], before: dict[int, float], loads: Sequence[float]) -> list[int]:
-    """Assign items to ranks such that the largest load is as small as the search finds.
+def _packed(falling: Sequence[float], before: dict[int, float], most: float) -> list[int]:
+    """Return the rank of each item such that the largest load is as far below `most` as the search finds, or [].
 
-    `falling` are the items' costs in descending order, `before` the load of each rank without them, and `loads` the
-    loads of the assignment to improve on. Returns the rank of each item, or [] if no better assignment is found.
+    `falling` are the items' costs in descending order, and `before` the load of each rank without them.
     """
-    # First fit by falling cost: each rank takes the largest items that fit, all items of one cost at once, which takes
-    # O(ranks x distinct costs) for a limit.
     least = max((sum(falling) + sum(before.values())) / len(before), max(before.values()), max(falling, default=0.0))
-    best = max(loads[rank] for rank in before)
-    if best <= 1.01 * least:
-        return []
-    runs = [(cost, len(list(same))) for cost, same in itertools.groupby(falling)]
-    if len(runs) * len(before) > 200_000:  # packing would take longer than a fraction of a second
+    # Packing more would take longer than a fraction of a second; so many items are balanced without it.
+    if most <= 1.01 * least or len(falling) * len(before) > 200_000:
         return []
     order = sorted(before, key=lambda rank: (-before[rank], rank))
-    found: list[tuple[int, int, int]] = []
-    low, high = least, best
+    found: list[int] = []
     for _ in range(12):
-        limit = (low + high) / 2
-        taken = _fill(limit, runs, order, before)
-        if taken is None:
-            low = limit
+        limit = (least + most) / 2
+        owners = _first_fit(limit, falling, {rank: before[rank] for rank in order})
+        if owners is None:
+            least = limit
         else:
-            found, high = taken, limit
-    by_run: list[list[int]] = [[] for _ in runs]
-    for run, rank, count in found:
-        by_run[run] += [rank] * count
-    return [rank for ranks in by_run for rank in ranks]
+            found, most = owners, limit
+    return found
 
 
-def _fill(
-    limit: float, runs: Sequence[tuple[float, int]], order: Sequence[int], before: dict[int, float]
-) -> list[tuple[int, int, int]] | None:
-    """Return (run, rank, count) for a packing of all items below `limit`, or None if they do not fit."""
-    left = [count for _, count in runs]
-    taken: list[tuple[int, int, int]] = []
-    for rank in order:
-        room = limit - before[rank]
-        for i, (cost, _) in enumerate(runs):
-            count = left[i] if cost * left[i] <= room else int(room / cost)
-            if count > 0:
-                taken.append((i, rank, count))
-                left[i] -= count
-                room -= count * cost
-    return None if any(left) else taken
+def _first_fit(limit: float, falling: Sequence[float], loads: dict[int, float]) -> list[int] | None:
+    """Assign each item to the first rank on which it stays below `limit`, or return None if an item does not fit."""
+    owners: list[int] = []
+    for cost in falling:
+        owner = next((rank for rank, load in loads.items() if load + cost <= limit), None)
+        if owner is None:
+            return None
+        loads[owner] += cost
+        owners.append(owner)
+    return owners
