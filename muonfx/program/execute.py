@@ -35,7 +35,7 @@ from muonfx.program.buckets import (
 from muonfx.program.lower import OwnState, Span, lower_node, resolved, spans_of, stand_in
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.program.offload.store import IN_MEMORY, Store
-from muonfx.program.placement import SINGLE_PROCESS, Arguments, Placement, Run, device_of
+from muonfx.program.placement import SINGLE_PROCESS, Arguments, Once, Placement, Run, device_of
 from muonfx.tree import PyTree
 
 __all__ = ["Executor"]
@@ -58,10 +58,7 @@ class Executor:
         self._is_resident = store == IN_MEMORY
         self._programs: dict[Any, list[Node]] = {}
         self._current: dict[int, tuple[tuple[Transform, ...], Transform]] = {}
-        self._spans: dict[int, list[Span]] = {}
-        self._parameters: dict[Any, list[str | None]] = {}
-        self._own_states: dict[int, OwnState] = {}
-        self._of_resident: dict[int, list[list[str]]] = {}  # buckets of nodes with a resident state
+        self._once = Once()
         self._extras: Mapping[str, Any] = {
             "workspace": Workspace(),
             "shard": placement.shard,
@@ -76,8 +73,7 @@ class Executor:
             if self.placement.fits(known.like, params):
                 return known
         if len(self._programs) >= MOST_PROGRAMS:
-            caches = self._programs, self._current, self._spans, self._parameters, self._own_states, self._of_resident
-            for cache in caches:
+            for cache in (self._programs, self._current, self._once.found):
                 cache.clear()
         made = lower_node(tx, self.placement.global_like(params))
         self._programs.setdefault(key, []).append(made)
@@ -198,12 +194,8 @@ class Executor:
             sizes = sizes_of(named_leaves(call.updates), call.state, self._parameters_of(node, call))
             buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
         elif self.bucket_bytes is not None and call.params is not None:
-            if node.number not in self._of_resident:
-                # matrices of one shape in one bucket form a batch
-                named = sorted(named_leaves(node.like).items(), key=lambda pair: tuple(pair[1].shape))
-                sizes = {name: leaf.nbytes for name, leaf in named}
-                self._of_resident[node.number] = cut_into_buckets(sizes, self.bucket_bytes)
-            buckets = self._of_resident[node.number]
+            limit = self.bucket_bytes
+            buckets = self._once(("buckets", node.number), lambda: _buckets_by_shape(node.like, limit))
         else:
             return None
         if len(buckets) > 1 and can_be_shared_out(tree.leaves(call.state), self._parameters_of(node, call)):
@@ -280,14 +272,10 @@ class Executor:
         return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
 
     def _spans_of(self, node: ChainNode) -> list[Span]:
-        if node.number not in self._spans:
-            self._spans[node.number] = spans_of(node, self._is_unit)
-        return self._spans[node.number]
+        return self._once(("spans", node.number), lambda: spans_of(node, self._is_unit))
 
     def _own_state(self, node: Around) -> OwnState:
-        if node.number not in self._own_states:
-            self._own_states[node.number] = OwnState.of(node.tx, node.like)
-        return self._own_states[node.number]
+        return self._once(("own state", node.number), lambda: OwnState.of(node.tx, node.like))
 
     def _run_of(self, stage: Stage, now: Now) -> Run:
         parts = now if isinstance(now, tuple) else (now,)
@@ -320,10 +308,14 @@ class Executor:
 
     def _parameters_of(self, node: Node, call: Arguments) -> list[str | None]:
         """Return the parameter that each leaf of a node's state belongs to, cached by structure."""
-        key = (node.number, tuple(tree.names(call.updates)), len(tree.leaves(call.state)))
-        if key not in self._parameters:
-            self._parameters[key] = parameters_of(call.state, call.updates)
-        return self._parameters[key]
+        key = ("parameters", node.number, tuple(tree.names(call.updates)), len(tree.leaves(call.state)))
+        return self._once(key, lambda: parameters_of(call.state, call.updates))
+
+
+def _buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
+    """Split the names of parameters into buckets; matrices of one shape in one bucket form a batch."""
+    named = sorted(named_leaves(params).items(), key=lambda pair: tuple(pair[1].shape))
+    return cut_into_buckets({name: leaf.nbytes for name, leaf in named}, limit)
 
 
 def _members(now: Now) -> tuple[Transform, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from muonfx.program.nodes import Stage
     from muonfx.program.offload.store import Store
 
-__all__ = ["SINGLE_PROCESS", "Arguments", "Placement", "Run", "device_of", "meta_like"]
+__all__ = ["SINGLE_PROCESS", "Arguments", "Once", "Placement", "Run", "device_of", "meta_like"]
+
+T = TypeVar("T")
 
 Run = tuple[tuple[str, Transform], ...]
 """Neighbouring transforms of a chain with their names and current numbers."""
@@ -69,6 +71,19 @@ def device_of(*values: PyTree) -> torch.device:
 def meta_like(values: PyTree) -> PyTree:
     """Replace the tensors of a tree by meta tensors."""
     return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), values)
+
+
+class Once:
+    """A cache of values that depend on structure, names and shapes alone."""
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the value of a function, called once for each key."""
+        if key not in self.found:
+            self.found[key] = make()
+        return self.found[key]
 
 
 class Placement:

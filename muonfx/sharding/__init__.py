@@ -12,8 +12,7 @@ from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Plan, plan_for
 from muonfx.sharding.replicas import broadcast
 from muonfx.sharding.shards import Piece
-from muonfx.sharding.transform import sharded
-from muonfx.sharding.views import from_global, to_global
+from muonfx.sharding.transform import from_global, sharded, to_global
 
 __all__ = [
     # which rank holds which shard

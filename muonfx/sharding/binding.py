@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from muonfx.program.execute import Executor
 from muonfx.program.lower import as_one
 from muonfx.program.nodes import Stage
 from muonfx.program.offload.store import Store
-from muonfx.program.placement import Arguments, Placement, Run
+from muonfx.program.placement import Arguments, Once, Placement, Run
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.consensus import warn_together
 from muonfx.sharding.layout import Layout
@@ -30,8 +29,6 @@ from muonfx.tree import PyTree
 
 __all__ = ["Binding"]
 
-T = TypeVar("T")
-
 
 @dataclass(eq=False)
 class Binding(Placement):
@@ -42,13 +39,13 @@ class Binding(Placement):
     store: Store
     likes: dict[Hashable, PyTree] = field(default_factory=dict)
     """Meta tensors in the tree of the local parameters, for each structure of a chain."""
+    once: Once = field(default_factory=Once)
     serial: int | None = None
     """The number of this binding among the bindings of its group; None until the ranks have compared what they bind."""
     steps: int = 0
     """The number of steps that all ranks have agreed to take."""
     has_loaded: bool = False
     """True if this rank has loaded a state since the last step."""
-    _derived: dict[Hashable, Any] = field(default_factory=dict)
     _at_owners: dict[tuple[Stage, torch.device], tuple[Run, RunPlan, Run, Transform]] = field(default_factory=dict)
     _warned: set[Hashable] = field(default_factory=set)
 
@@ -79,12 +76,6 @@ class Binding(Placement):
         return update_run(plan, now, tx, self.layout, call, self.store, parameters)
 
     # ----------------------------------------------------------------------------------------- computed once
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a function that depends on structure and shapes alone, called once for each key."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        return self._derived[key]
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan of a run for some parameters."""

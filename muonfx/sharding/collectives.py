@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.program.buckets import cut_into_buckets
+from muonfx.program.placement import Once
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, outside_transforms
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
@@ -116,11 +117,8 @@ def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
 
 def _windows(layout: ShardTable, name: str) -> list[Window]:
     """Return the windows of the boxes of this rank's shard in its local tensor; cached."""
-    key = ("windows", name)
-    if key not in layout.derived:
-        piece = layout.piece(name)
-        layout.derived[key] = [piece.window(box) for box in piece.boxes]
-    return layout.derived[key]
+    piece = layout.piece(name)
+    return layout.once(("windows", name), lambda: [piece.window(box) for box in piece.boxes])
 
 
 class _Linear(torch.autograd.Function):
@@ -223,14 +221,13 @@ def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
     """Return a layout of some parameters in equal intervals over the same ranks; cached."""
-    key = ("equal parts", names)
-    if key not in layout.derived:
+
+    def make() -> ShardTable:
         specs = {name: layout.specs[name] for name in names}
         pieces = equal_intervals(specs, layout.size)[0]
-        layout.derived[key] = replace(
-            layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, derived={}
-        )
-    return layout.derived[key]
+        return replace(layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, once=Once())
+
+    return layout.once(("equal parts", names), make)
 
 
 def exchange(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from muonfx.program.placement import Once
 from muonfx.sharding.messages import digest
 from muonfx.sharding.shards import Piece, Span
 from muonfx.tree import Spec
@@ -41,10 +42,8 @@ class Cut:
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
         self.size = size
-        self.derived: dict[object, Any] = {}
+        self.once = Once()
         """A cache of values that depend on the cut alone."""
-        self._asked: dict[int, Piece] = {}
-        """A cache of the shards requested so far, by rank."""
 
     def _at(self, rank: int) -> Piece:
         """Compute the shard of a rank; subclasses implement this."""
@@ -96,9 +95,7 @@ class Cut:
         return tuple(sorted(rank for ranks in self.holders.values() for rank in ranks))
 
     def __getitem__(self, rank: int) -> Piece:
-        if rank not in self._asked:
-            self._asked[rank] = self._at(range(self.size)[rank])
-        return self._asked[rank]
+        return self.once(("piece", rank), lambda: self._at(range(self.size)[rank]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cut) and self.key == other.key

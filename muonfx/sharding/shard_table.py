@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.checks import check_tree
+from muonfx.program.placement import Once
 from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.messages import Buffers, ShardingError, digest
 from muonfx.sharding.shards import Piece
@@ -42,7 +43,7 @@ class ShardTable:
     """For `from_dtensors`: the spec of each parameter that is a DTensor."""
     on_several_meshes: tuple[str, ...] = ()
     """The parameters that have different meshes on different ranks; their shards are assumed to be replicas."""
-    derived: dict[Any, Any] = field(default_factory=dict)
+    once: Once = field(default_factory=Once)
     """Values that follow from the layout, computed once."""
     buffers: Buffers = field(default_factory=Buffers)
     """The memory of the messages between its ranks."""

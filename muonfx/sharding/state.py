@@ -235,14 +235,15 @@ def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) ->
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate
 
-    meshes: dict[int, DeviceMesh] = layout.derived.setdefault("meshes of owners", {})
-    if owner not in meshes:
+    def make() -> DeviceMesh:
         assert layout.group is not None
         kind = next(iter(layout.dtensors.values())).mesh.device_type
         # A mesh of one rank needs no process group.
-        meshes[owner] = DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
-    local = _nothing(meshes[owner], like) if local is None else local.view(like.shape)
-    return dtensor_of(local, meshes[owner], [Replicate()], like.shape, like.stride())
+        return DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
+
+    mesh = layout.once(("mesh of an owner", owner), make)
+    local = _nothing(mesh, like) if local is None else local.view(like.shape)
+    return dtensor_of(local, mesh, [Replicate()], like.shape, like.stride())
 
 
 def _like_parameter(

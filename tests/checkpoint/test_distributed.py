@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muonfx as mfx
 from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data, distributed
-from muonfx.sharding import rendezvous
+from muonfx.sharding import consensus
 from tests.checkpoint.common import assert_same_tree, bits, copies
 from tests.processes import Here, World, errors_of
 
@@ -213,15 +213,15 @@ def one_alone(here: Here, path: Path, what: str) -> str:
         "load": lambda: ck.load(path, like=state, group=here.group),
     }
     calls["save"]()
-    kept, said = rendezvous._timeout, ""
+    kept, said = consensus._timeout, ""
     if here.rank == 0:
-        rendezvous._timeout = lambda group: timedelta(seconds=0.2)
+        consensus._timeout = lambda group: timedelta(seconds=0.2)
         try:
             calls[what]()
         except ck.CheckpointError as error:
             said = f"{type(error).__name__}: {error}"
         finally:
-            rendezvous._timeout = kept
+            consensus._timeout = kept
     dist.all_reduce(torch.ones(3), group=here.group)
     calls[what]()
     return said

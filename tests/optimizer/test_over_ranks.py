@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding import ShardingError, rendezvous
+from muonfx.sharding import ShardingError, consensus
 from muonfx.sharding.shards import IntervalTensor
 from tests.optimizer import ranks
 from tests.optimizer.ranks import (
@@ -151,8 +151,8 @@ def alone_with_patience(here: Here, kind: str, what: str, seconds: float) -> lis
     train(net, optimizer, range(1))
     saved = optimizer.state_dict()
     said: list[str] = []
-    kept = rendezvous._timeout, rendezvous.PATIENCE
-    rendezvous._timeout, rendezvous.PATIENCE = (lambda group: timedelta(seconds=seconds)), timedelta(seconds=0.2)
+    kept = consensus._timeout, consensus.PATIENCE
+    consensus._timeout, consensus.PATIENCE = (lambda group: timedelta(seconds=seconds)), timedelta(seconds=0.2)
     try:
         if here.rank == 0:
             with warnings.catch_warnings(record=True) as caught:
@@ -165,7 +165,7 @@ def alone_with_patience(here: Here, kind: str, what: str, seconds: float) -> lis
                 except sharding.ShardingError as error:
                     said = [str(error), *[str(one.message) for one in caught]]
     finally:
-        rendezvous._timeout, rendezvous.PATIENCE = kept
+        consensus._timeout, consensus.PATIENCE = kept
     dist.all_reduce(torch.ones(3), group=here.group)
     train(net, optimizer, range(1, 2))
     optimizer.load_state_dict(optimizer.state_dict())

@@ -9,7 +9,6 @@ independently.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +25,7 @@ from muonfx.program.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
-from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
+from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, on_stacks, parts_of
 from muonfx.tree import Spec
 from muonfx.tree.display import Report, Table
 
@@ -118,34 +117,16 @@ class RunPlan:
     def sent_for(self, shares: Sequence[Share]) -> list[int]:
         """Return the bytes that each rank sends for some shares, to owners and back."""
         sent = [0] * self.size
-        # Thousands of experts have few distinct partitions, so bytes are summed once for each partition.
-        groups: dict[tuple[str, int, int, torch.dtype], list[Share]] = {}
         for share in shares:
-            key = (share.cut.digest, share.start, share.stop, self.specs[share.name].dtype)
-            groups.setdefault(key, []).append(share)
-        for group in groups.values():
-            self._add_sent(sent, group)
+            if share.owner is None:
+                continue
+            there, back = (dtype.itemsize for dtype in self.wire_dtypes(self.specs[share.name].dtype))
+            for transfer in share.transfers:
+                taking = len(transfer.ranks) - (share.owner in transfer.ranks)  # an owner sends itself nothing
+                sent[share.owner] += taking * transfer.numel * back
+                if transfer.sender != share.owner:
+                    sent[transfer.sender] += transfer.numel * there
         return sent
-
-    def _add_sent(self, sent: list[int], shares: Sequence[Share]) -> None:
-        """Add the bytes that each rank sends for shares of one range, one partition and one dtype."""
-        one = shares[0]
-        there, back = (dtype.itemsize for dtype in self.wire_dtypes(self.specs[one.name].dtype))
-        owners = Counter(share.owner for share in shares if share.owner is not None)
-        if not owners:
-            return
-        results = 0
-        for transfer in one.transfers:
-            results += transfer.numel * len(transfer.ranks)
-            if len(transfer.ranks) == 1:
-                sent[transfer.ranks[0]] += transfer.numel * there * owners.total()
-            else:
-                for owner, times in owners.items():
-                    sent[nearest(transfer.ranks, owner)] += transfer.numel * there * times
-        for owner, times in owners.items():
-            transfer = one.transfer_of(owner)
-            own = 0 if transfer is None else transfer.numel
-            sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes in which updates are sent to the owner and back, which change no value."""

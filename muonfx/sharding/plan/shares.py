@@ -215,9 +215,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
         yield Part(name, 0, prod(shape), shape, candidates, bool(cut.complete))
         return
     each = prod(matrix)
-    ranges: list[_Range] | None = cut.derived.get(each)
-    if ranges is None:
-        ranges = cut.derived[each] = _ranges(cut, shape, each)
+    ranges = cut.once(("ranges", each), lambda: _ranges(cut, shape, each))
     owners = [found.candidates[0] for found in ranges if len(found.candidates) == 1]
     if len(set(owners)) < len(owners):  # a rank's state of a stack must be one range
         candidates = tuple(sorted({rank for found in ranges for rank in found.candidates}))
