@@ -95,11 +95,6 @@ class Placement:
     holds_all: bool = True
     """True if this rank holds every leaf whole, in its own shape, and no other rank holds any."""
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return 1
-
     def global_like(self, params: PyTree) -> PyTree:
         """Return meta tensors of the global shapes for local tensors."""
         return meta_like(params)

@@ -51,14 +51,9 @@ class Binding(Placement):
 
     def __post_init__(self) -> None:
         specs, pieces = self.layout.specs, self.layout.pieces
-        self.holds_all = self.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
+        self.holds_all = self.layout.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
         """True if there is one rank and it holds every leaf whole, in the leaf's own shape."""
         self.executor = Executor(self, self.store)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.layout.size
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
         """Return the state of a matrix stage: on the owners of matrices, None on the other ranks."""

@@ -123,10 +123,8 @@ class Whole(Cut):
         """The shape, the number of ranks, and the ranks that hold the tensor."""
         return "whole", self.shape, self.size, self._owners
 
-    @cached_property
-    def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """The whole tensor as a single shard, with the ranks that hold it."""
-        return {self._whole: tuple(self._owners)} if self._whole.numel else {}
+    def _ranks(self) -> Iterator[int]:
+        return iter(self._owners)
 
 
 class Intervals(Cut):

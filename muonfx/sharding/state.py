@@ -136,13 +136,12 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     """
     leaves, treedef = tree.flatten(state)
     before = [None] * len(leaves) if old is None else tree.leaves(old)
-    return tree.unflatten(
-        treedef,
-        [
-            was if is_dtensor(was) and local_of(was) is leaf else leaf_to_dtensor(binding, what, leaf)
-            for what, leaf, was in zip(describe_state(binding, tx, params), leaves, before, strict=True)
-        ],
-    )
+    rows = zip(describe_state(binding, tx, params), leaves, before, strict=True)
+    wrapped = [
+        was if is_dtensor(was) and local_of(was) is leaf else leaf_to_dtensor(binding, what, leaf)
+        for what, leaf, was in rows
+    ]
+    return tree.unflatten(treedef, wrapped)
 
 
 def leaf_to_dtensor(binding: Binding, what: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:

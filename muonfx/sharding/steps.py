@@ -275,6 +275,7 @@ def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """Return all that must be equal on all ranks, in the order in which differences are reported."""
     layout, store, kept = binding.layout, binding.store, "in memory with the parameters"
     device = tree.device_of(local)
+    roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
     if store != IN_MEMORY:
         place = "on disk" if store.on_disk else "in host memory"
         kept = f"offloaded, {place}, in buckets of {store.bucket_bytes} bytes"
@@ -282,7 +283,7 @@ def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     described = describe_state(binding, tx, local)
     names_of_state = tree.names(binding.executor.init(tx, binding.local_like(local)))
     return {
-        "versions": {"muonfx": _version(), "torch": str(torch.__version__)},
+        "versions": {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)},
         "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
         "parameters that are None": {name: "None" for name in tree.names(local) if name not in present},
         "trees": str(tree.flatten(local)[1]),
@@ -351,11 +352,6 @@ def number_text(value: object) -> str:
     if value.device.type != "cpu" or value.numel() > SMALL:
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     return f"{value.tolist()} of {value.dtype}"
-
-
-def _version() -> str:
-    roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
-    return str(getattr(roof, "__version__", "unknown"))
 
 
 def _settings_of_torch() -> dict[str, str]:

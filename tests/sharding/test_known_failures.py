@@ -138,9 +138,7 @@ def own_gradients(drawn: Model, size: int) -> list[dict[str, Any]]:
     return [drawn.grads(drawn.steps - 1, rank) for rank in range(size)]
 
 
-def from_own_gradients(
-    here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, op: str = "mean"
-) -> dict[str, Any]:
+def from_own_gradients(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase) -> dict[str, Any]:
     """Steps in which every rank has gradients of its own, which are reduced to pieces; the last whole update."""
     params = model.params()
     layout = laid_out(case, params, here, tx)
@@ -149,21 +147,20 @@ def from_own_gradients(
     state = sharded.init(local)
     updates: Any = None
     for step in range(model.steps):
-        pieces = layout.reduce_scatter(model.grads(step, here.rank), op)
+        pieces = layout.reduce_scatter(model.grads(step, here.rank))
         updates, state = sharded.update(pieces, state, local)
     return layout.gather(updates)
 
 
-def reduced_by_own(here: Here, model: Model, case: LayoutCase, op: str) -> dict[str, Any]:
+def reduced_by_own(here: Here, model: Model, case: LayoutCase) -> dict[str, Any]:
     """Gradients of its own on each rank, reduced to local tensors as shards are, and put together again."""
     layout = laid_out(case, model.params(), here)
-    reduced = layout.reduce_scatter(model.grads(0, here.rank), op)
+    reduced = layout.reduce_scatter(model.grads(0, here.rank))
     shards = layout.shard(model.params())
     assert [type(leaf) for leaf in mfx.tree.leaves(reduced)] == [type(leaf) for leaf in mfx.tree.leaves(shards)]
     return layout.gather(reduced)
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -171,11 +168,11 @@ def reduced_by_own(here: Here, model: Model, case: LayoutCase, op: str) -> dict[
         *(Replicated(), Placed({"a": ("0",), "b": ("0",)})),
     ],
 )
-def test_each_rank_gets_its_pieces_of_the_reduced_gradients(world: World, layout: Any, op: str):
+def test_each_rank_gets_its_pieces_of_the_reduced_gradients(world: World, layout: Any):
     drawn = model(steps=1, a=(7, 5), b=(3, 13))
     own = own_gradients(drawn, 3)
-    wanted = {name: sum(tree[name] for tree in own) / (3 if op == "mean" else 1) for name in own[0]}
-    for found in world.check(3, reduced_by_own, model=drawn, case=layout, op=op):
+    wanted = {name: sum(tree[name] for tree in own) / 3 for name in own[0]}
+    for found in world.check(3, reduced_by_own, model=drawn, case=layout):
         assert apart(found, wanted) < 1e-6
 
 

@@ -17,7 +17,7 @@ __all__ = ["assign", "assign_by_bytes"]
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
     """Assign every item to one of its candidates so that the sums of costs are about equal."""
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
-    board = _Board(ranks)
+    board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     groups = {id(own): own for own in candidates if len(own) > 1}
     by_ranks = {own: _Queue(board, own) for own in map(tuple, groups.values())}  # equal groups share a queue
     queues = {key: by_ranks[tuple(own)] for key, own in groups.items()}
@@ -25,16 +25,16 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: i
     # Items with one candidate are first; the others follow by falling cost, ties by bytes, then by rank.
     for i, own in enumerate(candidates):
         if len(own) == 1:
-            board.give(owners[i], costs[i], sizes[i])
+            _give(board, owners[i], costs[i], sizes[i])
     free = [i for i, own in enumerate(candidates) if len(own) > 1]
     free.sort(key=lambda i: (-costs[i], -sizes[i], i))
-    before = board.loads.copy()
+    before = [load for load, _, _ in board]
     for i in free:
         owners[i] = queues[id(candidates[i])].least()
-        board.give(owners[i], costs[i], sizes[i])
+        _give(board, owners[i], costs[i], sizes[i])
     if len(by_ranks) == 1:
         (group,) = by_ranks
-        most = max(board.loads[rank] for rank in group)
+        most = max(board[rank][0] for rank in group)
         packed = _packed([costs[i] for i in free], {rank: before[rank] for rank in group}, most)
         for i, rank in zip(free, packed, strict=False):
             owners[i] = rank
@@ -50,14 +50,14 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
     spare = max((sizes[i] for i in with_cost), default=0)
     most = sum(sizes) // ranks + spare  # sizes are integers, so rounding the mean down changes nothing
     owners = [0] * len(costs)
-    board = _Board(ranks)
+    board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     queue = _Queue(board, range(ranks))
     for i in with_cost:
-        while board.bytes[owner := queue.least()] + sizes[i] > most:
+        while board[owner := queue.least()][1] + sizes[i] > most:
             queue.leave()  # a rank with at most the mean always stays, so the queue never empties
         owners[i] = owner
-        board.give(owner, costs[i], sizes[i])
-    by_bytes = [(board.bytes[rank], board.loads[rank], rank) for rank in range(ranks)]
+        _give(board, owner, costs[i], sizes[i])
+    by_bytes = [(nbytes, load, rank) for load, nbytes, rank in board]
     heapq.heapify(by_bytes)
     for i in order[len(with_cost) :]:
         held, load, owner = by_bytes[0]
@@ -66,19 +66,13 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
     return owners
 
 
-class _Board:
-    """The load and the bytes of each rank so far."""
+_Board = list[tuple[float, int, int]]
+"""The load and the bytes of each rank so far, and the rank."""
 
-    def __init__(self, ranks: int) -> None:
-        self.loads = [0.0] * ranks
-        self.bytes = [0] * ranks
 
-    def standing(self, rank: int) -> tuple[float, int, int]:
-        return self.loads[rank], self.bytes[rank], rank
-
-    def give(self, rank: int, cost: float, size: int) -> None:
-        self.loads[rank] += cost
-        self.bytes[rank] += size
+def _give(board: _Board, rank: int, cost: float, size: int) -> None:
+    load, nbytes, _ = board[rank]
+    board[rank] = load + cost, nbytes + size, rank
 
 
 class _Queue:
@@ -88,13 +82,13 @@ class _Queue:
         self._board = board
         # Entries may be stale. Loads only grow, so a stale entry is at the front too early, never too late, and `least`
         # replaces it by the current entry. Queues with common ranks therefore need no synchronization.
-        self._heap = [board.standing(rank) for rank in ranks]
+        self._heap = [board[rank] for rank in ranks]
         heapq.heapify(self._heap)
 
     def least(self) -> int:
         while True:
             seen = self._heap[0]
-            now = self._board.standing(seen[2])
+            now = self._board[seen[2]]
             if seen == now:
                 return seen[2]
             heapq.heapreplace(self._heap, now)
