@@ -5,7 +5,6 @@ runs on these shards. See the page "Sharding" of the documentation.
 """
 
 from muonfx.program.offload.transform import offload
-from muonfx.sharding.cut import Buffer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
 from muonfx.sharding.messages import ShardingError
@@ -18,7 +17,6 @@ __all__ = [
     # which rank holds which shard
     "Layout",
     "Piece",
-    "Buffer",
     "replicated",
     "from_dtensors",
     "zero",

@@ -209,8 +209,8 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
 
     def make() -> ShardTable:
         specs = {name: layout.specs[name] for name in names}
-        pieces = equal_intervals(specs, layout.size)[0]
-        return replace(layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, once=Once())
+        pieces = equal_intervals(specs, layout.size)
+        return replace(layout, kind="flat", specs=specs, pieces=pieces, dtensors={}, once=Once())
 
     return layout.once(("equal parts", names), make)
 

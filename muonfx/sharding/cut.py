@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,17 +23,7 @@ from muonfx.tree import Spec
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-__all__ = ["Buffer", "Cut", "Intervals", "OnMesh", "Places", "Whole"]
-
-
-class Buffer(NamedTuple):
-    """The positions of parameters in the flat buffers of a training engine, such as DeepSpeed, in elements."""
-
-    starts: dict[str, int]
-    """The start of each parameter, by name: in the buffer that is split among the ranks, or, if each rank has a buffer
-    of its own, in the rank's buffer."""
-    lengths: tuple[int, ...]
-    """The length of the buffer that each rank holds, padding included."""
+__all__ = ["Cut", "Intervals", "OnMesh", "Places", "Whole"]
 
 
 class Cut:
@@ -249,46 +239,25 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
     return tuple((int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True))
 
 
-def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
-    """Concatenate the parameters of each dtype in a flat buffer, and split each buffer equally over the ranks.
-
-    Returns the cut of each parameter, and the positions in the buffers.
-    """
+def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
+    """Concatenate the parameters of each dtype in a flat buffer, and split each buffer equally over the ranks."""
     pieces: dict[str, Cut] = {}
-    starts: dict[str, int] = {}
-    lengths = [0] * size
     for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
         names = [name for name, spec in specs.items() if spec.dtype == dtype]
-        begin = one_behind_another(specs, names)
-        step = padded(-(-sum(prod(specs[name].shape) for name in names) // size), alignment)
+        starts = one_behind_another(specs, names)
+        step = -(-sum(prod(specs[name].shape) for name in names) // size)
         cuts = tuple(rank * step for rank in range(size + 1))
-        for name in names:
-            pieces[name] = Intervals(specs[name].shape, begin[name], cuts)
-            starts[name] = begin[name]
-        lengths = [length + step for length in lengths]
-    return {name: pieces[name] for name in specs}, Buffer(starts, tuple(lengths))
+        pieces |= {name: Intervals(specs[name].shape, starts[name], cuts) for name in names}
+    return {name: pieces[name] for name in specs}
 
 
-def equal_parts(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
-    """Split each flattened parameter into equal parts, one for each rank; the last part is padded.
-
-    Returns the cut of each parameter, and the positions in each rank's buffer, where its parts are contiguous.
-    """
+def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
+    """Split each flattened parameter into equal parts, one for each rank; the last part may be shorter."""
     of_shape: dict[tuple[int, ...], Cut] = {}
-    starts: dict[str, int] = {}
-    length = 0
-    for name, spec in specs.items():
-        part = padded(-(-prod(spec.shape) // size), alignment)
-        if spec.shape not in of_shape:
-            of_shape[spec.shape] = Intervals(spec.shape, 0, tuple(part * rank for rank in range(size + 1)))
-        starts[name] = length
-        length += part
-    return {name: of_shape[spec.shape] for name, spec in specs.items()}, Buffer(starts, (length,) * size)
-
-
-def padded(length: int, alignment: int) -> int:
-    """Round a length up to a multiple of `alignment`."""
-    return -(-length // alignment) * alignment
+    for shape in dict.fromkeys(spec.shape for spec in specs.values()):
+        step = -(-prod(shape) // size)
+        of_shape[shape] = Intervals(shape, 0, tuple(step * rank for rank in range(size + 1)))
+    return {name: of_shape[spec.shape] for name, spec in specs.items()}
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:

@@ -42,7 +42,7 @@ class Layout(ShardTable):
         rank: this process's rank in the group; 0 without a group.
         group: the process group; None for a layout built for a number of ranks, without processes.
         stage: the ZeRO stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters; None if not ZeRO.
-        buffer: for `zero` and `flat`, the positions of the parameters in flat buffers; else None.
+        is_flat: True for `zero` and `flat`.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.arange(6.0).reshape(2, 3)}
