@@ -30,7 +30,6 @@ __all__ = [
     "init_in_buckets",
     "init_in_store",
     "moves",
-    "named_leaves",
     "parameters_of",
     "sizes_of",
     "store_away",
@@ -52,11 +51,6 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
         found[-1].append(name)
         room -= size
     return found
-
-
-def named_leaves(values: PyTree) -> dict[str, Any]:
-    """Return a dict from name to leaf, without the leaves that are None."""
-    return {name: x for name, x in zip(tree.names(values), tree.leaves(values), strict=True) if x is not None}
 
 
 def moves(leaf: object, parameter: str | None) -> bool:

@@ -26,7 +26,6 @@ from muonfx.program.buckets import (
     cut_into_buckets,
     init_in_store,
     moves,
-    named_leaves,
     parameters_of,
     sizes_of,
     store_away,
@@ -191,7 +190,8 @@ class Executor:
     def _buckets(self, node: Node, call: Arguments) -> list[list[str]] | None:
         """Split the names of a unit's leaves into buckets; None runs all leaves at once."""
         if not self._is_resident:
-            sizes = sizes_of(named_leaves(call.updates), call.state, self._parameters_of(node, call))
+            present = [name for name, leaf in tree.named_leaves(call.updates) if leaf is not None]
+            sizes = sizes_of(present, call.state, self._parameters_of(node, call))
             buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
         elif self.bucket_bytes is not None and call.params is not None:
             limit = self.bucket_bytes
@@ -314,7 +314,8 @@ class Executor:
 
 def _buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
     """Split the names of parameters into buckets; matrices of one shape in one bucket form a batch."""
-    named = sorted(named_leaves(params).items(), key=lambda pair: tuple(pair[1].shape))
+    present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
+    named = sorted(present, key=lambda pair: tuple(pair[1].shape))
     return cut_into_buckets({name: leaf.nbytes for name, leaf in named}, limit)
 
 

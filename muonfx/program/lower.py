@@ -267,11 +267,6 @@ class OwnState(NamedTuple):
         return tree.unflatten(self.structure, [next(inner) if called else part for part, called in parts])
 
 
-def fill_placeholders(state: PyTree, function: Callable[[int], PyTree]) -> PyTree:
-    """Replace each placeholder by the value that `function` returns for its child's index."""
-    return tree.map(lambda leaf: function(leaf.place) if isinstance(leaf, Placeholder) else leaf, state)
-
-
 def resolved(node: Node) -> Transform:
     """Return a node's transform with its children as their nodes resolved them: a run may see some leaves as None."""
     return _with_resolved(node.tx, node.called)

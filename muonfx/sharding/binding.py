@@ -20,6 +20,7 @@ from muonfx.program.offload.store import Store
 from muonfx.program.placement import Arguments, Once, Placement, Run
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.consensus import warn_together
+from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run
 from muonfx.sharding.messages import ShardingError, collective
@@ -113,22 +114,17 @@ class Binding(Placement):
 
     def local_like(self, params: PyTree) -> PyTree:
         """Replace parameters or their stand-ins by meta tensors of this rank's shards."""
-        meta = self.global_like(params)
-        leaves, treedef = tree.flatten(meta)
-        named = zip(tree.names(meta), leaves, strict=True)
-        pieces = [leaf if leaf is None else self.layout.piece(name).blank(leaf) for name, leaf in named]
-        return tree.unflatten(treedef, pieces)
+        return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
 
     # ------------------------------------------------------------------------------------------- over all ranks
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Sum one scalar per leaf over all leaves and ranks, counting a replicated shard once."""
-        leaves = tree.leaves(scalars)
-        names = [name for name, leaf in zip(tree.names(scalars), leaves, strict=True) if leaf is not None]
-        found = [leaf for leaf in leaves if leaf is not None]
-        if not found:
+        present = [(name, leaf) for name, leaf in tree.named_leaves(scalars) if leaf is not None]
+        if not present:
             return torch.zeros(())
-        stacked = torch.stack([self._counted(n, x.to(found[0].device)) for n, x in zip(names, found, strict=True)])
+        device = present[0][1].device
+        stacked = torch.stack([self._counted(name, leaf.to(device)) for name, leaf in present])
         if self.layout.group is not None and self.layout.size > 1:
             with collective("summing over all ranks"):
                 dist.all_reduce(stacked, group=self.layout.group)

@@ -297,23 +297,19 @@ def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
         store = group.get_group_store()
         store.set(own, "")
         try:
-            _wait(store, keys, what, _timeout(group))
+            patience = _timeout(group)
+            missing = _missing(store, keys, min(PATIENCE, patience))
+            if missing and patience > PATIENCE:
+                warnings.warn(f"{what} waits for {missing}: all ranks must call it together", stacklevel=4)
+                missing = _missing(store, keys, patience - PATIENCE)
+            if missing:
+                raise ShardingError(
+                    f"nothing was changed: all ranks must call {what} together, but {missing} did not within {patience}"
+                )
         except BaseException:  # also an interrupt: this rank no longer waits, and all can meet later
             store.delete_key(own)
             raise
     _met[group.group_name, what] = turn + 1
-
-
-def _wait(store: dist.Store, keys: list[str], what: str, patience: timedelta) -> None:
-    """Wait until the keys of all ranks are set."""
-    missing = _missing(store, keys, min(PATIENCE, patience))
-    if missing and patience > PATIENCE:
-        warnings.warn(f"{what} waits for {missing}: all ranks must call it together", stacklevel=5)
-        missing = _missing(store, keys, patience - PATIENCE)
-    if missing:
-        raise ShardingError(
-            f"nothing was changed: all ranks must call {what} together, but {missing} did not within {patience}"
-        )
 
 
 def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:

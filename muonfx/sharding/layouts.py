@@ -115,7 +115,11 @@ def zero(
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
     if partition == "whole":
-        pieces = _whole(specs, size, tx)
+        costs = costs_of(specs, tx)
+        nbytes = [spec.nbytes for spec in specs.values()]
+        owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
+        rows = zip(specs.items(), owners, strict=True)
+        pieces: dict[str, Cut] = {name: Whole(spec.shape, size, owner) for (name, spec), owner in rows}
     else:
         pieces = equal_intervals(specs, size) if partition == "flat" else equal_parts(specs, size)
     return Layout("zero", specs, pieces, size, rank, process_group, stage, is_flat=True)
@@ -266,14 +270,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     return dist.get_world_size(group), dist.get_rank(group), group
 
 
-# ---------------------------------------------------------------------------------------------------------------- ZeRO
-
-
-def _whole(specs: Mapping[str, Spec], size: int, tx: Transform | None) -> dict[str, Cut]:
-    costs = costs_of(specs, tx)
-    nbytes = [spec.nbytes for spec in specs.values()]
-    owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
-    return {name: Whole(spec.shape, size, owner) for (name, spec), owner in zip(specs.items(), owners, strict=True)}
+# -------------------------------------------------------------------------------------------------------- flat buffers
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:

@@ -22,6 +22,7 @@ from muonfx.program.buckets import BucketedState, init_in_buckets
 from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.placement import Arguments, Run, device_of
 from muonfx.sharding.collectives import start_exchange
+from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import copied
 from muonfx.sharding.plan.assignment import RunPlan
@@ -48,9 +49,8 @@ def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyT
 def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree) -> PyTree:
     """Return the state of a run: on the owner of a share the state of its matrices, None elsewhere."""
     leaves, treedef = tree.flatten(params)
-    names = tree.names(params)
     mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
-    by_name = dict(zip(names, leaves, strict=True))
+    by_name = dict(tree.named_leaves(params))
     reads = any(part.reads_params for _, part in run)
     on_meta = any(leaf.is_meta for leaf in leaves if leaf is not None)
     given: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree
                 # `init` must not read these values: if it does, the state becomes NaN.
                 nowhere = torch.full((), math.nan, dtype=like.dtype, device=like.device)
                 given[share.name] = nowhere.expand(share.shape)
-    state = tx.functions.init(tree.unflatten(treedef, [given.get(name) for name in names]))
+    state = tx.functions.init(tree.unflatten(treedef, [given.get(name) for name in by_name]))
     return _completed(state, tx, plan, params)
 
 
@@ -73,14 +73,10 @@ def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> P
     shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
         share.name: share.shape for share in plan.shares
     }
-    leaves, treedef = tree.flatten(params)
-    meta = [
-        None if leaf is None else torch.empty(shapes[name], dtype=leaf.dtype, device="meta")
-        for name, leaf in zip(tree.names(params), leaves, strict=True)
-    ]
+    meta = map_named(lambda name, leaf: torch.empty(shapes[name], dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = tx.functions.init(tree.unflatten(treedef, meta))
+        whole = tx.functions.init(meta)
     if tree.flatten(whole)[1] == tree.flatten(state)[1]:
         return state
     found = dict(zip(tree.paths(state), tree.leaves(state), strict=True))

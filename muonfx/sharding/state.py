@@ -19,7 +19,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.program.buckets import parameters_of
-from muonfx.program.lower import fill_placeholders, state_around
+from muonfx.program.lower import Placeholder, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.program.placement import meta_like
 from muonfx.sharding.binding import Binding
@@ -79,7 +79,8 @@ def _held(binding: Binding, node: Node) -> PyTree:
     if isinstance(node, Around):
         state, _ = state_around(node.tx, node.like)
         described = _described(binding, state, node.like)
-        return fill_placeholders(described, lambda place: _held(binding, node.children[place]))
+        held = [_held(binding, child) for child in node.children]
+        return tree.map(lambda leaf: held[leaf.place] if isinstance(leaf, Placeholder) else leaf, described)
     gathers = isinstance(node, WholeTree) and not binding.holds_all
     return _described(binding, node.tx.functions.init(node.like), {} if gathers else node.like)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Transform, checks
+from muonfx.core import Donation, Transform, checks
 from muonfx.core.contract import within
 from muonfx.core.identity import text_of
 from muonfx.core.precision import kernel_products, product_dtypes
@@ -110,7 +110,7 @@ def _checked(
         like = check_pieces(layout, tree.names(params), tree.leaves(params))
     if layout.dtensors:
         params = local_tree(params)
-    local = call._replace(updates=updates, params=params)
+    local = call._replace(updates=updates, params=params, donate=Donation.of(call.donate))
     if not check:
         return local
     if params is not None:

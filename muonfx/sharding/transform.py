@@ -88,13 +88,7 @@ class Sharded(Transform):
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's shards of the new updates, and its next state. All ranks must call this together."""
-        problem: TypeError | None = None
-        given = NOTHING
-        try:
-            given = Donation.of(donate)
-        except TypeError as error:  # perhaps on this rank only: raised later, on all ranks together
-            problem = error
-        return self.functions.update(updates, state, params, donate=given, check=True, problem=problem, **extras)
+        return self.functions.update(updates, state, params, donate=donate, check=True, **extras)
 
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
@@ -171,19 +165,16 @@ def sharded(
         state: PyTree,
         params: PyTree = None,
         *,
-        donate: Donation = NOTHING,
+        donate: Any = NOTHING,  # checked with the trees, because its error too is raised on all ranks
         check: bool = False,
-        problem: Exception | None = None,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         binding = bind(layout, settings, store)
         like = updates if params is None else params
         own = without_dtensors(binding, inner, like, state) if layout.dtensors else state
-        with outside_transforms("update of a sharded transform", updates, own, params, extras) as transformed:
+        with outside_transforms("update of a sharded transform", updates, own, params, extras) as problem:
             call = Arguments(updates, own, params, donate, extras)
-            out, after = step_sharded(binding, inner, call, check=check, problem=problem or transformed)
-        if check and not donate.state:
-            after = tree.copy_shared(after, own)
+            out, after = step_sharded(binding, inner, call, check=check, problem=problem)
         if not layout.dtensors or (local_tree(updates) is updates and local_tree(params) is params):
             return out, after
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after, state)
@@ -223,7 +214,8 @@ def step_sharded(
     # `tx` has the current hyperparameters; `serial` numbers an optimizer, because several may share a binding.
     local = agreed_call(binding, tx, call, check=check, problem=problem, serial=serial)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
-    return binding.executor.update(tx, local._replace(updates=updates, state=state, donate=donate))
+    out, after = binding.executor.update(tx, local._replace(updates=updates, state=state, donate=donate))
+    return out, tree.copy_shared(after, local.state) if check and not local.donate.state else after
 
 
 def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
@@ -328,6 +320,5 @@ def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTre
     binding = bind(layout, settings_of(tx), store_of(tx.arguments["tx"]))
     like = params if params is not None else binding.likes.get(inner_of(tx.arguments["tx"]).treedef)
     if like is None:
-        specs = layout.specs
-        like = {n: torch.empty(layout.piece(n).shape, dtype=specs[n].dtype, device="meta") for n in specs}
+        like = binding.local_like(layout.meta())
     return binding, inner_of(tx.arguments["tx"]), like

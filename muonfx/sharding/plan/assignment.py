@@ -188,14 +188,14 @@ def _owners(
         "split": [free],
         "auto": [[], [i for i in free if each[i] > nbytes[i] / machine.bandwidth], free],
     }[settings.replicas]
-    tried = [(split, _assigned(parts, costs, sorted(fixed + split), layout.size)) for split in ways]
-    if len(tried) == 1 or not free:
-        given = tried[0][1]
-    else:
-        seconds = [
-            _seconds(each, nbytes, free, split, owners, layout.size, machine, settings) for split, owners in tried
-        ]
-        given = tried[seconds.index(min(seconds))][1]
+
+    def assigned(which: list[int]) -> dict[int, int]:
+        sizes = [parts[i].numel for i in which]
+        found = assign([costs[i] for i in which], [parts[i].candidates for i in which], layout.size, sizes)
+        return dict(zip(which, found, strict=True))
+
+    tried = [(split, assigned(sorted(fixed + split))) for split in ways]
+    _, given = min(tried, key=lambda way: _seconds(each, nbytes, free, *way, layout.size, machine, settings))
     return [given.get(i) for i in range(len(parts))]
 
 
@@ -223,12 +223,6 @@ def _seconds(
     arriving = sum(sent) / size
     exchanges = 1 + sum(sent) * BUFFERS_PER_BUCKET // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
     return max(loads) + by_all + (machine.sending(max(*sent, arriving), exchanges) if split else 0.0)
-
-
-def _assigned(parts: Sequence[Part], costs: Sequence[float], which: Sequence[int], size: int) -> dict[int, int]:
-    candidates = [parts[i].candidates for i in which]
-    found = assign([costs[i] for i in which], candidates, size, [parts[i].numel for i in which])
-    return dict(zip(which, found, strict=True))
 
 
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:

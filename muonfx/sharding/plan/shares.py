@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -281,13 +282,10 @@ def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
         _held(holders, boxes_of_interval(shape, i * each, (i + 1) * each), each) for i in range(prod(shape) // each)
     ]
     times = Counter(rank for held in matrices for rank in held.ranks)
-    first = 0
-    while first < len(matrices):
-        held = matrices[first]
-        last = first + 1
-        while last < len(matrices) and matrices[last][:2] == held[:2]:
-            last += 1
-        number, most = last - first, set(held.most).intersection(*(other.most for other in matrices[first:last]))
+    for _, alike in itertools.groupby(range(len(matrices)), lambda i: matrices[i][:2]):
+        first, *others = alike
+        held, number, last = matrices[first], len(others) + 1, first + len(others) + 1
+        most = set(held.most).intersection(*(matrices[i].most for i in others))
         # Divide the matrices evenly among their holders. If there are more holders than matrices, each matrix may have
         # any of the ranks that hold most of it, if these hold nothing else of the stack; a few matrices that cross a
         # boundary are assigned to the rank that holds most of each.
@@ -300,7 +298,6 @@ def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
         else:
             for i in range(first, last):
                 give(i, i + 1, matrices[i].most[0], held.complete)
-        first = last
     return found
 
 
