@@ -16,8 +16,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation
-from muonfx.program.offload.files import release
-from muonfx.program.offload.store import IN_MEMORY, Store
+from muonfx.program.offload.store import IN_MEMORY, Store, release
 from muonfx.program.offload.transfer import BucketTransfer
 from muonfx.program.placement import device_of, meta_like
 from muonfx.tree import PyTree

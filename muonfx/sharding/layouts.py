@@ -199,7 +199,10 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
-    meshes = {mesh: _ranks_of(mesh) for mesh in dict.fromkeys(spec.mesh for spec in dtensors.values())}
+    meshes = {
+        mesh: tuple(sorted(map(int, mesh.mesh.flatten().tolist())))
+        for mesh in dict.fromkeys(spec.mesh for spec in dtensors.values())
+    }
     if group is None:
         group = _group_of(meshes)
     ranks = dist.get_process_group_ranks(group)
@@ -219,10 +222,6 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     return Layout(
         "from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several
     )
-
-
-def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
 
 
 def _each_by_its_own(

@@ -65,7 +65,7 @@ def agreed_call(
             binding.likes[tx.treedef] = meta_like(local.like)
         if many:
             facts = _facts_of_step(binding, tx, local, serial)
-            key = ("program", tx.treedef, tuple(names))
+            key = ("program", tx.treedef, tuple(tree.names(local.like)))
             same = facts, binding.once(key, lambda: digest(program_facts(binding, tx, local.like)))
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = error

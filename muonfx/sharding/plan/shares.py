@@ -19,7 +19,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.shards import Piece, Window
 
-__all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "nearest", "on_stacks", "parts_of"]
+__all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "on_stacks", "parts_of"]
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
@@ -110,17 +110,13 @@ class Share:
         return self._transfer(piece, self.cut.holders[piece]) if piece.numel else None
 
     def _transfer(self, piece: Piece, ranks: tuple[int, ...]) -> ShareTransfer | None:
-        if self.numel == prod(self.whole):
-            return ShareTransfer(ranks, self._sender(ranks), piece.boxes, piece.numel)
-        common = tuple(piece.shared(self._boxes))
-        return ShareTransfer(ranks, self._sender(ranks), common, sum(box.numel for box in common)) if common else None
+        boxes = piece.boxes if self.numel == prod(self.whole) else tuple(piece.shared(self._boxes))
+        sender = nearest(ranks, self.owner or 0)
+        return ShareTransfer(ranks, sender, boxes, sum(box.numel for box in boxes)) if boxes else None
 
     @cached_property
     def _boxes(self) -> tuple[Box, ...]:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
-
-    def _sender(self, ranks: tuple[int, ...]) -> int:
-        return nearest(ranks, self.owner or 0)
 
     def moves(self, rank: int) -> Moves:
         """Return the transfers of a rank."""

@@ -11,7 +11,7 @@ import torch
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.program.offload import files, store
+from muonfx.program.offload import store
 from tests.processes import Here
 from tests.sharding.cases import Case, bits, laid_out
 from tests.sharding.counting import counting
@@ -31,13 +31,13 @@ def at_home(kind: str) -> Iterator[str]:
             with mock.patch.object(store.Store, "is_direct", return_value=False):
                 yield "cpu"
         else:
-            with mock.patch.object(store, "PAGE", 1):  # also what is smaller than a page goes to the disk
+            with mock.patch.object(store, "SMALLEST", 1):  # also what is smaller than a page goes to the disk
                 yield folder
             assert os.listdir(folder) == []  # files without a name
 
 
 def on_disk(tree: Any) -> list[bool]:
-    return [files.folder_of(leaf) is not None for leaf in mfx.tree.tensors(tree)]
+    return [store.folder_of(leaf) is not None for leaf in mfx.tree.tensors(tree)]
 
 
 def all_bits(tree: Any) -> list[Any]:
