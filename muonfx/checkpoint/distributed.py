@@ -46,9 +46,8 @@ from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.target import Rules, Target
 from muonfx.checkpoint.writing import Draft, Job
 from muonfx.sharding.boxes import Box, cover
-from muonfx.sharding.consensus import listed
+from muonfx.sharding.consensus import listed, wait_for_all
 from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.rendezvous import wait_for_all
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 

@@ -16,8 +16,7 @@ from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Allow, Rules, Target, patterns_of
 from muonfx.core import Transform
-from muonfx.sharding.transform import Sharded
-from muonfx.sharding.views import from_global, is_global, to_global
+from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.renaming import Rename
 

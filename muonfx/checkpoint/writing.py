@@ -47,8 +47,7 @@ from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import strip_transparent
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.shards import FlatPiece
-from muonfx.sharding.transform import Sharded
-from muonfx.sharding.views import is_global, to_global
+from muonfx.sharding.transform import Sharded, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import NAMES
 
