@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
