@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 __all__ = ["NamoState", "scale_by_dual_norm", "scale_by_namo"]
 
@@ -106,9 +108,10 @@ def scale_by_namo(
 
         count = state.count + 1
         correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
-        operands = zip(matrices.of_updates, matrices.split(average), moments.read(state.nu, matrices), strict=True)
-        found = [[_size(*one, b2, eps, correction) for one in zip(*own, strict=True)] for own in operands]
-        nu = moments.write([[moment for moment, _ in own] for own in found], state.nu, matrices)
+        size = functools.partial(_size, b2=b2, eps=eps, correction=correction)
+        moment = moments.read(state.nu, matrices)
+        new, alphas = matrices.map(size, matrices.of_updates, matrices.split(average), moment, results=2)
+        nu = moments.write(new, state.nu, matrices)
 
         # The average may share storage with the state, so it is not donated.
         directions = at.fill(ew.cast_like(average, grads))
@@ -119,17 +122,14 @@ def scale_by_namo(
                     f"scale_by_namo: inner returns an update for {name!r}, whose gradient is None, so it has no scale; "
                     "put the transform that accumulates gradients around it: accumulate(scale_by_namo(...), every)"
                 )
-        scaled = [
-            [(matrix * alpha).to(matrix.dtype) for matrix, (_, alpha) in zip(*own, strict=True)]
-            for own in zip(matrices.split(at.pick(out)), found, strict=True)
-        ]
+        (scaled,) = matrices.map(lambda x, by: (x * by).to(x.dtype), matrices.split(at.pick(out)), alphas)
         return at.fill(matrices.join(scaled, grads)), NamoState(count, mu, nu, inner_state)
 
     return init, update
 
 
 def _size(
-    gradient: Tensor, average: Tensor, moment: Tensor, b2: float | Tensor, eps: float | Tensor, correction: Tensor
+    gradient: Tensor, average: Tensor, moment: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the new average of a matrix's squared gradient norm, and the factor of its update."""
     wide = ew.wide_dtype(gradient.dtype, moment.dtype)
@@ -184,8 +184,7 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         pairs = zip(directions, at.pick(updates), strict=True)
         gradients = [torch.zeros_like(u) if g is None else g for u, g in pairs]
         matrices = Matrices(view, at, directions)
-        pairs = zip(matrices.of_updates, matrices.split(gradients), strict=True)
-        scaled = [list(map(_scale_by_inner_product, *own)) for own in pairs]
+        (scaled,) = matrices.map(_scale_by_inner_product, matrices.of_updates, matrices.split(gradients))
         return at.fill(matrices.join(scaled, directions)), state
 
     return init, update

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonfx.tree import Present
+from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import code_of
 from muonfx.tree.tracing import matches
 
@@ -250,6 +253,14 @@ class Matrices:
         if self._is_plain and {leaf.ndim for leaf in like} <= {2}:
             return [parts[0] for parts in matrices]
         return [own.join(parts, leaf) for own, parts, leaf in zip(self._views, matrices, like, strict=True)]
+
+    def map(
+        self, function: Callable[..., Tensor | Sequence[Tensor]], *operands: list[list[Tensor]], results: int = 1
+    ) -> list[list[list[Tensor]]]:
+        """Apply a function of stacks to the stacks of each leaf, small ones together; return each of its results."""
+        made = ew.by_stacks(function, *[[x for own in operand for x in own] for operand in operands], results=results)
+        counts = list(builtins.map(len, operands[0]))
+        return [[list(islice(stacks, count)) for count in counts] for stacks in builtins.map(iter, made)]
 
 
 def is_set_for(setting: object, name: str) -> bool:

@@ -61,7 +61,7 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
         if leaf.numel() == 0:
             return leaf
         wide = leaf.to(ew.wide_dtype(leaf.dtype))
-        rms = ew.safe_sqrt(wide.square().mean())
+        rms = ew.safe_sqrt(wide.square().mean(-1, keepdim=True))
         ratio = rms / ew.scalar_like(threshold, rms)
         return (wide / ratio.clamp(min=1.0)).to(leaf.dtype)
 

@@ -40,8 +40,13 @@ def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndU
 
 
 def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
-    """Build a transform without state from a function of one leaf."""
-    return of_lists(lambda leaves, _: [function(leaf) for leaf in leaves])
+    """Build a transform without state from a function of flat leaves (..., elements), a stack of them or one."""
+
+    def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
+        (made,) = ew.by_stacks(function, [leaf.reshape(-1) for leaf in leaves])
+        return [x.reshape(leaf.shape) for x, leaf in zip(made, leaves, strict=True)]
+
+    return of_lists(update)
 
 
 def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
