@@ -108,9 +108,9 @@ def scale_by_namo(
 
         count = state.count + 1
         correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
-        size = functools.partial(_size, b2=b2, eps=eps, correction=correction)
-        moment = moments.read(state.nu, matrices)
-        new, alphas = matrices.map(size, matrices.of_updates, matrices.split(average), moment, results=2)
+        size = ew.by_stacks(functools.partial(_size, b2=b2, eps=eps, correction=correction), 2)
+        old_nu = moments.read(state.nu, matrices)
+        new, alphas = matrices.map(size, matrices.of_updates, matrices.split(average), old_nu)
         nu = moments.write(new, state.nu, matrices)
 
         # The average may share storage with the state, so it is not donated.
@@ -122,7 +122,8 @@ def scale_by_namo(
                     f"scale_by_namo: inner returns an update for {name!r}, whose gradient is None, so it has no scale; "
                     "put the transform that accumulates gradients around it: accumulate(scale_by_namo(...), every)"
                 )
-        (scaled,) = matrices.map(lambda x, by: (x * by).to(x.dtype), matrices.split(at.pick(out)), alphas)
+        multiply = ew.by_stacks(lambda x, alpha: (x * alpha).to(x.dtype))
+        (scaled,) = matrices.map(multiply, matrices.split(at.pick(out)), alphas)
         return at.fill(matrices.join(scaled, grads)), NamoState(count, mu, nu, inner_state)
 
     return init, update
@@ -184,7 +185,8 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         pairs = zip(directions, at.pick(updates), strict=True)
         gradients = [torch.zeros_like(u) if g is None else g for u, g in pairs]
         matrices = Matrices(view, at, directions)
-        (scaled,) = matrices.map(_scale_by_inner_product, matrices.of_updates, matrices.split(gradients))
+        multiply = ew.by_stacks(_scale_by_inner_product)
+        (scaled,) = matrices.map(multiply, matrices.of_updates, matrices.split(gradients))
         return at.fill(matrices.join(scaled, directions)), state
 
     return init, update

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from muonfx.tree import Present
-from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import code_of
 from muonfx.tree.tracing import matches
 
@@ -255,12 +254,12 @@ class Matrices:
         return [own.join(parts, leaf) for own, parts, leaf in zip(self._views, matrices, like, strict=True)]
 
     def map(
-        self, function: Callable[..., Tensor | Sequence[Tensor]], *operands: list[list[Tensor]], results: int = 1
+        self, function: Callable[..., Sequence[Sequence[Tensor]]], *operands: list[list[Tensor]]
     ) -> list[list[list[Tensor]]]:
-        """Apply a function of stacks to the stacks of each leaf, small ones together; return each of its results."""
-        made = ew.by_stacks(function, *[[x for own in operand for x in own] for operand in operands], results=results)
+        """Apply a function of lists to the matrices of all leaves; return its results like the operands."""
+        made = function(*[[matrix for own in operand for matrix in own] for operand in operands])
         counts = list(builtins.map(len, operands[0]))
-        return [[list(islice(stacks, count)) for count in counts] for stacks in builtins.map(iter, made)]
+        return [[list(islice(matrices, count)) for count in counts] for matrices in builtins.map(iter, made)]
 
 
 def is_set_for(setting: object, name: str) -> bool:

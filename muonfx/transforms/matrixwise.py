@@ -300,7 +300,7 @@ def _functions(
         if reads_params:
             operands.append(matrices.split(at.pick(params_for(name, params))))
         advance = functools.partial(_advance, name, step, containers, fields)
-        out, *states = matrices.map(advance, *operands, results=1 + len(fields))
+        out, *states = matrices.map(ew.by_stacks(advance, 1 + len(fields)), *operands)
         new = [field.write(own, old, matrices) for field, own, old in zip(fields, states, held, strict=True)]
         return at.fill(matrices.join(out, leaves)), tree.unflatten(containers, new)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from math import prod
 
 import torch
@@ -116,9 +115,9 @@ def orthogonalize(
         at = Present(updates)
         leaves = at.pick(updates)
         matrices = Matrices(view, at, leaves)
-        flat = [matrix for own in matrices.of_updates for matrix in own]
-        done = iter(iterated(flat, donate=donate.updates, workspace=workspace))
-        out = [list(islice(done, len(own))) for own in matrices.of_updates]
+        (out,) = matrices.map(
+            lambda xs: (iterated(xs, donate=donate.updates, workspace=workspace),), matrices.of_updates
+        )
         return at.fill(matrices.join(out, leaves)), state
 
     return init, update

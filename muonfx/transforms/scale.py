@@ -43,7 +43,7 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
     """Build a transform without state from a function of flat leaves (..., elements), a stack of them or one."""
 
     def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
-        (made,) = ew.by_stacks(function, [leaf.reshape(-1) for leaf in leaves])
+        (made,) = ew.by_stacks(function)([leaf.reshape(-1) for leaf in leaves])
         return [x.reshape(leaf.shape) for x, leaf in zip(made, leaves, strict=True)]
 
     return of_lists(update)
@@ -194,10 +194,11 @@ def scale_by_shape(
         at = Present(updates)
         leaves = at.pick(updates)
         matrices = Matrices(view, at, leaves)
-        if all(len(own) == 1 for own in matrices.of_updates):
-            factors = [shape_factor(lr_scaling, own) for (own,) in matrices.of_updates]
-            return at.fill(ew.mul_each(leaves, factors, reuse=donate.updates)), state
-        out = [[matrix * shape_factor(lr_scaling, matrix) for matrix in own] for own in matrices.of_updates]
+
+        def scaled(xs: list[Tensor]) -> tuple[list[Tensor]]:
+            return (ew.mul_each(xs, [shape_factor(lr_scaling, x) for x in xs], reuse=donate.updates),)
+
+        (out,) = matrices.map(scaled, matrices.of_updates)
         return at.fill(matrices.join(out, leaves)), state
 
     return no_state, update

@@ -273,24 +273,28 @@ def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
 
 
 def by_stacks(
-    function: Callable[..., Tensor | Sequence[Tensor]], *lists: Sequence[Tensor], results: int = 1
-) -> tuple[Tensors, ...]:
-    """Apply a function to corresponding tensors, in one stack for small tensors of equal shapes.
+    function: Callable[..., Tensor | Sequence[Tensor]], results: int = 1
+) -> Callable[..., tuple[Tensors, ...]]:
+    """Return a function of lists that applies a function of tensors, to one stack of small tensors of equal shapes.
 
-    The function treats leading dims as a batch, and returns as many new tensors with these leading dims as stated. On
-    CPUs elementwise operations and reductions have the same bits with and without a stack.
+    The given function treats leading dims as a batch, and returns so many new tensors with these leading dims. On CPUs
+    elementwise operations and reductions have the same bits with and without a stack.
     """
-    found: tuple[Tensors, ...] = tuple([*lists[0]] for _ in range(results))
-    alone = _leafwise(*lists) or is_traced()
-    for places in [[place] for place in range(len(lists[0]))] if alone else _stacks(lists):
-        is_one = len(places) == 1
-        chosen = [[xs[place] for place in places] for xs in lists]
-        made = function(*[xs[0] if is_one else torch.stack(xs) for xs in chosen])
-        for result, stack in zip(found, (made,) if isinstance(made, Tensor) else made, strict=True):
-            tensors: Sequence[Tensor] = (stack,) if is_one else _unbound(stack)
-            for place, x in zip(places, tensors, strict=True):
-                result[place] = x
-    return found
+
+    def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
+        found: tuple[Tensors, ...] = tuple([*lists[0]] for _ in range(results))
+        alone = _leafwise(*lists) or is_traced()
+        for places in [[place] for place in range(len(lists[0]))] if alone else _stacks(lists):
+            is_one = len(places) == 1
+            chosen = [[xs[place] for place in places] for xs in lists]
+            made = function(*[xs[0] if is_one else torch.stack(xs) for xs in chosen])
+            for result, stack in zip(found, (made,) if isinstance(made, Tensor) else made, strict=True):
+                tensors: Sequence[Tensor] = (stack,) if is_one else _unbound(stack)
+                for place, x in zip(places, tensors, strict=True):
+                    result[place] = x
+        return found
+
+    return apply
 
 
 def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
