@@ -326,9 +326,7 @@ def partition(
 )
 @with_memory
 def masked(
-    _memory: Memory,
-    inner: Transform,
-    mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree],
+    _memory: Memory, inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree]
 ):
     """Apply a transform to the parameters that a mask selects; other updates are returned unchanged.
 

@@ -89,12 +89,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     max_norm = checks.positive("max_norm", max_norm)
 
     def update(
-        updates: PyTree,
-        state: EmptyState,
-        params: PyTree = None,
-        *,
-        sum_over_leaves: Sum,
-        donate: Donation = NOTHING,
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         at = Present(updates)
         leaves = at.pick(updates)

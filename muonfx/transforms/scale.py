@@ -19,14 +19,7 @@ from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = [
-    "SHAPE_RULES",
-    "ShapeRule",
-    "scale",
-    "scale_by_learning_rate",
-    "scale_by_shape",
-    "scale_by_sign",
-]
+__all__ = ["SHAPE_RULES", "ShapeRule", "scale", "scale_by_learning_rate", "scale_by_shape", "scale_by_sign"]
 
 
 def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndUpdate:
@@ -94,11 +87,7 @@ def scale_by_sign():
     return of_lists(lambda leaves, reuse: ew.apply("sign", leaves, reuse=reuse))
 
 
-@transform(
-    locality=Locality.ELEMENT,
-    position="learning_rate",
-    short_names={"lr": "learning_rate"},
-)
+@transform(locality=Locality.ELEMENT, position="learning_rate", short_names={"lr": "learning_rate"})
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule):
     """Multiply updates by minus a learning rate, so that they point downhill. `scale` keeps the sign.
 
@@ -165,11 +154,7 @@ def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
     on_stacks=on_stacks,
     name_patterns=name_patterns,
 )
-def scale_by_shape(
-    lr_scaling: ShapeRule = "match_rms_adamw",
-    *,
-    view: MatrixView = MatrixView(),
-):
+def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixView = MatrixView()):
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
 
     Args:
