@@ -17,7 +17,7 @@ from muonfx.polar.iteration import unit_power
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
@@ -92,16 +92,14 @@ def scale_by_namo(
     moments = MatrixStates(MatrixSlot(dtype=dtype))
 
     def init(params: PyTree) -> NamoState:
-        at = Present(params)
-        nu = moments.init(params, Matrices(view, at, at.pick(params), at.names()))
+        nu = moments.init(Matrices(view, params, named=True))
         return NamoState(ew.new_count(device_of(params)), zeros(params, dtype), nu, inner.functions.init(params))
 
     def update(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
-        at = Present(updates)
-        grads, old = at.pick(updates), at.pick(state.mu)
-        matrices = Matrices(view, at, grads)
+        matrices = Matrices(view, updates)
+        at, grads, old = matrices.at, matrices.leaves, matrices.at.pick(state.mu)
         wide, held = ew.widest(grads, old)
         average = ew.lerp(held, wide, 1.0 - b1)
         mu = at.fill(ew.store(average, old, reuse=False), state.mu)
@@ -110,7 +108,7 @@ def scale_by_namo(
         correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
         size = ew.by_stacks(functools.partial(_size, b2=b2, eps=eps, correction=correction), 2)
         old_nu = moments.read(state.nu, matrices)
-        new, alphas = matrices.map(size, matrices.of_updates, matrices.split(average), old_nu)
+        new, alphas = matrices.map(size, matrices.of_leaves, matrices.split(average), old_nu)
         nu = moments.write(new, state.nu, matrices)
 
         # The average may share storage with the state, so it is not donated.
@@ -124,7 +122,7 @@ def scale_by_namo(
                 )
         multiply = ew.by_stacks(lambda x, alpha: (x * alpha).to(x.dtype))
         (scaled,) = matrices.map(multiply, matrices.split(at.pick(out)), alphas)
-        return at.fill(matrices.join(scaled, grads)), NamoState(count, mu, nu, inner_state)
+        return matrices.fill(scaled), NamoState(count, mu, nu, inner_state)
 
     return init, update
 
@@ -179,15 +177,13 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         # The gradient is needed after the inner transform, so it is not donated.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
-        at = Present(out)
-        directions = at.pick(out)
+        matrices = Matrices(view, out)
         # An accumulating inner transform may update a leaf without a gradient, which counts as zero.
-        pairs = zip(directions, at.pick(updates), strict=True)
+        pairs = zip(matrices.leaves, matrices.at.pick(updates), strict=True)
         gradients = [torch.zeros_like(u) if g is None else g for u, g in pairs]
-        matrices = Matrices(view, at, directions)
         multiply = ew.by_stacks(_scale_by_inner_product)
-        (scaled,) = matrices.map(multiply, matrices.of_updates, matrices.split(gradients))
-        return at.fill(matrices.join(scaled, directions)), state
+        (scaled,) = matrices.map(multiply, matrices.of_leaves, matrices.split(gradients))
+        return matrices.fill(scaled), state
 
     return init, update
 

@@ -19,7 +19,7 @@ from muonfx.core.contract import NOTHING, Position
 from muonfx.core.patterns import NamePatterns
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
-from muonfx.tree import Present, PyTree, Structure
+from muonfx.tree import PyTree, Structure
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 
@@ -239,8 +239,8 @@ class _Like:
     def __init__(self, slot: Slot, role: str) -> None:
         self._trees = SlotTrees(slot, role)
 
-    def init(self, params: PyTree, matrices: Matrices) -> PyTree:
-        return self._trees.init(params)
+    def init(self, matrices: Matrices) -> PyTree:
+        return self._trees.init(matrices.values)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
         return matrices.split(self._trees.read(matrices.at, held))
@@ -260,21 +260,21 @@ class MatrixStates:
         self._slot = slot
         self.rounded = slot.rounded
 
-    def init(self, params: PyTree, matrices: Matrices) -> PyTree:
+    def init(self, matrices: Matrices) -> PyTree:
         """Return the first states of the parameters' matrices."""
         slot, made = self._slot, list[Tensor]()
-        for leaf, own in zip(matrices.at.pick(params), matrices.of_updates, strict=True):
+        for leaf, own in zip(matrices.leaves, matrices.of_leaves, strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
             made.append(slot.join([slot.rounded(slot.start(matrix.detach()), dtype) for matrix in own], own))
         return matrices.at.fill(made)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
         """Return the states of the matrices of each updated leaf."""
-        return list(map(self._slot.split, matrices.at.pick(held), matrices.of_updates))
+        return list(map(self._slot.split, matrices.at.pick(held), matrices.of_leaves))
 
     def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
         """Return the tree with new states, which have the pinned dtype."""
-        return matrices.at.fill(list(map(self._slot.join, states, matrices.of_updates)), held)
+        return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), held)
 
 
 def _functions(
@@ -285,24 +285,21 @@ def _functions(
     fields = [_Like(slot, role) if isinstance(slot, Slot) else MatrixStates(slot) for slot, role in named]
 
     def init(params: PyTree) -> PyTree:
-        at = Present(params)
-        matrices = Matrices(view, at, at.pick(params), names=at.names())
-        return tree.unflatten(tree.flatten(declared)[1], [field.init(params, matrices) for field in fields])
+        matrices = Matrices(view, params, named=True)
+        return tree.unflatten(tree.flatten(declared)[1], [field.init(matrices) for field in fields])
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        at, containers = Present(updates), tree.flatten(declared)[1]
-        leaves = at.pick(updates)
-        matrices = Matrices(view, at, leaves)
+        matrices, containers = Matrices(view, updates), tree.flatten(declared)[1]
         held = tree.subtrees(containers, state)
-        operands = [matrices.of_updates, *[field.read(own, matrices) for field, own in zip(fields, held, strict=True)]]
+        operands = [matrices.of_leaves, *[field.read(own, matrices) for field, own in zip(fields, held, strict=True)]]
         if reads_params:
-            operands.append(matrices.split(at.pick(params_for(name, params))))
+            operands.append(matrices.split(matrices.at.pick(params_for(name, params))))
         advance = functools.partial(_advance, name, step, containers, fields)
         out, *states = matrices.map(ew.by_stacks(advance, 1 + len(fields)), *operands)
         new = [field.write(own, old, matrices) for field, own, old in zip(fields, states, held, strict=True)]
-        return at.fill(matrices.join(out, leaves)), tree.unflatten(containers, new)
+        return matrices.fill(out), tree.unflatten(containers, new)
 
     return init, update
 

@@ -15,7 +15,7 @@ from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
-from muonfx.tree import Present, PyTree
+from muonfx.tree import PyTree
 
 __all__ = ["orthogonalize"]
 
@@ -100,8 +100,7 @@ def orthogonalize(
     iterated = Orthogonalizer(coefficients, steps, method, dtype, products)
 
     def init(params: PyTree) -> EmptyState:
-        at = Present(params)
-        Matrices(view, at, at.pick(params), at.names())  # raises if a leaf is not a matrix
+        Matrices(view, params, named=True)  # raises if a leaf is not a matrix
         return EmptyState()
 
     def update(
@@ -112,12 +111,10 @@ def orthogonalize(
         donate: Donation = NOTHING,
         workspace: polar.Workspace | None = None,
     ):
-        at = Present(updates)
-        leaves = at.pick(updates)
-        matrices = Matrices(view, at, leaves)
+        matrices = Matrices(view, updates)
         (out,) = matrices.map(
-            lambda xs: (iterated(xs, donate=donate.updates, workspace=workspace),), matrices.of_updates
+            lambda xs: (iterated(xs, donate=donate.updates, workspace=workspace),), matrices.of_leaves
         )
-        return at.fill(matrices.join(out, leaves)), state
+        return matrices.fill(out), state
 
     return init, update

@@ -131,14 +131,11 @@ def scale_each(factors: Mapping[str, float]):
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     """Return `scale_each`, or the transform itself if a leaf has blocks of different shapes."""
     lr_scaling = tx.arguments["lr_scaling"]
-    at = Present(params)
-    names, leaves = at.names(), at.pick(params)
-    split = Matrices(tx.arguments["view"], at, leaves, names).of_updates
-    if any(len(matrices) > 1 for matrices in split):
+    matrices = Matrices(tx.arguments["view"], params, named=True)
+    if any(len(own) > 1 for own in matrices.of_leaves):
         return tx
-    return scale_each(
-        {name: shape_factor(lr_scaling, matrices[0]) for name, matrices in zip(names, split, strict=True)}
-    )
+    named = zip(matrices.names, matrices.of_leaves, strict=True)
+    return scale_each({name: shape_factor(lr_scaling, own) for name, (own,) in named})
 
 
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
@@ -176,14 +173,12 @@ def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixVie
     """
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        leaves = at.pick(updates)
-        matrices = Matrices(view, at, leaves)
+        matrices = Matrices(view, updates)
 
         def scaled(xs: list[Tensor]) -> tuple[list[Tensor]]:
             return (ew.mul_each(xs, [shape_factor(lr_scaling, x) for x in xs], reuse=donate.updates),)
 
-        (out,) = matrices.map(scaled, matrices.of_updates)
-        return at.fill(matrices.join(out, leaves)), state
+        (out,) = matrices.map(scaled, matrices.of_leaves)
+        return matrices.fill(out), state
 
     return no_state, update
