@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from muonfx.tree import Present
+from muonfx.tree import Present, PyTree
 from muonfx.tree.arguments import code_of
 from muonfx.tree.tracing import matches
 
@@ -226,30 +228,44 @@ class MatrixView:
 
 
 class Matrices:
-    """The leaves of an update, each split into matrices by its `MatrixView`.
+    """The leaves of a tree, each split into matrices by its `MatrixView`.
 
-    Without ``names``, leaves are named only if the view depends on names.
+    Leaves are named, for errors, if the view depends on names or if ``named`` is True, which takes time at every step.
     """
 
-    def __init__(self, view: MatrixView, at: Present, leaves: list[Tensor], names: Sequence[str] | None = None) -> None:
-        self.at = at
-        self._names = names or (at.names() if view.needs_names else [""] * len(leaves))
-        self._views = view.of(self._names)
+    def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
+        self.values = values
+        self.at = Present(values)
+        self.leaves: list[Tensor] = self.at.pick(values)
+        self.names = self.at.names() if named or view.needs_names else [""] * len(self.leaves)
+        self._views = view.of(self.names)
         self._is_plain = view.dims is None and view.blocks is None
-        self.of_updates = self.split(leaves)
+        self.of_leaves = self.split(self.leaves)
         """For each leaf a stack of matrices (..., rows, columns), or one for each of several unequal blocks."""
 
     def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
-        """Split leaves like the updates."""
+        """Split leaves of the same shapes."""
         if self._is_plain and {leaf.ndim for leaf in leaves} <= {2}:
             return [[leaf] for leaf in leaves]
-        return [own.split(leaf, name) for own, leaf, name in zip(self._views, leaves, self._names, strict=True)]
+        return [own.split(leaf, name) for own, leaf, name in zip(self._views, leaves, self.names, strict=True)]
 
     def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
         """Undo `split`, for leaves of these shapes."""
         if self._is_plain and {leaf.ndim for leaf in like} <= {2}:
             return [parts[0] for parts in matrices]
         return [own.join(parts, leaf) for own, parts, leaf in zip(self._views, matrices, like, strict=True)]
+
+    def map(
+        self, function: Callable[..., Sequence[Sequence[Tensor]]], *operands: list[list[Tensor]]
+    ) -> list[list[list[Tensor]]]:
+        """Apply a function of lists to the matrices of all leaves; return each result as ``split`` returns leaves."""
+        made = function(*[[matrix for own in operand for matrix in own] for operand in operands])
+        counts = list(builtins.map(len, operands[0]))
+        return [[list(islice(matrices, count)) for count in counts] for matrices in builtins.map(iter, made)]
+
+    def fill(self, matrices: list[list[Tensor]]) -> PyTree:
+        """Return the tree with other matrices."""
+        return self.at.fill(self.join(matrices, self.leaves))
 
 
 def is_set_for(setting: object, name: str) -> bool:
