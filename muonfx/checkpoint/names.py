@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +52,7 @@ def name_of(path: tuple[Any, ...]) -> str:
     return "/".join(entries)
 
 
+@lru_cache(10_000, typed=True)  # the upper levels are in many names, and 1, 1.0 and True are equal
 def _escaped(entry: object) -> str:
     if isinstance(entry, bool) or not isinstance(entry, str | int):
         raise TypeError(

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from muonfx.checkpoint.catalog import (
 )
 from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
-from muonfx.checkpoint.files import fresh_file, make_folder, open_regular, sync_folder, write_all
+from muonfx.checkpoint.files import fresh_file, make_folder, no_collection, open_regular, sync_folder, write_all
 from muonfx.checkpoint.index import (
     FORMAT,
     INDEX,
@@ -72,6 +72,7 @@ class Job:
     problem: Exception | None = None
 
     @classmethod
+    @no_collection()
     def of(
         cls,
         path: str | os.PathLike[str],
@@ -231,10 +232,12 @@ class Draft:
         make_folder(self.path)
         self._at_begin = self._identity()
 
-    def write(self, file: Path, parts: Sequence[Part]) -> tuple[DataFile, dict[str, Chunk]]:
+    def write(
+        self, file: Path, parts: Sequence[Part], values: Callable[[str], Tensor]
+    ) -> tuple[DataFile, dict[str, Chunk]]:
         """Write a data file of this save; see `write_data`."""
         self._own.append(file)
-        return write_data(file, parts)
+        return write_data(file, parts, values)
 
     def commit(self, index: Index) -> None:
         """Write the index, which puts this save at the path; after an error, `is_committed` returns whether it did."""
