@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
-from muonfx.checkpoint.files import fresh_file, open_regular, write_all
+from muonfx.checkpoint.files import fresh_file, open_regular
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Index, Leaf
 from muonfx.sharding.boxes import Box
 from muonfx.tree.dtypes import SAFETENSORS_NAMES
@@ -93,7 +93,7 @@ def write_data(
         )
     chunks: dict[str, Chunk] = {}
     with fresh_file(path) as file:
-        write_all(file, head)
+        file.write(head)
         begin = len(head)
         for part in order:
             tensor = values(part.key).detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -101,7 +101,7 @@ def write_data(
             data = bytes_of(tensor)
             for at in range(0, len(data), BLOCK):
                 block = data[at : at + BLOCK]
-                write_all(file, block)
+                file.write(block)
                 crc32.append(checksum_of(block))
             chunks[part.key] = Chunk(0, begin, part.box, tuple(crc32))
             begin += len(data)

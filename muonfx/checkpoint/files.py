@@ -15,14 +15,18 @@ import os
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 
-__all__ = ["fresh_file", "make_folder", "no_collection", "open_regular", "read_regular", "sync_folder", "write_all"]
+__all__ = ["fresh_file", "make_folder", "no_collection", "open_regular", "read_regular", "sync_folder"]
+
+
+_BUFFER = 1 << 20
+"""Bytes of small tensors that are written in one call; a system call for each takes longer than the copy."""
 
 
 @contextmanager
-def fresh_file(path: Path) -> Generator[FileIO]:
+def fresh_file(path: Path) -> Generator[BufferedWriter]:
     """Open a new file for writing, flush it to the disk at the end, and remove it on failure."""
     try:
         file = FileIO(path, "xb")
@@ -30,20 +34,15 @@ def fresh_file(path: Path) -> Generator[FileIO]:
         make_folder(path.parent)
         file = FileIO(path, "xb")
     try:
-        with file:
-            yield file
+        with file:  # not the buffer, which would write the rest after a failure
+            buffered = BufferedWriter(file, _BUFFER)
+            yield buffered
+            buffered.flush()
             os.fsync(file.fileno())
     except BaseException:
         with suppress(OSError):
             path.unlink()
         raise
-
-
-def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all bytes in as many system calls as necessary."""
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def make_folder(path: Path) -> None:

@@ -29,7 +29,7 @@ from muonfx.checkpoint.catalog import (
 )
 from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
-from muonfx.checkpoint.files import fresh_file, make_folder, no_collection, open_regular, sync_folder, write_all
+from muonfx.checkpoint.files import fresh_file, make_folder, no_collection, open_regular, sync_folder
 from muonfx.checkpoint.index import (
     FORMAT,
     INDEX,
@@ -249,7 +249,7 @@ class Draft:
                 )
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
-            write_all(file, text_of(index))
+            file.write(text_of(index))
         self._other_writer = self._identity() != self._at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
             self._replaced = inspect(self.path).files
