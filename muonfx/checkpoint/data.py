@@ -66,9 +66,7 @@ def check_byte_order() -> None:
         raise CheckpointError("checkpoints store little-endian numbers, and this machine is big-endian")
 
 
-def write_data(
-    path: Path, parts: Sequence[Part], values: Callable[[str], Tensor]
-) -> tuple[DataFile, dict[str, Chunk]]:
+def write_data(path: Path, parts: Sequence[Part], values: Callable[[str], Tensor]) -> tuple[DataFile, dict[str, Chunk]]:
     """Write the parts to a new file and flush it; return the file, and the chunks by key with file number 0.
 
     ``values`` returns the values of the part with a key, and is called just before they are written.

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,7 +77,9 @@ class _SavePlanner(DefaultSavePlanner):
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         with _sendable():
-            super().set_up_planner(self.job.checked_leaves(), storage_meta, is_coordinator)
+            if self.job.problem is not None:
+                raise self.job.problem
+            super().set_up_planner(self.job.leaves, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Require equal arguments and leaves on all ranks, then let torch assign boxes to ranks."""
@@ -149,6 +150,10 @@ class _Writer(StorageWriter):
         save_id, path = plan.storage_data
         draft = self.draft = self.draft or Draft(self.job.path, save_id)
         results: list[WriteResult] = []
+        items: dict[str, Any] = {}
+
+        def values(key: str) -> Any:
+            return planner.resolve_data(items[key])
 
         def part(item: Any) -> Part:
             data, key = item.tensor_data, item.index.fqn
@@ -160,8 +165,7 @@ class _Writer(StorageWriter):
         if plan.items:
             with _sendable(), draft.whole_or_not():
                 parts = [part(item) for item in plan.items]
-                items = {part.key: item for part, item in zip(parts, plan.items, strict=True)}
-                values: Any = lambda key: planner.resolve_data(items[key])
+                items |= {part.key: item for part, item in zip(parts, plan.items, strict=True)}
                 file, chunks = draft.write(path, parts, values)
             results = [WriteResult(item.index, file.nbytes, (file, chunks[key])) for key, item in items.items()]
         future: Future[list[WriteResult]] = Future()

@@ -17,6 +17,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import Any, BinaryIO
 
 __all__ = ["fresh_file", "make_folder", "no_collection", "open_regular", "read_regular", "sync_folder"]
 
@@ -26,7 +27,7 @@ _BUFFER = 1 << 20
 
 
 @contextmanager
-def fresh_file(path: Path) -> Generator[BufferedWriter]:
+def fresh_file(path: Path) -> Generator[BinaryIO]:
     """Open a new file for writing, flush it to the disk at the end, and remove it on failure."""
     try:
         file = FileIO(path, "xb")
@@ -35,7 +36,7 @@ def fresh_file(path: Path) -> Generator[BufferedWriter]:
         file = FileIO(path, "xb")
     try:
         with file:  # not the buffer, which would write the rest after a failure
-            buffered = BufferedWriter(file, _BUFFER)
+            buffered: Any = BufferedWriter(file, _BUFFER)
             yield buffered
             buffered.flush()
             os.fsync(file.fileno())

@@ -26,22 +26,12 @@ from muonfx.tree import Spec
 from muonfx.tree.display import Report, Shown, Table, format_bytes, printable
 from muonfx.tree.dtypes import DTYPES, NAMES
 
+# fmt: off
 __all__ = [
-    "BLOCK",
-    "FORMAT",
-    "INDEX",
-    "LONGEST_HEADER",
-    "VERSION",
-    "Chunk",
-    "DataFile",
-    "Index",
-    "Leaf",
-    "data_name",
-    "is_own_name",
-    "read_index",
-    "text_of",
-    "unfinished_index_name",
+    "BLOCK", "FORMAT", "INDEX", "LONGEST_HEADER", "VERSION", "Chunk", "DataFile", "Index", "Leaf",
+    "data_name", "is_own_name", "read_index", "text_of", "unfinished_index_name",
 ]
+# fmt: on
 
 FORMAT = "muonfx checkpoint"
 VERSION = 1
@@ -243,16 +233,16 @@ def _texts(values: Any) -> dict[str, str]:
 
 
 def _files(entries: Any) -> tuple[DataFile, ...]:
-    files = tuple(
-        DataFile(_text(file["name"]), *_sizes((file["nbytes"], file["header_nbytes"])), _text(file["header_crc32"]))
-        for file in entries
-    )
-    for file in files:
+    files: list[DataFile] = []
+    for entry in entries:
+        nbytes, header_nbytes = _sizes((entry["nbytes"], entry["header_nbytes"]))
+        file = DataFile(_text(entry["name"]), nbytes, header_nbytes, _text(entry["header_crc32"]))
         if not is_own_name(file.name):
             raise ValueError(f"{file.name:.80} is not the name of a data file")
-        if file.header_nbytes > LONGEST_HEADER:
-            raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
-    return files
+        if header_nbytes > LONGEST_HEADER:
+            raise ValueError(f"the header of {file.name} has {header_nbytes} bytes, at most {LONGEST_HEADER}")
+        files.append(file)
+    return tuple(files)
 
 
 def _index(body: Any) -> Index:

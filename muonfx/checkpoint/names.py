@@ -24,14 +24,7 @@ from muonfx import tree
 from muonfx.tree import PyTree
 from muonfx.tree.wrappers import MAY_BE_WRAPPED, unwrapped
 
-__all__ = [
-    "PARAMS",
-    "in_section",
-    "name_of",
-    "named_leaves",
-    "named_tensors",
-    "plain_names",
-]
+__all__ = ["PARAMS", "in_section", "name_of", "named_leaves", "named_tensors", "plain_names"]
 
 PARAMS = "params"
 """The top level of the names of parameters."""

@@ -30,16 +30,7 @@ from muonfx.checkpoint.catalog import (
 from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.files import fresh_file, make_folder, no_collection, open_regular, sync_folder
-from muonfx.checkpoint.index import (
-    FORMAT,
-    INDEX,
-    Chunk,
-    DataFile,
-    Index,
-    data_name,
-    text_of,
-    unfinished_index_name,
-)
+from muonfx.checkpoint.index import FORMAT, INDEX, Chunk, DataFile, Index, data_name, text_of, unfinished_index_name
 from muonfx.checkpoint.names import PARAMS, in_section, named_tensors
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
@@ -86,7 +77,7 @@ class Job:
         group: ProcessGroup | None,
         copy: bool = False,
     ) -> Job:
-        """Check the arguments of ``save``; with a group, an error is stored for `checked_leaves` to raise."""
+        """Check the arguments of ``save``; with a group, an error is stored as ``problem``."""
         where, layout = Path(), tx.layout if isinstance(tx, Sharded) else None
         if layout is not None and group is None and layout.group is not None:
             if copy:  # training continues and communicates on the same group
@@ -126,12 +117,6 @@ class Job:
                 raise
             return cls(where, group=group, problem=error)
         return cls(where, head, leaves, keep, group)
-
-    def checked_leaves(self) -> dict[str, Any]:
-        """Return the leaves, or raise the error that `of` stored."""
-        if self.problem is not None:
-            raise self.problem
-        return self.leaves
 
 
 def _as_json(extra: dict[str, object]) -> dict[str, object]:

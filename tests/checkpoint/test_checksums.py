@@ -3,6 +3,7 @@
 import random
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ def test_isal_has_the_values_of_zlib(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(zlib, isal_zlib), (isal_zlib, zlib)], ids=["zlib", "isal"])
-def test_a_checkpoint_that_one_has_written_verifies_with_the_other(tmp_path: Path, monkeypatch, writer, reader):
+def test_a_checkpoint_that_one_has_written_verifies_with_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Any, reader: Any
+):
     monkeypatch.setattr(data, "crc32_of", writer.crc32)
     path = ck.save(tmp_path / "one", STATE)
     monkeypatch.setattr(data, "crc32_of", reader.crc32)
