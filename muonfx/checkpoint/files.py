@@ -97,8 +97,8 @@ def read_regular(path: Path, most: int) -> bytes:
 def no_collection() -> Generator[None]:
     """Pause Python's cyclic garbage collector; also a decorator.
 
-    Thousands of leaves are so many small objects, none of them garbage, that a save or load of 50 ms would start a
-    collection of the whole process, which takes 100 ms. It is paused only while no file is written or read.
+    Thousands of leaves need so many small objects, none of them garbage, that a save or load of 50 ms would start a
+    collection of the whole process, which takes 100 ms. It is paused for milliseconds, never while tensors are written.
     """
     was_enabled = gc.isenabled()
     gc.disable()
