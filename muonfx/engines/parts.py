@@ -13,10 +13,7 @@ from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["with_parts"]
 
-_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
-    "orthogonalize": orthogonalize,
-    "view": plain_arguments(MatrixView),
-}
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {"orthogonalize": orthogonalize, "view": plain_arguments(MatrixView)}
 """The constructor of the value of each option that a file gives as a mapping."""
 
 

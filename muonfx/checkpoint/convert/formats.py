@@ -11,13 +11,7 @@ import torch
 from muonfx.core import Transform, chain
 from muonfx.recipes import adamw, lion
 from muonfx.select import MatrixView
-from muonfx.transforms import (
-    add_decayed_weights,
-    momentum,
-    orthogonalize,
-    scale_by_learning_rate,
-    scale_by_shape,
-)
+from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.transforms.scale import ShapeRule
 
 __all__ = ["FORMATS", "Format", "Group", "Keys", "Values"]
