@@ -2,7 +2,8 @@
 
 Both sides have the same result. A save ends with flushed files: muonfx always flushes, and for safetensors the
 benchmark does. A load returns tensors that own their memory: safetensors maps the file, so the benchmark copies.
-muonfx also writes checksums, with isal if it is installed, and verifies every byte when it loads. The file cache is warm in all loads.
+muonfx also writes checksums, with isal if it is installed, and verifies every byte when it loads. The file cache is
+warm in all loads.
 
 A resumed run loads once, into new memory. `fresh` measures this with one process for each load, while `speed` reuses
 memory of earlier rounds. Neither time includes imports or the creation of ``like``.
