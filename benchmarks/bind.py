@@ -33,6 +33,7 @@ import muonfx as mfx
 from benchmarks.simulator.models import Kind, model
 from muonfx.sharding import transform as sharded_transform
 from muonfx.sharding.cut import OnMesh, Places
+from muonfx.sharding.plan.assignment import RunPlan
 
 CASES: tuple[dict[str, Any], ...] = (
     {"layout": "from_dtensors", "mesh": [64, 8]},
@@ -139,8 +140,8 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
     layout.digest  # noqa: B018  ranks compare it when they bind
     made = time.perf_counter()
     shares = 0
-    for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx))._plans.values():
-        for share in plan.shares:
+    for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx)).once.found.values():
+        for share in plan.shares if isinstance(plan, RunPlan) else ():
             share.moves(rank)
             shares += share.owner == rank
     prepared = time.perf_counter()

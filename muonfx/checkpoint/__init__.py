@@ -22,39 +22,15 @@ from muonfx.checkpoint.saving import save, save_async
 from muonfx.checkpoint.spec import StateSpec, spec
 from muonfx.sharding.shards import FlatPiece
 
+# fmt: off
 __all__ = [
-    # saving and loading
-    "save",
-    "load",
-    "load_params",
-    "read",
-    # saving in the background
-    "save_async",
-    "Saving",
-    # inspection
-    "inspect",
-    "verify",
-    "Index",
-    "spec",
-    "StateSpec",
-    # shards of a tensor
-    "FlatPiece",
-    # a folder of checkpoints
-    "step_path",
-    "checkpoints",
-    "latest",
-    "prune",
-    "clean",
-    # conversion from and to other optimizers
-    "convert",
-    # errors
-    "CheckpointError",
-    "CorruptError",
-    "FormatError",
-    "MismatchError",
-    "NotFoundError",
-    "WriteError",
+    "save", "load", "load_params", "read", "save_async", "Saving",
+    "inspect", "verify", "Index", "spec", "StateSpec", "FlatPiece",
+    "step_path", "checkpoints", "latest", "prune", "clean",  # a folder of checkpoints
+    "convert",  # from and to other optimizers
+    "CheckpointError", "CorruptError", "FormatError", "MismatchError", "NotFoundError", "WriteError",
 ]
+# fmt: on
 
 
 def __dir__() -> list[str]:

@@ -19,18 +19,6 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; invalid arguments end the process with exit code 2."""
-    options = _parser().parse_args(argv)
-    try:
-        return options.run(options.path)
-    except CorruptError as error:
-        print(f"damaged: {printable(error)}", file=sys.stderr)
-        return 1
-    except CheckpointError as error:
-        print(f"error: {printable(error)}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint", description="Look at checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, run, text in (
@@ -41,7 +29,15 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
         command.set_defaults(run=run)
-    return parser
+    options = parser.parse_args(argv)
+    try:
+        return options.run(options.path)
+    except CorruptError as error:
+        print(f"damaged: {printable(error)}", file=sys.stderr)
+        return 1
+    except CheckpointError as error:
+        print(f"error: {printable(error)}", file=sys.stderr)
+        return 2
 
 
 def _inspect(path: Path) -> int:

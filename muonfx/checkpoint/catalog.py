@@ -16,19 +16,12 @@ from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError,
 from muonfx.checkpoint.index import INDEX, DataFile, Index, is_own_name, read_index
 from muonfx.core.checks import positive_int
 
+# fmt: off
 __all__ = [
-    "check_step",
-    "checkpoints",
-    "clean",
-    "folder_named",
-    "inspect",
-    "latest",
-    "prune",
-    "remove_files",
-    "step_of",
-    "step_path",
-    "warn_of_later_steps",
+    "TRIES", "check_step", "checkpoints", "clean", "folder_named", "inspect", "latest", "prune", "reading",
+    "remove_files", "replaced_often", "step_of", "step_path", "warn_of_later_steps", "with_reader",
 ]
+# fmt: on
 
 _STEP = re.compile(r"step-(\d+)")
 

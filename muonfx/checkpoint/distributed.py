@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,9 +45,8 @@ from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.target import Rules, Target
 from muonfx.checkpoint.writing import Draft, Job
 from muonfx.sharding.boxes import Box, cover
-from muonfx.sharding.consensus import listed
+from muonfx.sharding.consensus import listed, wait_for_all
 from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.rendezvous import wait_for_all
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
@@ -78,7 +76,9 @@ class _SavePlanner(DefaultSavePlanner):
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         with _sendable():
-            super().set_up_planner(self.job.checked_leaves(), storage_meta, is_coordinator)
+            if self.job.problem is not None:
+                raise self.job.problem
+            super().set_up_planner(self.job.leaves, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Require equal arguments and leaves on all ranks, then let torch assign boxes to ranks."""
@@ -149,23 +149,24 @@ class _Writer(StorageWriter):
         save_id, path = plan.storage_data
         draft = self.draft = self.draft or Draft(self.job.path, save_id)
         results: list[WriteResult] = []
+        items: dict[str, Any] = {}
+
+        def values(key: str) -> Any:
+            return planner.resolve_data(items[key])
 
         def part(item: Any) -> Part:
             data, key = item.tensor_data, item.index.fqn
             box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
             if box.sizes != tuple(data.size):  # other parts of the leaf may be in the same file
                 key += f"~[{','.join(f'{a}:{b}' for a, b in zip(box.offsets, box.ends, strict=True))}]"
-            tensor: Any = partial(planner.resolve_data, item)
-            return Part(key, data.properties.dtype, box, tensor)
+            return Part(key, data.properties.dtype, box)
 
         if plan.items:
             with _sendable(), draft.whole_or_not():
                 parts = [part(item) for item in plan.items]
-                file, chunks = draft.write(path, parts)
-            results = [
-                WriteResult(item.index, file.nbytes, (file, chunks[own.key]))
-                for item, own in zip(plan.items, parts, strict=True)
-            ]
+                items |= {part.key: item for part, item in zip(parts, plan.items, strict=True)}
+                file, chunks = draft.write(path, parts, values)
+            results = [WriteResult(item.index, file.nbytes, (file, chunks[key])) for key, item in items.items()]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -183,7 +184,7 @@ class _Writer(StorageWriter):
             spec = Spec(tuple(described_by_torch.size), described_by_torch.properties.dtype)
             if problem := cover(spec.shape, [chunk.box for chunk in chunks[name]]):
                 raise ValueError(f"the shards of {name!r} on all ranks {problem}, expected {described(spec)}")
-            leaves[name] = Leaf(spec, tuple(sorted(chunks[name], key=lambda chunk: chunk.offsets)))
+            leaves[name] = Leaf(spec, tuple(sorted(chunks[name], key=lambda chunk: chunk.box)))
         draft = self.draft
         assert draft is not None
         try:
@@ -295,7 +296,7 @@ class _Reader(StorageReader):
         """Return the chunk that contains an item."""
         at = tuple(item.storage_index.offset or ())
         chunks = self.index.leaves[item.storage_index.fqn].chunks
-        return next(chunk for chunk in chunks if chunk.offsets == at and chunk.box.numel)
+        return next(chunk for chunk in chunks if chunk.box.offsets == at and chunk.box.numel)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the boxes that this rank needs."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+# fmt: off
 __all__ = [
-    "CheckpointError",
-    "CorruptError",
-    "FormatError",
-    "MismatchError",
-    "NotFoundError",
-    "WriteError",
+    "CheckpointError", "CorruptError", "FormatError", "MismatchError", "NotFoundError", "ReplacedError", "WriteError",
     "first_ones",
 ]
+# fmt: on
 
 
 class CheckpointError(RuntimeError):

@@ -13,34 +13,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
-from muonfx.checkpoint.files import read_regular
+from muonfx.checkpoint.files import no_collection, read_regular
 from muonfx.sharding.boxes import Box, cover
 from muonfx.tree import Spec
 from muonfx.tree.display import Report, Shown, Table, format_bytes, printable
 from muonfx.tree.dtypes import DTYPES, NAMES
 
+# fmt: off
 __all__ = [
-    "BLOCK",
-    "FORMAT",
-    "INDEX",
-    "LONGEST_HEADER",
-    "VERSION",
-    "Chunk",
-    "DataFile",
-    "Index",
-    "Leaf",
-    "data_name",
-    "is_own_name",
-    "read_index",
-    "text_of",
-    "unfinished_index_name",
+    "BLOCK", "FORMAT", "INDEX", "LONGEST_HEADER", "VERSION", "Chunk", "DataFile", "Index", "Leaf",
+    "data_name", "is_own_name", "read_index", "text_of", "unfinished_index_name",
 ]
+# fmt: on
 
 FORMAT = "muonfx checkpoint"
 VERSION = 1
@@ -76,14 +67,8 @@ class Chunk(NamedTuple):
 
     file: int
     begin: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
     crc32: tuple[str, ...]
-
-    @property
-    def box(self) -> Box:
-        """Return the box of the leaf that the chunk holds."""
-        return Box(self.offsets, self.sizes)
 
 
 class Leaf(NamedTuple):
@@ -166,6 +151,7 @@ def is_own_name(name: str) -> bool:
 _OWN_NAME = re.compile(rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part")
 
 
+@no_collection()
 def text_of(index: Index) -> bytes:
     """Serialize an index; raise `CheckpointError` if it would be too long to be read."""
     body = {
@@ -183,7 +169,10 @@ def text_of(index: Index) -> bytes:
             name: {
                 "dtype": NAMES[leaf.spec.dtype],
                 "shape": leaf.spec.shape,
-                "chunks": [chunk._asdict() for chunk in leaf.chunks],
+                "chunks": [
+                    {"file": file, "begin": begin, "offsets": box.offsets, "sizes": box.sizes, "crc32": crc32}
+                    for file, begin, box, crc32 in leaf.chunks
+                ],
             }
             for name, leaf in index.leaves.items()
         },
@@ -194,6 +183,7 @@ def text_of(index: Index) -> bytes:
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
 
 
+@no_collection()
 def read_index(path: Path) -> Index:
     """Read an index in bounded time and memory; raise `CorruptError`, or `FormatError` for another version."""
     data = read_regular(path, LONGEST)
@@ -224,13 +214,9 @@ def read_index(path: Path) -> Index:
 # the memory that a reader allocates, and keep it within the folder.
 
 
-def _size(value: object) -> int:
-    return _sizes((value,))[0]
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
+def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
     sizes = tuple(values)
-    for value in sizes:  # not _size(value): a call for each number of each leaf takes much of the time of a load
+    for value in sizes:  # a call for each number would take much of the time of a load
         if type(value) is not int or not 0 <= value <= _BIGGEST:
             raise ValueError(f"expected a size, found {value!r:.80}")
     return sizes
@@ -247,16 +233,16 @@ def _texts(values: Any) -> dict[str, str]:
 
 
 def _files(entries: Any) -> tuple[DataFile, ...]:
-    files = tuple(
-        DataFile(_text(file["name"]), _size(file["nbytes"]), _size(file["header_nbytes"]), _text(file["header_crc32"]))
-        for file in entries
-    )
-    for file in files:
+    files: list[DataFile] = []
+    for entry in entries:
+        nbytes, header_nbytes = _sizes((entry["nbytes"], entry["header_nbytes"]))
+        file = DataFile(_text(entry["name"]), nbytes, header_nbytes, _text(entry["header_crc32"]))
         if not is_own_name(file.name):
             raise ValueError(f"{file.name:.80} is not the name of a data file")
-        if file.header_nbytes > LONGEST_HEADER:
-            raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
-    return files
+        if header_nbytes > LONGEST_HEADER:
+            raise ValueError(f"the header of {file.name} has {header_nbytes} bytes, at most {LONGEST_HEADER}")
+        files.append(file)
+    return tuple(files)
 
 
 def _index(body: Any) -> Index:
@@ -267,7 +253,7 @@ def _index(body: Any) -> Index:
         raise ValueError("the leaves do not fill the data files")
     return Index(
         _text(body["save_id"]),
-        None if body["step"] is None else _size(body["step"]),
+        None if body["step"] is None else _sizes([body["step"]])[0],
         dict(body["extra"]),
         None if chain is None else _text(chain["fingerprint"]),
         None if chain is None else _text(chain["repr"]),
@@ -283,22 +269,21 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -
     dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
-    if len(shape) > _MOST_DIMS or prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
+    if len(shape) > _MOST_DIMS or prod(filter(None, shape)) * dtype.itemsize > _BIGGEST:
         raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
     chunks: list[Chunk] = []
     for part in entry["chunks"]:
-        sizes = _sizes(part["sizes"])
-        crc32 = tuple(map(_text, part["crc32"]))
-        chunk = Chunk(_size(part["file"]), _size(part["begin"]), _sizes(part["offsets"]), sizes, crc32)
-        nbytes = prod(sizes) * dtype.itemsize
-        file = files[chunk.file] if chunk.file < len(files) else None
-        if file is None or not file.header_nbytes <= chunk.begin <= file.nbytes - nbytes:
+        number, begin = _sizes((part["file"], part["begin"]))
+        box, crc32 = Box(_sizes(part["offsets"]), _sizes(part["sizes"])), tuple(map(_text, part["crc32"]))
+        nbytes = prod(box.sizes) * dtype.itemsize
+        file = files[number] if number < len(files) else None
+        if file is None or not file.header_nbytes <= begin <= file.nbytes - nbytes:
             raise ValueError(f"a chunk of {name!r} is outside of the data files")
         if len(crc32) != -(-nbytes // BLOCK):
             raise ValueError(f"a chunk of {name!r} has {len(crc32)} checksums, expected one for each {BLOCK} bytes")
-        ends[chunk.file] += nbytes
-        chunks.append(chunk)
-    is_whole = len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets)
-    if not is_whole and (problem := cover(shape, [chunk.box for chunk in chunks])):
+        ends[number] += nbytes
+        chunks.append(Chunk(number, begin, box, crc32))
+    boxes = [chunk.box for chunk in chunks]
+    if boxes != [Box((0,) * len(shape), shape)] and (problem := cover(shape, boxes)):
         raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
     return Leaf(Spec(shape, dtype), tuple(chunks))

@@ -16,8 +16,7 @@ from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Allow, Rules, Target, patterns_of
 from muonfx.core import Transform
-from muonfx.sharding.transform import Sharded
-from muonfx.sharding.views import from_global, is_global, to_global
+from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.renaming import Rename
 
@@ -96,12 +95,11 @@ def load(
         torch.bfloat16
     """
     rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
-    if not isinstance(tx, Sharded) or isinstance(like, StateSpec):
-        return _load(path, lambda: like, tx, rules, device, group, section="")
-    group = tx.layout.group if group is None else group
-    if is_global(like):  # a rank without shards takes the other path, which calls `_load` as well
-        return _load(path, lambda: like, tx, rules, device, group, section="")
-    return from_global(tx, _load(path, lambda: to_global(tx, like), tx, rules, device, group, section=""))
+    if isinstance(tx, Sharded) and not isinstance(like, StateSpec):
+        group = tx.layout.group if group is None else group
+        if not is_global(like):  # a rank without shards takes the other path, which calls `_load` as well
+            return from_global(tx, _load(path, lambda: to_global(tx, like), tx, rules, device, group, section=""))
+    return _load(path, lambda: like, tx, rules, device, group, section="")
 
 
 def load_params(

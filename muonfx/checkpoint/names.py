@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -23,14 +24,7 @@ from muonfx import tree
 from muonfx.tree import PyTree
 from muonfx.tree.wrappers import MAY_BE_WRAPPED, unwrapped
 
-__all__ = [
-    "PARAMS",
-    "in_section",
-    "name_of",
-    "named_leaves",
-    "named_tensors",
-    "plain_names",
-]
+__all__ = ["PARAMS", "in_section", "name_of", "named_leaves", "named_tensors", "plain_names"]
 
 PARAMS = "params"
 """The top level of the names of parameters."""
@@ -51,6 +45,7 @@ def name_of(path: tuple[Any, ...]) -> str:
     return "/".join(entries)
 
 
+@lru_cache(10_000, typed=True)  # the upper levels are in many names, and 1, 1.0 and True are equal
 def _escaped(entry: object) -> str:
     if isinstance(entry, bool) or not isinstance(entry, str | int):
         raise TypeError(

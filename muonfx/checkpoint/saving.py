@@ -147,11 +147,8 @@ def _run(job: Job) -> None:
     with draft.whole_or_not():
         draft.begin()
         specs = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in job.leaves.items()}
-        parts = [
-            Part(name, spec.dtype, Box((0,) * len(spec.shape), spec.shape), partial(job.leaves.__getitem__, name))
-            for name, spec in specs.items()
-        ]
-        file, chunks = draft.write(draft.data_file(0, 1), parts)
+        parts = [Part(name, spec.dtype, Box((0,) * len(spec.shape), spec.shape)) for name, spec in specs.items()]
+        file, chunks = draft.write(draft.data_file(0, 1), parts, job.leaves.__getitem__)
         leaves = {name: Leaf(spec, (chunks[name],)) for name, spec in specs.items()}
         draft.commit(replace(job.head, save_id=draft.save_id, files=(file,), leaves=leaves))
     draft.tidy(job.keep)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.errors import MismatchError, first_ones
+from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import in_section, named_tensors, plain_names
 from muonfx.checkpoint.spec import StateSpec, described, spec_of_named
@@ -94,7 +95,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
                 advice.append("a pattern is a name, the first levels of names, or a glob")
 
     missing = [name for name in want if name not in there and not _any(rules.allow_missing, name)]
-    extra = [name for name in there if name not in want and not _any(rules.allow_extra, name)]
+    extra = [name for name in there if name not in want.leaves and not _any(rules.allow_extra, name)]
     problems += [f"missing:   {name!r}, {described(want[name])}, is not in the checkpoint" for name in missing]
     problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
     if missing and extra:
@@ -141,6 +142,8 @@ def _check_leaves(
         if name not in there:
             continue
         have = index.leaves[there[name]].spec
+        if have == spec and not rules.cast:
+            continue
         if have.shape != spec.shape:
             problems.append(f"reshaped:  {name!r} has shape {have.shape}, expected {spec.shape}")
         scales = f"{there[name]}/".replace("/codes/", "/scales/")[:-1]
@@ -205,6 +208,7 @@ class Target:
                 )
         return cls(leaves, spec_of_named(named, like, tx), rules, device, section)
 
+    @no_collection()
     def make_room(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Allocate the target leaves; return all by name, and those to read by their names in the checkpoint."""
         sources = match(index, self.want, self.rules, section=self.section, where=where)

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,17 +29,8 @@ from muonfx.checkpoint.catalog import (
 )
 from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
-from muonfx.checkpoint.files import fresh_file, make_folder, open_regular, sync_folder, write_all
-from muonfx.checkpoint.index import (
-    FORMAT,
-    INDEX,
-    Chunk,
-    DataFile,
-    Index,
-    data_name,
-    text_of,
-    unfinished_index_name,
-)
+from muonfx.checkpoint.files import fresh_file, make_folder, no_collection, open_regular, sync_folder
+from muonfx.checkpoint.index import FORMAT, INDEX, Chunk, DataFile, Index, data_name, text_of, unfinished_index_name
 from muonfx.checkpoint.names import PARAMS, in_section, named_tensors
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
@@ -47,8 +38,7 @@ from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import strip_transparent
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.shards import FlatPiece
-from muonfx.sharding.transform import Sharded
-from muonfx.sharding.views import is_global, to_global
+from muonfx.sharding.transform import Sharded, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import NAMES
 
@@ -72,6 +62,7 @@ class Job:
     problem: Exception | None = None
 
     @classmethod
+    @no_collection()
     def of(
         cls,
         path: str | os.PathLike[str],
@@ -85,7 +76,7 @@ class Job:
         group: ProcessGroup | None,
         copy: bool = False,
     ) -> Job:
-        """Check the arguments of ``save``; with a group, an error is stored for `checked_leaves` to raise."""
+        """Check the arguments of ``save``; with a group, an error is stored as ``problem``."""
         where, layout = Path(), tx.layout if isinstance(tx, Sharded) else None
         if layout is not None and group is None and layout.group is not None:
             if copy:  # training continues and communicates on the same group
@@ -125,12 +116,6 @@ class Job:
                 raise
             return cls(where, group=group, problem=error)
         return cls(where, head, leaves, keep, group)
-
-    def checked_leaves(self) -> dict[str, Any]:
-        """Return the leaves, or raise the error that `of` stored."""
-        if self.problem is not None:
-            raise self.problem
-        return self.leaves
 
 
 def _as_json(extra: dict[str, object]) -> dict[str, object]:
@@ -231,10 +216,12 @@ class Draft:
         make_folder(self.path)
         self._at_begin = self._identity()
 
-    def write(self, file: Path, parts: Sequence[Part]) -> tuple[DataFile, dict[str, Chunk]]:
+    def write(
+        self, file: Path, parts: Sequence[Part], values: Callable[[str], Tensor]
+    ) -> tuple[DataFile, dict[str, Chunk]]:
         """Write a data file of this save; see `write_data`."""
         self._own.append(file)
-        return write_data(file, parts)
+        return write_data(file, parts, values)
 
     def commit(self, index: Index) -> None:
         """Write the index, which puts this save at the path; after an error, `is_committed` returns whether it did."""
@@ -246,7 +233,7 @@ class Draft:
                 )
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
-            write_all(file, text_of(index))
+            file.write(text_of(index))
         self._other_writer = self._identity() != self._at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
             self._replaced = inspect(self.path).files

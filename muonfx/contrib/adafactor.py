@@ -76,36 +76,31 @@ def scale_by_factored_rms(
         *_, second, largest = sorted(range(len(shape)), key=shape.__getitem__)
         return (second, largest) if shape[second] >= min_dim_size_to_factor else None
 
-    def start(leaf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape, own = tuple(leaf.shape), state_dtype(dtype, leaf.dtype)
+    def shapes_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the three mean squares of a leaf."""
         found = dims_of(shape)
-        if found is None:
-            return leaf.new_zeros(0, dtype=own), leaf.new_zeros(0, dtype=own), leaf.new_zeros(shape, dtype=own)
-        second, largest = found
-        row, col = _without(shape, largest), _without(shape, second)
-        return leaf.new_zeros(row, dtype=own), leaf.new_zeros(col, dtype=own), leaf.new_zeros(0, dtype=own)
+        return ((0,), (0,), shape) if found is None else (_without(shape, found[1]), _without(shape, found[0]), (0,))
 
     def init(params: PyTree) -> FactoredRmsState:
         at = Present(params)
-        starts = [start(leaf) for leaf in at.pick(params)]
-        return FactoredRmsState(ew.new_count(device_of(params)), *_trees(at, starts, (None, None, None)))
+        leaves = [(leaf, state_dtype(dtype, leaf.dtype), shapes_of(tuple(leaf.shape))) for leaf in at.pick(params)]
+        trees = [at.fill([leaf.new_zeros(shapes[k], dtype=own) for leaf, own, shapes in leaves]) for k in range(3)]
+        return FactoredRmsState(ew.new_count(device_of(params)), *trees)
 
-    def step(
-        leaf: Tensor, row: Tensor, col: Tensor, whole: Tensor, decay: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def step(leaf: Tensor, row: Tensor, col: Tensor, whole: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
         wide = ew.wide_dtype(leaf.dtype, whole.dtype)
         u, decay = leaf.to(wide), decay.to(wide)
         square = u.square() + ew.scalar_like(eps, u)  # a 0-d leaf would be promoted to the dtype of a tensor eps
         found = dims_of(tuple(leaf.shape))
         if found is None:
             moment = decay * whole.to(wide) + (1.0 - decay) * square
-            return (u * moment.rsqrt()).to(leaf.dtype), (row.clone(), col.clone(), moment.to(whole.dtype))
+            return (u * moment.rsqrt()).to(leaf.dtype), row.clone(), col.clone(), moment.to(whole.dtype)
         second, largest = found
         by_row = decay * row.to(wide) + (1.0 - decay) * square.mean(largest)
         by_col = decay * col.to(wide) + (1.0 - decay) * square.mean(second)
         mean = by_row.mean(second - (second > largest), keepdim=True)
         out = u * (by_row / mean).rsqrt().unsqueeze(largest) * by_col.rsqrt().unsqueeze(second)
-        return out.to(leaf.dtype), (by_row.to(row.dtype), by_col.to(col.dtype), whole.clone())
+        return out.to(leaf.dtype), by_row.to(row.dtype), by_col.to(col.dtype), whole.clone()
 
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -114,18 +109,11 @@ def scale_by_factored_rms(
         decay = 1.0 - torch.pow(ew.new_number(count, count.device), -decay_rate)
         operands = zip(at.pick(updates), *[at.pick(own) for own in held], strict=True)
         done = [step(u, row, col, whole, decay) for u, row, col, whole in operands]
-        trees = _trees(at, [new for _, new in done], held)
-        return at.fill([out for out, _ in done]), FactoredRmsState(count, *trees)
+        out, *trees = [at.fill([own[k] for own in done], old) for k, old in enumerate((None, *held))]
+        return out, FactoredRmsState(count, *trees)
 
     return init, update
 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return shape[:dim] + shape[dim + 1 :]
-
-
-def _trees(
-    at: Present, leaves: list[tuple[Tensor, Tensor, Tensor]], old: tuple[PyTree, PyTree, PyTree]
-) -> list[PyTree]:
-    """Unzip triples at the selected leaves into three trees."""
-    return [at.fill([leaf[place] for leaf in leaves], old[place]) for place in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from muonfx.polar.iteration import unit_power
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 __all__ = ["NamoState", "scale_by_dual_norm", "scale_by_namo"]
 
@@ -90,25 +92,24 @@ def scale_by_namo(
     moments = MatrixStates(MatrixSlot(dtype=dtype))
 
     def init(params: PyTree) -> NamoState:
-        at = Present(params)
-        nu = moments.init(params, Matrices(view, at, at.pick(params), at.names()))
+        nu = moments.init(Matrices(view, params, named=True))
         return NamoState(ew.new_count(device_of(params)), zeros(params, dtype), nu, inner.functions.init(params))
 
     def update(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
-        at = Present(updates)
-        grads, old = at.pick(updates), at.pick(state.mu)
-        matrices = Matrices(view, at, grads)
+        matrices = Matrices(view, updates)
+        at, grads, old = matrices.at, matrices.leaves, matrices.at.pick(state.mu)
         wide, held = ew.widest(grads, old)
         average = ew.lerp(held, wide, 1.0 - b1)
         mu = at.fill(ew.store(average, old, reuse=False), state.mu)
 
         count = state.count + 1
         correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
-        operands = zip(matrices.of_updates, matrices.split(average), moments.read(state.nu, matrices), strict=True)
-        found = [[_size(*one, b2, eps, correction) for one in zip(*own, strict=True)] for own in operands]
-        nu = moments.write([[moment for moment, _ in own] for own in found], state.nu, matrices)
+        size = ew.by_stacks(functools.partial(_size, b2=b2, eps=eps, correction=correction), 2)
+        old_nu = moments.read(state.nu, matrices)
+        new, alphas = matrices.map(size, matrices.of_leaves, matrices.split(average), old_nu)
+        nu = moments.write(new, state.nu, matrices)
 
         # The average may share storage with the state, so it is not donated.
         directions = at.fill(ew.cast_like(average, grads))
@@ -119,17 +120,15 @@ def scale_by_namo(
                     f"scale_by_namo: inner returns an update for {name!r}, whose gradient is None, so it has no scale; "
                     "put the transform that accumulates gradients around it: accumulate(scale_by_namo(...), every)"
                 )
-        scaled = [
-            [(matrix * alpha).to(matrix.dtype) for matrix, (_, alpha) in zip(*own, strict=True)]
-            for own in zip(matrices.split(at.pick(out)), found, strict=True)
-        ]
-        return at.fill(matrices.join(scaled, grads)), NamoState(count, mu, nu, inner_state)
+        multiply = ew.by_stacks(lambda x, alpha: (x * alpha).to(x.dtype))
+        (scaled,) = matrices.map(multiply, matrices.split(at.pick(out)), alphas)
+        return matrices.fill(scaled), NamoState(count, mu, nu, inner_state)
 
     return init, update
 
 
 def _size(
-    gradient: Tensor, average: Tensor, moment: Tensor, b2: float | Tensor, eps: float | Tensor, correction: Tensor
+    gradient: Tensor, average: Tensor, moment: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the new average of a matrix's squared gradient norm, and the factor of its update."""
     wide = ew.wide_dtype(gradient.dtype, moment.dtype)
@@ -178,15 +177,13 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         # The gradient is needed after the inner transform, so it is not donated.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
-        at = Present(out)
-        directions = at.pick(out)
+        matrices = Matrices(view, out)
         # An accumulating inner transform may update a leaf without a gradient, which counts as zero.
-        pairs = zip(directions, at.pick(updates), strict=True)
+        pairs = zip(matrices.leaves, matrices.at.pick(updates), strict=True)
         gradients = [torch.zeros_like(u) if g is None else g for u, g in pairs]
-        matrices = Matrices(view, at, directions)
-        pairs = zip(matrices.of_updates, matrices.split(gradients), strict=True)
-        scaled = [list(map(_scale_by_inner_product, *own)) for own in pairs]
-        return at.fill(matrices.join(scaled, directions)), state
+        multiply = ew.by_stacks(_scale_by_inner_product)
+        (scaled,) = matrices.map(multiply, matrices.of_leaves, matrices.split(gradients))
+        return matrices.fill(scaled), state
 
     return init, update
 

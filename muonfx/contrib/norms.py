@@ -116,7 +116,7 @@ def normalize_leaves():
         >>> mfx.contrib.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState())[0]
         {'b': tensor([ 1., -1.])}
     """
-    return of_leaves(lambda leaf: _to_unit_rms(leaf, tuple(range(leaf.ndim))))
+    return of_leaves(lambda flat: _to_unit_rms(flat, (-1,)))
 
 
 def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:

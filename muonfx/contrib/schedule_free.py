@@ -44,11 +44,7 @@ class ScheduleFreeState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(
-    locality=lambda inner, *_, **__: inner.locality,
-    combinator=Combinator(Locality.ELEMENT),
-    position="last",
-)
+@transform(locality=lambda inner, *_, **__: inner.locality, combinator=Combinator(Locality.ELEMENT), position="last")
 @with_memory
 def schedule_free(
     _memory: Memory,

@@ -18,8 +18,7 @@ from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, without_dtensors
-from muonfx.sharding.transform import Sharded
-from muonfx.sharding.views import binding_of, check_local, is_global
+from muonfx.sharding.transform import Sharded, binding_of, check_local, is_global
 from muonfx.tree import PyTree
 from muonfx.tree.display import Report, Row, Shown, Table, format_bytes, format_shape
 

@@ -20,13 +20,12 @@ from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import agree
+from muonfx.sharding.consensus import agree, wait_for_all
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.rendezvous import wait_for_all
 from muonfx.sharding.shards import FlatPiece, IntervalTensor
 from muonfx.sharding.state import (
     LeafPlacement,

@@ -61,11 +61,7 @@ def plot_band(
 
 
 def plot_polynomial(
-    coefficients: CoefficientsLike,
-    *,
-    steps: int | None = None,
-    lower: float = 0.01,
-    ax: Axes | None = None,
+    coefficients: CoefficientsLike, *, steps: int | None = None, lower: float = 0.01, ax: Axes | None = None
 ) -> Axes:
     """Draw the polynomial of a set of coefficients over singular values, and the band of its values.
 

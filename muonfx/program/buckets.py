@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation
-from muonfx.program.offload.files import release
-from muonfx.program.offload.store import Store
+from muonfx.program.offload.store import IN_MEMORY, Store, release
 from muonfx.program.offload.transfer import BucketTransfer
-from muonfx.program.placement import device_of
+from muonfx.program.placement import device_of, meta_like
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -30,7 +29,6 @@ __all__ = [
     "init_in_buckets",
     "init_in_store",
     "moves",
-    "named_leaves",
     "parameters_of",
     "sizes_of",
     "store_away",
@@ -52,11 +50,6 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
         found[-1].append(name)
         room -= size
     return found
-
-
-def named_leaves(values: PyTree) -> dict[str, Any]:
-    """Return a dict from name to leaf, without the leaves that are None."""
-    return {name: x for name, x in zip(tree.names(values), tree.leaves(values), strict=True) if x is not None}
 
 
 def moves(leaf: object, parameter: str | None) -> bool:
@@ -122,7 +115,7 @@ def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree
     """Return the state of a leafwise transform, built bucket by bucket in a store."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        shown = init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
+        shown = init(meta_like(params))
     sizes = sizes_of(tree.names(params), shown, parameters_of(shown, params))
     buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
     # Leaves of other buckets are meta tensors, so that decisions by names and shapes see the whole tree.
@@ -195,7 +188,7 @@ class BucketedState:
         self._transfer: BucketTransfer | None = None
         self._places: list[list[int]] = [[] for _ in buckets]
         self._targets: dict[int, Tensor] = {}
-        if store.is_resident or store.is_direct(device):
+        if store == IN_MEMORY or store.is_direct(device):
             return
         moving = [place for place, leaf in enumerate(self._old) if moves(leaf, parameters[place])]
         self._places = [[p for p in moving if self._turn_of[p] == turn] for turn in range(len(buckets))]
@@ -244,9 +237,12 @@ class BucketedState:
             self._transfer.finish()
         return tree.unflatten(self._treedef, self._new)
 
-    def abandon(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
         """Wait for pending transfers after an error."""
-        if self._transfer is not None:
+        if kind is not None and self._transfer is not None:
             self._transfer.abandon()
 
     def _given(self, turn: int, *, own: bool) -> list[Any]:

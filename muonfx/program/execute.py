@@ -26,20 +26,21 @@ from muonfx.program.buckets import (
     cut_into_buckets,
     init_in_store,
     moves,
-    named_leaves,
     parameters_of,
     sizes_of,
     store_away,
     stored_again,
 )
-from muonfx.program.lower import OwnState, lower_node, resolved, stand_in
+from muonfx.program.lower import OwnState, Span, lower_node, resolved, spans_of, stand_in
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.program.offload.store import IN_MEMORY, Store
-from muonfx.program.placement import SINGLE_PROCESS, Arguments, Placement, Run, device_of
-from muonfx.program.spans import Now, Span, spans_of
+from muonfx.program.placement import SINGLE_PROCESS, Arguments, Once, Placement, Run, device_of
 from muonfx.tree import PyTree
 
 __all__ = ["Executor"]
+
+Now = Transform | tuple[Transform, ...]
+"""The transform that a node was lowered from, with its current numbers; a tuple for several members of a chain."""
 
 MOST_PROGRAMS = 64
 """The number of structures cached at once: a chain that is recreated at each step may have a new one each time."""
@@ -53,13 +54,10 @@ class Executor:
     ) -> None:
         # bucket_bytes: parameter bytes per bucket of leafwise transforms with a resident state; None: one bucket
         self.placement, self.store, self.bucket_bytes = placement, store, bucket_bytes
-        self._is_resident = store.is_resident
+        self._is_resident = store == IN_MEMORY
         self._programs: dict[Any, list[Node]] = {}
         self._current: dict[int, tuple[tuple[Transform, ...], Transform]] = {}
-        self._spans: dict[int, list[Span]] = {}
-        self._parameters: dict[Any, list[str | None]] = {}
-        self._own_states: dict[int, OwnState] = {}
-        self._of_resident: dict[int, list[list[str]]] = {}  # buckets of nodes with a resident state
+        self._once = Once()
         self._extras: Mapping[str, Any] = {
             "workspace": Workspace(),
             "shard": placement.shard,
@@ -74,8 +72,7 @@ class Executor:
             if self.placement.fits(known.like, params):
                 return known
         if len(self._programs) >= MOST_PROGRAMS:
-            caches = self._programs, self._current, self._spans, self._parameters, self._own_states, self._of_resident
-            for cache in caches:
+            for cache in (self._programs, self._current, self._once.found):
                 cache.clear()
         made = lower_node(tx, self.placement.global_like(params))
         self._programs.setdefault(key, []).append(made)
@@ -102,19 +99,17 @@ class Executor:
         if isinstance(node, ChainNode) and not self._is_unit(node):
             state: dict[str, PyTree] = {}
             for span in self._spans_of(node):
-                found = self.init_node(span.node, span.now(now), params)
-                state |= found if span.is_run else {span.names[0]: found}
+                found = self.init_node(span.node, _members(now)[span.at], params)
+                state |= {span.names[0]: found} if len(span.names) == 1 else found
             return state
         if isinstance(node, Stage) and not self._is_unit(node):
-            run = self._run_of(node, now)
-            states = self.placement.init_stage(node, run, params, store)
-            return states if isinstance(now, tuple) else states[run[0][0]]
+            return self.placement.init_stage(node, self._run_of(node, now), params, store)
         tx = self._transform(node, now)
         if isinstance(node, WholeTree) and not self.placement.holds_all:
             self.placement.warn_of_gathering(node.tx, params)
             on_meta = device.type == "meta"
             return tx.functions.init(self.placement.global_like(params) if on_meta else self.placement.gather(params))
-        if store.is_resident:
+        if store == IN_MEMORY:
             return tx.functions.init(params)
         if self._is_unit(node):
             return init_in_store(store, tx.functions.init, params)
@@ -151,7 +146,7 @@ class Executor:
         if isinstance(node, ChainNode) and not is_unit:
             return self._update_chain(node, now, call)
         if isinstance(node, Stage) and not is_unit:
-            out, after = self._update_stage(node, now, call)
+            out, after = self.placement.update_stage(node, self._run_of(node, now), call)
         elif isinstance(node, WholeTree) and not self.placement.holds_all:
             gather = self.placement.gather
             whole = call._replace(updates=gather(call.updates), params=gather(call.params), donate=NOTHING)
@@ -172,17 +167,17 @@ class Executor:
         """Run the nodes of a chain one after another."""
         after: dict[str, PyTree] = {}
         updates, may_write = call.updates, call.donate.updates
-        spans = self._spans_of(node)
+        spans, members = self._spans_of(node), _members(now)
         for span in spans:
-            is_last = span is spans[-1]
+            is_last, is_one = span is spans[-1], len(span.names) == 1
             given = call._replace(
                 updates=updates,
-                state={name: call.state[name] for name in span.names} if span.is_run else call.state[span.names[0]],
+                state=call.state[span.names[0]] if is_one else {name: call.state[name] for name in span.names},
                 donate=Donation(may_write, call.donate.state),
                 apply=call.apply if is_last else None,
             )
-            out, new = self._update(span.node, span.now(now), given)
-            after |= new if span.is_run else {span.names[0]: new}
+            out, new = self._update(span.node, members[span.at], given)
+            after |= {span.names[0]: new} if is_one else new
             if not is_last:
                 # Only this chain holds new updates of a transform that keeps the donation promise.
                 promised = call.donate.state and span.node.tx.keeps_donation_promise
@@ -190,28 +185,17 @@ class Executor:
             updates = out
         return updates, {name: after[name] for name in call.state}
 
-    def _update_stage(self, stage: Stage, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
-        run = self._run_of(stage, now)
-        if isinstance(now, tuple):
-            return self.placement.update_stage(stage, run, call, self.store)
-        name = run[0][0]  # a stage of one transform that is in no chain
-        out, states = self.placement.update_stage(stage, run, call._replace(state={name: call.state}), self.store)
-        return out, states[name]
-
     # ---------------------------------------------------------------------------------------------------- buckets
 
     def _buckets(self, node: Node, call: Arguments) -> list[list[str]] | None:
         """Split the names of a unit's leaves into buckets; None runs all leaves at once."""
         if not self._is_resident:
-            sizes = sizes_of(named_leaves(call.updates), call.state, self._parameters_of(node, call))
+            present = [name for name, leaf in tree.named_leaves(call.updates) if leaf is not None]
+            sizes = sizes_of(present, call.state, self._parameters_of(node, call))
             buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
         elif self.bucket_bytes is not None and call.params is not None:
-            if node.number not in self._of_resident:
-                # matrices of one shape in one bucket form a batch
-                named = sorted(named_leaves(node.like).items(), key=lambda pair: tuple(pair[1].shape))
-                sizes = {name: leaf.nbytes for name, leaf in named}
-                self._of_resident[node.number] = cut_into_buckets(sizes, self.bucket_bytes)
-            buckets = self._of_resident[node.number]
+            limit = self.bucket_bytes
+            buckets = self._once(("buckets", node.number), lambda: _buckets_by_shape(node.like, limit))
         else:
             return None
         if len(buckets) > 1 and can_be_shared_out(tree.leaves(call.state), self._parameters_of(node, call)):
@@ -230,9 +214,8 @@ class Executor:
         leaves, treedef = tree.flatten(call.updates)
         names = tree.names(call.updates)
         parameters = self._parameters_of(node, call)
-        bucketed = BucketedState(store, call.device, call.state, parameters, buckets, call.donate)
         results: dict[str, Any] = {}
-        try:
+        with BucketedState(store, call.device, call.state, parameters, buckets, call.donate) as bucketed:
             for turn, bucket in enumerate(buckets):
                 mine = set(bucket)
                 some = [leaf if name in mine else None for name, leaf in zip(names, leaves, strict=True)]
@@ -242,9 +225,6 @@ class Executor:
                     results |= {n: leaf for n, leaf in zip(names, tree.leaves(out), strict=True) if n in mine}
                 call.finish(out)
                 del some, updates, out  # free them before the next bucket
-        except BaseException:
-            bucketed.abandon()
-            raise
         return tree.unflatten(treedef, [results.get(name) for name in names]), bucketed.end()
 
     def _update_at_once(self, node: Node, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
@@ -278,7 +258,7 @@ class Executor:
         is_unit = self._is_unit(node)
         if isinstance(node, ChainNode) and not is_unit:
             for span in self._spans_of(node):
-                self.prepare(span.node, span.now(now))
+                self.prepare(span.node, _members(now)[span.at])
         elif isinstance(node, Stage) and not is_unit:
             self._run_of(node, now)
         else:
@@ -292,14 +272,10 @@ class Executor:
         return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
 
     def _spans_of(self, node: ChainNode) -> list[Span]:
-        if node.number not in self._spans:
-            self._spans[node.number] = spans_of(node, self._is_unit)
-        return self._spans[node.number]
+        return self._once(("spans", node.number), lambda: spans_of(node, self._is_unit))
 
     def _own_state(self, node: Around) -> OwnState:
-        if node.number not in self._own_states:
-            self._own_states[node.number] = OwnState.of(node.tx, node.like)
-        return self._own_states[node.number]
+        return self._once(("own state", node.number), lambda: OwnState.of(node.tx, node.like))
 
     def _run_of(self, stage: Stage, now: Now) -> Run:
         parts = now if isinstance(now, tuple) else (now,)
@@ -332,10 +308,20 @@ class Executor:
 
     def _parameters_of(self, node: Node, call: Arguments) -> list[str | None]:
         """Return the parameter that each leaf of a node's state belongs to, cached by structure."""
-        key = (node.number, tuple(tree.names(call.updates)), len(tree.leaves(call.state)))
-        if key not in self._parameters:
-            self._parameters[key] = parameters_of(call.state, call.updates)
-        return self._parameters[key]
+        key = ("parameters", node.number, tuple(tree.names(call.updates)), len(tree.leaves(call.state)))
+        return self._once(key, lambda: parameters_of(call.state, call.updates))
+
+
+def _buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
+    """Split the names of parameters into buckets; matrices of one shape in one bucket form a batch."""
+    present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
+    named = sorted(present, key=lambda pair: tuple(pair[1].shape))
+    return cut_into_buckets({name: leaf.nbytes for name, leaf in named}, limit)
+
+
+def _members(now: Now) -> tuple[Transform, ...]:
+    """Return the members of a chain."""
+    return now if isinstance(now, tuple) else now.children
 
 
 class _Bound(NamedTuple):

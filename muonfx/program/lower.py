@@ -9,11 +9,9 @@ import functools
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
 
 from muonfx import tree
 from muonfx.core import Locality, Transform, chain
@@ -22,9 +20,20 @@ from muonfx.core.contract import Declaration, EmptyState
 from muonfx.core.definition import make_factory
 from muonfx.core.recorded import Recorded, dotted, part_names, parts_of
 from muonfx.program.nodes import Around, ChainNode, Member, Node, OwnNumbers, Program, Stage, WholeTree
+from muonfx.program.placement import Run, meta_like
 from muonfx.tree import PyTree, Structure
 
-__all__ = ["OwnState", "lower", "lower_node", "named_chain", "resolve_within", "resolved", "state_around"]
+__all__ = [
+    "OwnState",
+    "Span",
+    "as_one",
+    "lower",
+    "lower_node",
+    "resolve_within",
+    "resolved",
+    "spans_of",
+    "state_around",
+]
 
 
 def lower(tx: Transform, params: PyTree) -> Program:
@@ -46,8 +55,7 @@ def lower(tx: Transform, params: PyTree) -> Program:
       elementwise: momentum                           ELEMENT   2       momentum             momentum
       matrix stage: orthogonalize, normalize_neurons  LEAF      2       orthogonalize        orthogonalize
     """
-    like = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
-    return Program(lower_node(tx, like))
+    return Program(lower_node(tx, meta_like(params)))
 
 
 @dataclass(frozen=True)
@@ -259,11 +267,6 @@ class OwnState(NamedTuple):
         return tree.unflatten(self.structure, [next(inner) if called else part for part, called in parts])
 
 
-def fill_placeholders(state: PyTree, function: Callable[[int], PyTree]) -> PyTree:
-    """Replace each placeholder by the value that `function` returns for its child's index."""
-    return tree.map(lambda leaf: function(leaf.place) if isinstance(leaf, Placeholder) else leaf, state)
-
-
 def resolved(node: Node) -> Transform:
     """Return a node's transform with its children as their nodes resolved them: a run may see some leaves as None."""
     return _with_resolved(node.tx, node.called)
@@ -279,13 +282,70 @@ def _with_resolved(tx: Transform, called: Iterable[Node]) -> Transform:
     if all(map(operator.is_, found, tx.children)):
         return tx
     if (entries := chain_entries(tx)) is not None:
-        return named_chain(zip(entries, found, strict=True))
+        return _named_chain(zip(entries, found, strict=True))
     inner = iter(found)
     return tx.with_children(lambda _: next(inner))
 
 
-def named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:
+def as_one(run: Run) -> Transform:
+    """Return a run as one transform: its only member, or a chain."""
+    return run[0][1] if len(run) == 1 else _named_chain(run)
+
+
+def _named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:
     """Chain transforms under given names, without repeating the warnings of the original chain."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return chain(*entries)
+
+
+# ---------------------------------------------------------------------------------------------------- spans of a chain
+
+
+class Span(NamedTuple):
+    """Neighbouring members of a chain that one node executes, so that each bucket is loaded only once."""
+
+    names: tuple[str, ...]
+    at: int | slice
+    """The index of the member in the chain, or the slice of several members, whose states the node has in a dict."""
+    node: Node
+
+
+def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
+    """Join neighbouring units of a chain to spans, and return all spans in order.
+
+    A unit is a node that can run on any subset of the leaves, for which `is_unit` returns True.
+    """
+    spans: list[Span] = []
+    first = 0
+    for names, child in _entries(node, is_unit):
+        before = spans[-1] if spans else None
+        end = first + len(names)
+        joins = is_unit(child) and child.keeps_numbers
+        if before is not None and joins and is_unit(before.node) and before.node.keeps_numbers:
+            begin = first - len(before.names)
+            spans[-1] = Span((*before.names, *names), slice(begin, end), _joined(before, names, child))
+        else:
+            spans.append(Span(names, first if len(names) == 1 else slice(first, end), child))
+        first = end
+    return spans
+
+
+def _entries(node: ChainNode, is_unit: Callable[[Node], bool]) -> Iterator[tuple[tuple[str, ...], Node]]:
+    """Yield the nodes of a chain; if leaves are whole already, yield the members of a matrix stage one by one."""
+    for names, child in node.entries:
+        if isinstance(child, Stage) and is_unit(child):
+            yield from (((member.name,), member.node) for member in child.members)
+        else:
+            yield names, child
+
+
+def _joined(before: Span, names: tuple[str, ...], child: Node) -> ChainNode:
+    """Join two neighbouring units to one node."""
+    first = before.node
+    known = first.entries if isinstance(before.at, slice) and isinstance(first, ChainNode) else ((before.names, first),)
+    entries = (*known, (names, child))
+    children = tuple(node for _, node in entries)
+    tx = _named_chain((own[0], node.tx) for own, node in entries)
+    place = tx, first.names, first.state, first.numbers, first.like, first.keeps_numbers
+    return ChainNode(*place, entries=entries, children=children)

@@ -133,18 +133,12 @@ class Program(Shown):
         >>> [node.tx.name for node in program.transforms()]
         ['chain', 'cautious', 'momentum', 'orthogonalize']
         """
-        return iter(self._transforms)
-
-    @cached_property
-    def _transforms(self) -> tuple[Node, ...]:
-        found: list[Node] = []
         for node in _one_by_one(self.root):
-            _add_calls(node, found)
-        return tuple(found)
+            yield from _with_calls(node)
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
         """Run the checks of named extras that the resolved transforms declare."""
-        for node in self._transforms if extras and not torch.compiler.is_compiling() else ():
+        for node in self.transforms() if extras and not torch.compiler.is_compiling() else ():
             if (check := node.tx.declaration.check_extras) is not None:
                 check(node.tx, extras)
 
@@ -164,11 +158,11 @@ def _one_by_one(node: Node) -> tuple[Node, ...]:
     return tuple(member.node for member in node.members) if isinstance(node, Stage) else (node,)
 
 
-def _add_calls(node: Node, found: list[Node]) -> None:
-    """Append a node and then the nodes of the transforms that it calls."""
-    found.append(node)
+def _with_calls(node: Node) -> Iterator[Node]:
+    """Yield a node and then the nodes of the transforms that it calls."""
+    yield node
     for called in node.called:
-        _add_calls(called, found)
+        yield from _with_calls(called)
 
 
 def _row(node: Node) -> Row:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from muonfx.program.nodes import Stage
     from muonfx.program.offload.store import Store
 
-__all__ = ["SINGLE_PROCESS", "Arguments", "Placement", "Run", "device_of"]
+__all__ = ["SINGLE_PROCESS", "Arguments", "Once", "Placement", "Run", "device_of", "meta_like"]
+
+T = TypeVar("T")
 
 Run = tuple[tuple[str, Transform], ...]
 """Neighbouring transforms of a chain with their names and current numbers."""
@@ -66,6 +68,24 @@ def device_of(*values: PyTree) -> torch.device:
     return first if first.type != "meta" else next((device for device in devices if device.type != "meta"), first)
 
 
+def meta_like(values: PyTree) -> PyTree:
+    """Replace the tensors of a tree by meta tensors."""
+    return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), values)
+
+
+class Once:
+    """A cache of values that depend on structure, names and shapes alone."""
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the value of a function, called once for each key."""
+        if key not in self.found:
+            self.found[key] = make()
+        return self.found[key]
+
+
 class Placement:
     """Which part of each leaf this process holds, with the reductions and gathers over ranks.
 
@@ -75,14 +95,9 @@ class Placement:
     holds_all: bool = True
     """True if this rank holds every leaf whole, in its own shape, and no other rank holds any."""
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return 1
-
     def global_like(self, params: PyTree) -> PyTree:
         """Return meta tensors of the global shapes for local tensors."""
-        return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
+        return meta_like(params)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
         """Return True if a program lowered for one tree serves another tree with the same names."""
@@ -111,11 +126,11 @@ class Placement:
         """Warn once of a transform that requires every leaf to be gathered on every rank."""
         raise NotImplementedError
 
-    def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
-        """Return the states of a matrix stage's members."""
+    def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
+        """Return the state of a matrix stage: the state of its member, or the states of several members by name."""
         raise NotImplementedError
 
-    def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
+    def update_stage(self, stage: Stage, run: Run, call: Arguments) -> tuple[PyTree, PyTree]:
         """Run a matrix stage bucket by bucket, each whole matrix on its owner."""
         raise NotImplementedError
 

@@ -132,16 +132,29 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    found, unexplained = _labels(model_or_params, rules, muon, other)
-    by_name = not isinstance(model_or_params, nn.Module)
-    assumed = [name for name in found if by_name and found[name] == muon and found.reason(name).startswith(_HIDDEN)]
-    said = (
-        f" saw names and shapes, without module types, and labelled these as hidden matrices: {format_list(assumed)}. "
-        "An embedding or a head with an unusual name would be among them. Pass the model, default_labels(model), or "
-        "use default_labels_by_name if the names are reliable"
-    )
-    if (assumed or unexplained) and not torch.compiler.is_compiling():
-        warn_caller(f"default_labels{said if assumed else ''}{unexplained}")
+    found, infos = _labels(model_or_params, rules, muon, other)
+    if torch.compiler.is_compiling():
+        return found
+    hidden = [info for info in infos if found.reason(info.name).startswith(_HIDDEN)]
+    said = ""
+    if hidden and not isinstance(model_or_params, nn.Module):
+        said += (
+            " saw names and shapes, without module types, and labelled these as hidden matrices: "
+            f"{format_list([info.name for info in hidden])}. An embedding or a head with an unusual name would be "
+            "among them. Pass the model, default_labels(model), or use default_labels_by_name if the names are reliable"
+        )
+    views = found.views
+    unknown = [info for info in hidden if info.ndim > 2 and info.name not in views and not is_convolution(info)]
+    if unknown:
+        said += (
+            ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
+            f"{format_list([f'{info.name!r} {info.shape}' for info in unknown], str)}. Give Muon's orthogonalize, or "
+            "each transform that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a "
+            "stack of matrices (out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for "
+            "one matrix whose columns are two dims"
+        )
+    if said:
+        warn_caller(f"default_labels{said}")
     return found
 
 
@@ -164,8 +177,9 @@ def default_labels_by_name(
 _HIDDEN = "hidden matrix"
 
 
-def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label) -> tuple[Labels, str]:
-    """Return the labels, and the end of a warning about unexplained parameters of three or more dims."""
+def _labels(
+    model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label
+) -> tuple[Labels, tuple[ParamInfo, ...]]:
     infos, absent = read_params(model_or_params)
     decided = apply_rules(infos, rules, "user rule")
     gated = _gated_mlps(infos)
@@ -179,25 +193,7 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: 
             decided[info.name] = (other, reason)
         else:
             decided[info.name] = (muon, f"{_HIDDEN} ({info.ndim}-D)")
-    found = make_labels(model_or_params, infos, decided, absent, other)
-    if torch.compiler.is_compiling():
-        return found, ""
-    unknown = [
-        f"{info.name!r} {info.shape}"
-        for info in infos
-        if info.ndim > 2
-        and found.reason(info.name).startswith(_HIDDEN)
-        and info.name not in found.views
-        and not is_convolution(info)
-    ]
-    said = (
-        ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
-        f"{format_list(unknown, str)}. Give Muon's orthogonalize, or each transform that takes a view, "
-        "view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a stack of matrices (out, in), "
-        "'... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for one matrix whose columns are two "
-        "dims"
-    )
-    return found, said if unknown else ""
+    return make_labels(model_or_params, infos, decided, absent, other), infos
 
 
 def _not_hidden(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:

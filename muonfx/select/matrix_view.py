@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import builtins
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import ClassVar
 
 from torch import Tensor
 
 from muonfx.select.pattern import Pattern, parse
-from muonfx.tree import Present
+from muonfx.tree import Present, PyTree
 from muonfx.tree.tracing import matches
 
 __all__ = ["STACK", "Matrices", "MatrixView", "split"]
@@ -125,25 +127,26 @@ class MatrixView:
 
 
 class Matrices:
-    """The leaves of an update, each split into matrices by the pattern of a `MatrixView`.
+    """The leaves of a tree, each split into matrices by the pattern of a `MatrixView`.
 
-    Leaves are named by ``names``, or by the tree if the view depends on names.
+    Leaves are named, for errors, if the view depends on names or if ``named`` is True, which takes time at every step.
     """
 
-    def __init__(self, view: MatrixView, at: Present, leaves: list[Tensor], names: Sequence[str] | None = None) -> None:
-        self.at = at
-        needs_names = isinstance(view.pattern, Mapping)
-        self._names = names or (at.names() if needs_names else [""] * len(leaves))
-        self._patterns = view.of(self._names)
+    def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
+        self.values = values
+        self.at = Present(values)
+        self.leaves: list[Tensor] = self.at.pick(values)
+        self.names = self.at.names() if named or isinstance(view.pattern, Mapping) else [""] * len(self.leaves)
+        self._patterns = view.of(self.names)
         self._is_plain = view.pattern is None
-        self.of_updates = self.split(leaves)
+        self.of_leaves = self.split(self.leaves)
         """For each leaf a list of stacks of matrices (..., rows, columns), one for each result of its pattern."""
 
     def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
-        """Split leaves that have the shapes of the updates."""
+        """Split leaves that have the shapes of these."""
         if self._is_plain and {leaf.ndim for leaf in leaves} <= {2}:
             return [[leaf] for leaf in leaves]
-        return [split(own, leaf, name) for own, leaf, name in zip(self._patterns, leaves, self._names, strict=True)]
+        return [split(own, leaf, name) for own, leaf, name in zip(self._patterns, leaves, self.names, strict=True)]
 
     def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
         """Undo `split`, for leaves of these shapes."""
@@ -153,6 +156,18 @@ class Matrices:
             parts[0].reshape(leaf.shape) if own is None else own.join(parts, leaf.shape)
             for own, parts, leaf in zip(self._patterns, matrices, like, strict=True)
         ]
+
+    def map(
+        self, function: Callable[..., Sequence[Sequence[Tensor]]], *operands: list[list[Tensor]]
+    ) -> list[list[list[Tensor]]]:
+        """Apply a function of lists to the matrices of all leaves; return each result as ``split`` returns leaves."""
+        made = function(*[[matrix for own in operand for matrix in own] for operand in operands])
+        counts = list(builtins.map(len, operands[0]))
+        return [[list(islice(matrices, count)) for count in counts] for matrices in builtins.map(iter, made)]
+
+    def fill(self, matrices: list[list[Tensor]]) -> PyTree:
+        """Return the tree with other matrices."""
+        return self.at.fill(self.join(matrices, self.leaves))
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:

@@ -154,11 +154,7 @@ def _is_pairs(params: object) -> bool:
 
 
 def _info(
-    name: str,
-    tensor: object,
-    tied: tuple[str, ...],
-    module: type | None = None,
-    tied_modules: tuple[type, ...] = (),
+    name: str, tensor: object, tied: tuple[str, ...], module: type | None = None, tied_modules: tuple[type, ...] = ()
 ) -> ParamInfo:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(

@@ -229,10 +229,6 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(labels=Labels({name: route._replace(shape=None) for name, route in routes.items()}))
 
 
-def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
-    return tx.replace(mask=_Assignment("masked: mask", tx.arguments["mask"], (bool,))(params))
-
-
 @transform(
     locality=lambda transforms, labels: widest(transforms.values()),
     combinator=Combinator(Locality.ELEMENT),
@@ -326,14 +322,12 @@ def partition(
 @transform(
     locality=lambda inner, mask: inner.locality,
     combinator=Combinator(Locality.ELEMENT),
-    resolve=_resolve_masked,
+    resolve=lambda tx, params: tx.replace(mask=_Assignment("masked: mask", tx.arguments["mask"], (bool,))(params)),
     name_patterns=mask_patterns,
 )
 @with_memory
 def masked(
-    _memory: Memory,
-    inner: Transform,
-    mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree],
+    _memory: Memory, inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree]
 ):
     """Apply a transform to the parameters that a mask selects; other updates are returned unchanged.
 

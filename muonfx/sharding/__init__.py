@@ -5,21 +5,18 @@ runs on these shards. See the page "Sharding" of the documentation.
 """
 
 from muonfx.program.offload.transform import offload
-from muonfx.sharding.cut import Buffer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Plan, plan_for
 from muonfx.sharding.replicas import broadcast
 from muonfx.sharding.shards import Piece
-from muonfx.sharding.transform import sharded
-from muonfx.sharding.views import from_global, to_global
+from muonfx.sharding.transform import from_global, sharded, to_global
 
 __all__ = [
     # which rank holds which shard
     "Layout",
     "Piece",
-    "Buffer",
     "replicated",
     "from_dtensors",
     "zero",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,13 @@ from muonfx.core import Transform
 from muonfx.core.contract import sum_over_leaves
 from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor
-from muonfx.program.lower import named_chain
+from muonfx.program.lower import as_one
 from muonfx.program.nodes import Stage
 from muonfx.program.offload.store import Store
-from muonfx.program.placement import Arguments, Placement, Run
+from muonfx.program.placement import Arguments, Once, Placement, Run
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.consensus import warn_together
+from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run
 from muonfx.sharding.messages import ShardingError, collective
@@ -40,55 +40,38 @@ class Binding(Placement):
     store: Store
     likes: dict[Hashable, PyTree] = field(default_factory=dict)
     """Meta tensors in the tree of the local parameters, for each structure of a chain."""
-    derived: dict[Hashable, Any] = field(default_factory=dict)
-    """Values that follow from shapes, computed once."""
+    once: Once = field(default_factory=Once)
     serial: int | None = None
     """The number of this binding among the bindings of its group; None until the ranks have compared what they bind."""
     steps: int = 0
     """The number of steps that all ranks have agreed to take."""
     has_loaded: bool = False
     """True if this rank has loaded a state since the last step."""
-    _plans: dict[Hashable, RunPlan] = field(default_factory=dict)
     _at_owners: dict[tuple[Stage, torch.device], tuple[Run, RunPlan, Run, Transform]] = field(default_factory=dict)
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         specs, pieces = self.layout.specs, self.layout.pieces
-        self.holds_all = self.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
+        self.holds_all = self.layout.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
         """True if there is one rank and it holds every leaf whole, in the leaf's own shape."""
-        self.is_resident = self.store.is_resident
         self.executor = Executor(self, self.store)
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.layout.size
+    def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
+        """Return the state of a matrix stage: on the owners of matrices, None on the other ranks."""
+        plan, now, tx = self._at_owner(stage, run, params)
+        return init_run(plan, now, tx, self.layout, params, store)
 
-    def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
-        """Return the states of a matrix stage's transforms: on the owners of matrices, None on the other ranks."""
-        plan, now, _ = self._at_owner(stage, run, params)
-        return init_run(plan, now, self.layout, params, store)
-
-    def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
+    def update_stage(self, stage: Stage, run: Run, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by a matrix stage: each owner computes whole matrices, bucket by bucket."""
 
         def parameters() -> list[str | None]:
             key = ("parameters of a stage", stage, len(tree.leaves(call.state)))
-            if key not in self.derived:
-                self.derived[key] = parameters_of(call.state, call.updates)
-            return self.derived[key]
+            return self.once(key, lambda: parameters_of(call.state, call.updates))
 
         plan, now, tx = self._at_owner(stage, run, call.like)
-        return update_run(plan, now, tx, self.layout, call, store, parameters)
+        return update_run(plan, now, tx, self.layout, call, self.store, parameters)
 
     # ----------------------------------------------------------------------------------------- computed once
-
-    def names_of(self, treedef: tree.Structure, values: PyTree) -> list[str]:
-        """Return the names of the leaves of a tree of a structure."""
-        key = ("names", treedef)
-        if key not in self.derived:
-            self.derived[key] = tree.names(values)
-        return self.derived[key]
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan of a run for some parameters."""
@@ -96,13 +79,11 @@ class Binding(Placement):
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
         kind = torch.device("cpu") if device.type == "meta" else device
-        key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
-        if key not in self._plans:
-            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings)
-        return self._plans[key]
+        key = ("plan", tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
+        return self.once(key, lambda: plan_run(run, names, self.layout, kind, self.settings))
 
     def _at_owner(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
-        """Return the plan of a stage, its run as an owner computes it, and the chain of the run."""
+        """Return the plan of a stage, its run as an owner computes it, and the run as one transform."""
         device = tree.device_of(params)
         known = self._at_owners.get((stage, device))
         # Transforms are compared by identity: another number makes another run.
@@ -110,7 +91,7 @@ class Binding(Placement):
             plan = self.plan(run, params)
             shapes = {name: plan.specs[name].shape for name in plan.stacks}
             now = on_stacks(run, shapes) if shapes else run
-            known = self._at_owners[stage, device] = run, plan, now, named_chain(now)
+            known = self._at_owners[stage, device] = run, plan, now, as_one(now)
         return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:
@@ -133,22 +114,17 @@ class Binding(Placement):
 
     def local_like(self, params: PyTree) -> PyTree:
         """Replace parameters or their stand-ins by meta tensors of this rank's shards."""
-        meta = self.global_like(params)
-        leaves, treedef = tree.flatten(meta)
-        named = zip(tree.names(meta), leaves, strict=True)
-        pieces = [leaf if leaf is None else self.layout.piece(name).blank(leaf) for name, leaf in named]
-        return tree.unflatten(treedef, pieces)
+        return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
 
     # ------------------------------------------------------------------------------------------- over all ranks
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Sum one scalar per leaf over all leaves and ranks, counting a replicated shard once."""
-        leaves = tree.leaves(scalars)
-        names = [name for name, leaf in zip(tree.names(scalars), leaves, strict=True) if leaf is not None]
-        found = [leaf for leaf in leaves if leaf is not None]
-        if not found:
+        present = [(name, leaf) for name, leaf in tree.named_leaves(scalars) if leaf is not None]
+        if not present:
             return torch.zeros(())
-        stacked = torch.stack([self._counted(n, x.to(found[0].device)) for n, x in zip(names, found, strict=True)])
+        device = present[0][1].device
+        stacked = torch.stack([self._counted(name, leaf.to(device)) for name, leaf in present])
         if self.layout.group is not None and self.layout.size > 1:
             with collective("summing over all ranks"):
                 dist.all_reduce(stacked, group=self.layout.group)

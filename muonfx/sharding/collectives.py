@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.program.buckets import cut_into_buckets
+from muonfx.program.placement import Once
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, outside_transforms
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
@@ -26,20 +27,15 @@ __all__ = ["BUCKET", "exchange", "start_exchange", "gathered", "in_buckets", "re
 BUCKET = 1 << 25
 """The approximate bytes of whole tensors that are sent at a time."""
 
-ReduceOp = Literal["mean", "sum"]
-"""The reduction of gradients over ranks."""
-
 
 def gathered(
     layout: ShardTable,
     local: PyTree,
     *,
     names: Sequence[str] | None = None,
-    op: ReduceOp = "mean",
     differentiable: bool = False,
 ) -> PyTree:
     """Gather local leaves, all or some by name, to whole leaves on every rank."""
-    _check_op(op)
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
     with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
@@ -63,30 +59,22 @@ def gathered(
     mine = [leaves[i].to_local() if differentiable and is_dtensor(leaves[i]) else local_of(leaves[i]) for i in chosen]
     labels = [every[place] for place in chosen]
     if differentiable:
-        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, _Move(layout, labels, op), *mine)
+        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, layout, labels, *mine)
     else:
         with without_transforms():
-            wholes = _gather(_Move(layout, labels, op), mine)
+            wholes = _gather(layout, labels, mine)
     for place, whole in zip(chosen, wholes, strict=True):
         leaves[place] = whole
     return tree.unflatten(treedef, leaves)
 
 
-class _Move(NamedTuple):
-    """The parameters and the settings of a gather or a reduction."""
-
-    layout: ShardTable
-    names: Sequence[str]
-    op: str
-
-
-_Way = Callable[[_Move, Sequence[Tensor]], list[Tensor]]
+_Way = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tensor]]
+"""`_gather` or `_reduce`: from the tensors of some parameters to others."""
 
 
 @torch.no_grad()
-def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
+def _gather(layout: ShardTable, names: Sequence[str], locals_: Sequence[Tensor]) -> list[Tensor]:
     """Gather the local tensors of all ranks to whole tensors."""
-    layout, names, _ = move
     wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
     for places in in_buckets(wholes, BUCKET):
         first = wholes[places[0]]
@@ -116,51 +104,49 @@ def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
 
 def _windows(layout: ShardTable, name: str) -> list[Window]:
     """Return the windows of the boxes of this rank's shard in its local tensor; cached."""
-    key = ("windows", name)
-    if key not in layout.derived:
-        piece = layout.piece(name)
-        layout.derived[key] = [piece.window(box) for box in piece.boxes]
-    return layout.derived[key]
+    piece = layout.piece(name)
+    return layout.once(("windows", name), lambda: [piece.window(box) for box in piece.boxes])
 
 
 class _Linear(torch.autograd.Function):
     """A gather or a reduction as a linear function, each being the transpose of the other."""
 
-    # Gathering is the transpose of "sum", and of "mean" too if whole gradients are gradients of each rank's own loss
-    # and gradients of shards are gradients of the mean loss.
+    # Gathering is the transpose of the mean over ranks if whole gradients are gradients of each rank's own loss, and
+    # gradients of shards are gradients of the mean loss.
 
     @staticmethod
-    def forward(there: _Way, back: _Way, move: _Move, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(there(move, tensors))
+    def forward(
+        there: _Way, back: _Way, layout: ShardTable, names: Sequence[str], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple(there(layout, names, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.there, ctx.back, ctx.move = inputs[:3]
+        ctx.there, ctx.back, ctx.layout, ctx.names = inputs[:4]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, *_Linear.apply(ctx.back, ctx.there, ctx.move, *grads)
+        return None, None, None, None, *_Linear.apply(ctx.back, ctx.there, ctx.layout, ctx.names, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Linear.apply(ctx.there, ctx.back, ctx.move, *tangents[3:])
+        return _Linear.apply(ctx.there, ctx.back, ctx.layout, ctx.names, *tangents[4:])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        there, back, move, *tensors = inputs
+        there, back, layout, names, *tensors = inputs
         count, number = info.batch_size, len(tensors)
         batches = [
             tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(tensors, in_dims[3:], strict=True)
+            for tensor, dim in zip(tensors, in_dims[4:], strict=True)
         ]
         each = [batch[place] for place in range(count) for batch in batches]
-        found = _Linear.apply(there, back, move._replace(names=[*move.names] * count), *each)
+        found = _Linear.apply(there, back, layout, [*names] * count, *each)
         return tuple(torch.stack(found[place::number]) for place in range(number)), (0,) * number
 
 
-def reduce_scattered(layout: ShardTable, grads: PyTree, op: str) -> PyTree:
-    """Reduce whole gradients, different on each rank, to this rank's shards of their sum or mean."""
-    _check_op(op)
+def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
+    """Average whole gradients, different on each rank, to this rank's shards of their mean."""
     leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
     with outside_transforms("layout.reduce_scatter", grads) as problem:
@@ -174,9 +160,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree, op: str) -> PyTree:
                     f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout.specs[name].shape}:"
                     " reduce_scatter takes whole gradients"
                 )
-        there, _ = agree_on_leaves(
-            "reducing gradients", names, leaves, layout, problem, same=op, explain=lambda: {"arguments": op}
-        )
+        there, _ = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
         device = tree.device_of(grads)
         places = [place for place, code in enumerate(there) if code]
         full = [
@@ -185,21 +169,20 @@ def reduce_scattered(layout: ShardTable, grads: PyTree, op: str) -> PyTree:
             else leaves[place].detach()
             for place in places
         ]
-        pieces = _reduce(_Move(layout, [names[place] for place in places], op), full)
+        pieces = _reduce(layout, [names[place] for place in places], full)
     for place, piece in zip(places, pieces, strict=True):
         leaves[place] = piece
     return tree.unflatten(treedef, leaves)
 
 
 @torch.no_grad()
-def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's shards of the sum or mean over ranks of whole tensors."""
-    layout, names, op = move
+def _reduce(layout: ShardTable, names: Sequence[str], full: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's shards of the mean over ranks of whole tensors."""
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # Every rank holds every element: reduce-scatter equal parts, then gather them.
-        cut = move._replace(layout=_in_equal_parts(layout, tuple(names)))
-        return _gather(cut, _reduce(cut, full))
+        equal = _in_equal_parts(layout, tuple(names))
+        return _gather(equal, names, _reduce(equal, names, full))
     results = [layout.piece(name).blank(whole) for name, whole in zip(names, full, strict=True)]
     for places in in_buckets(full, BUCKET):
         outgoing = [
@@ -215,7 +198,7 @@ def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
             )
             outgoing = begun.arrived([[target.shape for target in targets]] * layout.size)
         for target, *theirs in zip(targets, *outgoing, strict=True):
-            _add_up(theirs, op, target)
+            _average(theirs, target)
         if begun is not None:
             begun.end()
     return results
@@ -223,14 +206,13 @@ def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
     """Return a layout of some parameters in equal intervals over the same ranks; cached."""
-    key = ("equal parts", names)
-    if key not in layout.derived:
+
+    def make() -> ShardTable:
         specs = {name: layout.specs[name] for name in names}
-        pieces = equal_intervals(specs, layout.size)[0]
-        layout.derived[key] = replace(
-            layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, derived={}
-        )
-    return layout.derived[key]
+        pieces = equal_intervals(specs, layout.size)
+        return replace(layout, kind="flat", specs=specs, pieces=pieces, dtensors={}, once=Once())
+
+    return layout.once(("equal parts", names), make)
 
 
 def exchange(
@@ -260,8 +242,8 @@ def start_exchange(
     )
 
 
-def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:
-    """Add tensors in rank order in a higher-precision dtype and round once."""
+def _average(parts: Sequence[Tensor], into: Tensor) -> None:
+    """Average tensors, added in rank order, in a higher-precision dtype, and round once."""
     wide = ew.wide_dtype(into.dtype)
     if into.dtype == wide and len(parts) > 1:
         total, rest = torch.add(parts[0], parts[1], out=into), parts[2:]
@@ -269,17 +251,10 @@ def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:
         total, rest = parts[0].to(wide, copy=True), parts[1:]
     for theirs in rest:
         total += theirs
-    if op == "mean":
-        total /= len(parts)
-    into.copy_(total)
+    into.copy_(total.div_(len(parts)))
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     """Group the indices of tensors by dtype into lists of at most `limit` bytes; a larger tensor is alone in a list."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         yield from cut_into_buckets({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)
-
-
-def _check_op(op: str) -> None:
-    if op not in ("mean", "sum"):
-        raise ValueError(f"op: found {op!r}, expected 'mean' or 'sum'")

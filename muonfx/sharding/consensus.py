@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "host_device",
     "listed",
     "outside_transforms",
+    "wait_for_all",
     "warn_together",
     "words",
 ]
@@ -192,14 +194,12 @@ def agree_on_leaves(
         if problem is not None:
             raise problem
         return [codes[name] for name in names], [False] * len(names)
-    key = ("names", tuple(names))
-    if key not in layout.derived:
-        layout.derived[key] = digest((layout.digest, list(layout.specs), list(names)))
+    trees = layout.once(("names", tuple(names)), lambda: digest((layout.digest, list(layout.specs), list(names))))
     alike, _ = agree(
         what,
         layout.group,
         problem,
-        same=(layout.derived[key], same),
+        same=(trees, same),
         alike=mine,
         explain=lambda: {
             "parameters": str([*layout.specs]),
@@ -274,3 +274,57 @@ def _checked_piece(layout: ShardTable, name: str, leaf: object, *, as_placed: bo
             "this layout?"
         )
     return local
+
+
+# ------------------------------------------------------------------------------------------------------------- waiting
+# Before a collective that a caller may have started on one rank alone, the ranks wait in their group's store, where no
+# collective has begun. A rank that calls alone therefore disturbs no collective of the others, for example in the next
+# backward pass, and its error names the missing ranks.
+
+PATIENCE = timedelta(seconds=20)
+"""The time after which a waiting rank warns."""
+
+_met: dict[tuple[str, str], int] = {}
+"""How often the ranks of a group have met for a purpose; equal on all of its ranks."""
+
+
+def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
+    """Return once all ranks of a group have called this for the same purpose; ShardingError names missing ranks."""
+    turn = _met.get((group.group_name, what), 0)
+    keys = [f"muonfx/{what}/{turn}/{rank}" for rank in range(dist.get_world_size(group))]
+    own = keys[dist.get_rank(group)]
+    with collective(what):
+        store = group.get_group_store()
+        store.set(own, "")
+        try:
+            patience = _timeout(group)
+            missing = _missing(store, keys, min(PATIENCE, patience))
+            if missing and patience > PATIENCE:
+                warnings.warn(f"{what} waits for {missing}: all ranks must call it together", stacklevel=4)
+                missing = _missing(store, keys, patience - PATIENCE)
+            if missing:
+                raise ShardingError(
+                    f"nothing was changed: all ranks must call {what} together, but {missing} did not within {patience}"
+                )
+        except BaseException:  # also an interrupt: this rank no longer waits, and all can meet later
+            store.delete_key(own)
+            raise
+    _met[group.group_name, what] = turn + 1
+
+
+def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:
+    """Return the ranks whose keys are not set within some time; an empty string if there are none."""
+    try:
+        store.wait(keys, patience)
+    except RuntimeError:  # DistStoreError of most stores
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return listed(absent) if absent else ""
+    return ""
+
+
+def _timeout(group: Any) -> timedelta:
+    """Return the timeout of a group."""
+    try:
+        return group._get_backend(host_device(group)).options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout

@@ -11,10 +11,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from muonfx.program.placement import Once
 from muonfx.sharding.messages import digest
 from muonfx.sharding.shards import Piece, Span
 from muonfx.tree import Spec
@@ -22,17 +23,7 @@ from muonfx.tree import Spec
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-__all__ = ["Buffer", "Cut", "Intervals", "OnMesh", "Places", "Whole"]
-
-
-class Buffer(NamedTuple):
-    """The positions of parameters in the flat buffers of a training engine, such as DeepSpeed, in elements."""
-
-    starts: dict[str, int]
-    """The start of each parameter, by name: in the buffer that is split among the ranks, or, if each rank has a buffer
-    of its own, in the rank's buffer."""
-    lengths: tuple[int, ...]
-    """The length of the buffer that each rank holds, padding included."""
+__all__ = ["Cut", "Intervals", "OnMesh", "Places", "Whole"]
 
 
 class Cut:
@@ -41,10 +32,8 @@ class Cut:
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
         self.size = size
-        self.derived: dict[object, Any] = {}
+        self.once = Once()
         """A cache of values that depend on the cut alone."""
-        self._asked: dict[int, Piece] = {}
-        """A cache of the shards requested so far, by rank."""
 
     def _at(self, rank: int) -> Piece:
         """Compute the shard of a rank; subclasses implement this."""
@@ -96,9 +85,7 @@ class Cut:
         return tuple(sorted(rank for ranks in self.holders.values() for rank in ranks))
 
     def __getitem__(self, rank: int) -> Piece:
-        if rank not in self._asked:
-            self._asked[rank] = self._at(range(self.size)[rank])
-        return self._asked[rank]
+        return self.once(("piece", rank), lambda: self._at(range(self.size)[rank]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cut) and self.key == other.key
@@ -126,10 +113,8 @@ class Whole(Cut):
         """The shape, the number of ranks, and the ranks that hold the tensor."""
         return "whole", self.shape, self.size, self._owners
 
-    @cached_property
-    def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """The whole tensor as a single shard, with the ranks that hold it."""
-        return {self._whole: tuple(self._owners)} if self._whole.numel else {}
+    def _ranks(self) -> Iterator[int]:
+        return iter(self._owners)
 
 
 class Intervals(Cut):
@@ -254,46 +239,25 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
     return tuple((int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True))
 
 
-def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
-    """Concatenate the parameters of each dtype in a flat buffer, and split each buffer equally over the ranks.
-
-    Returns the cut of each parameter, and the positions in the buffers.
-    """
+def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
+    """Concatenate the parameters of each dtype in a flat buffer, and split each buffer equally over the ranks."""
     pieces: dict[str, Cut] = {}
-    starts: dict[str, int] = {}
-    lengths = [0] * size
     for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
         names = [name for name, spec in specs.items() if spec.dtype == dtype]
-        begin = one_behind_another(specs, names)
-        step = padded(-(-sum(prod(specs[name].shape) for name in names) // size), alignment)
+        starts = one_behind_another(specs, names)
+        step = -(-sum(prod(specs[name].shape) for name in names) // size)
         cuts = tuple(rank * step for rank in range(size + 1))
-        for name in names:
-            pieces[name] = Intervals(specs[name].shape, begin[name], cuts)
-            starts[name] = begin[name]
-        lengths = [length + step for length in lengths]
-    return {name: pieces[name] for name in specs}, Buffer(starts, tuple(lengths))
+        pieces |= {name: Intervals(specs[name].shape, starts[name], cuts) for name in names}
+    return {name: pieces[name] for name in specs}
 
 
-def equal_parts(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
-    """Split each flattened parameter into equal parts, one for each rank; the last part is padded.
-
-    Returns the cut of each parameter, and the positions in each rank's buffer, where its parts are contiguous.
-    """
+def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
+    """Split each flattened parameter into equal parts, one for each rank; the last part may be shorter."""
     of_shape: dict[tuple[int, ...], Cut] = {}
-    starts: dict[str, int] = {}
-    length = 0
-    for name, spec in specs.items():
-        part = padded(-(-prod(spec.shape) // size), alignment)
-        if spec.shape not in of_shape:
-            of_shape[spec.shape] = Intervals(spec.shape, 0, tuple(part * rank for rank in range(size + 1)))
-        starts[name] = length
-        length += part
-    return {name: of_shape[spec.shape] for name, spec in specs.items()}, Buffer(starts, (length,) * size)
-
-
-def padded(length: int, alignment: int) -> int:
-    """Round a length up to a multiple of `alignment`."""
-    return -(-length // alignment) * alignment
+    for shape in dict.fromkeys(spec.shape for spec in specs.values()):
+        step = -(-prod(shape) // size)
+        of_shape[shape] = Intervals(shape, 0, tuple(step * rank for rank in range(size + 1)))
+    return {name: of_shape[spec.shape] for name, spec in specs.items()}
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -84,10 +85,8 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     if is_dtensor(leaf):
         return leaf
     own = layout.dtensors[name]
-    key = ("spec of a DTensor", name, leaf.dtype)
-    if key not in layout.derived:
-        layout.derived[key] = dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)._spec
-    return _with_spec(leaf, layout.derived[key])
+    make = functools.partial(dtensor_of, leaf, own.mesh, own.placements, own.shape, own.stride)
+    return _with_spec(leaf, layout.once(("spec of a DTensor", name, leaf.dtype), lambda: make()._spec))
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, like: PyTree = None) -> PyTree:

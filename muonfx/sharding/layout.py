@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
+from muonfx.sharding.collectives import gathered, reduce_scattered
 from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.dtensors import global_piece, is_dtensor, map_named
 from muonfx.sharding.messages import ShardingError
@@ -42,7 +42,7 @@ class Layout(ShardTable):
         rank: this process's rank in the group; 0 without a group.
         group: the process group; None for a layout built for a number of ranks, without processes.
         stage: the ZeRO stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters; None if not ZeRO.
-        buffer: for `zero` and `flat`, the positions of the parameters in flat buffers; else None.
+        is_flat: True for `zero` and `flat`.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.arange(6.0).reshape(2, 3)}
@@ -114,8 +114,8 @@ class Layout(ShardTable):
         """
         return gathered(self, local)
 
-    def all_gather(self, local: T, names: Sequence[str] | None = None, *, op: ReduceOp = "mean") -> T:
-        """Gather a tree of local shards to whole tensors, differentiably: the backward pass is a reduce-scatter.
+    def all_gather(self, local: T, names: Sequence[str] | None = None) -> T:
+        """Gather a tree of local shards to whole tensors, differentiably: the backward pass is `reduce_scatter`.
 
         ``grad(lambda local: loss(layout.all_gather(local)))`` returns the sharded gradients of a ZeRO-3 loop. Higher
         derivatives, ``vjp``, ``jvp`` and ``vmap`` work too, if all ranks use the same ``torch.func`` transforms.
@@ -123,16 +123,14 @@ class Layout(ShardTable):
         Args:
             local: a tree of local tensors.
             names: the names of the leaves to gather; other leaves are returned unchanged. None: all leaves.
-            op: how the backward pass reduces gradients over the ranks, "mean" or "sum".
 
         Raises:
             ShardingError: as in `gather`.
-            ValueError: an unknown ``op``.
         """
-        return gathered(self, local, names=names, op=op, differentiable=True)
+        return gathered(self, local, names=names, differentiable=True)
 
-    def reduce_scatter(self, grads: T, op: ReduceOp = "mean") -> T:
-        """Average or sum the whole gradients of all ranks, and return this rank's shards of the result.
+    def reduce_scatter(self, grads: T) -> T:
+        """Average the whole gradients of all ranks, and return this rank's shards of the mean.
 
         Values are added in rank order in fp32 or higher precision and rounded once, so replicas of a shard are equal.
         For S bytes of gradients on P ranks, each rank sends S(P-1)/P bytes, or twice as many if all parameters are
@@ -141,16 +139,14 @@ class Layout(ShardTable):
         Args:
             grads: this rank's gradients, as whole tensors. A leaf that is None on some ranks counts as zero there; a
                 leaf that is None on all ranks stays None.
-            op: "mean" divides the sum by the number of ranks; "sum" does not.
 
         Returns:
             A tree of local tensors, in the gradients' dtypes.
 
         Raises:
             ShardingError: a leaf is not a parameter or has another shape than the parameter, or a rank has ended.
-            ValueError: an unknown ``op``.
         """
-        return reduce_scattered(self, grads, op)
+        return reduce_scattered(self, grads)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 

@@ -13,7 +13,6 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.sharding.consensus import all_objects
 from muonfx.sharding.cut import (
-    Buffer,
     Cut,
     Intervals,
     OnMesh,
@@ -22,7 +21,6 @@ from muonfx.sharding.cut import (
     equal_intervals,
     equal_parts,
     one_behind_another,
-    padded,
 )
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
@@ -85,14 +83,14 @@ def zero(
     *,
     stage: int = 1,
     partition: Partition = "whole",
-    alignment: int = 1,
     tx: Transform | None = None,
 ) -> Layout:
     """Build a layout of ZeRO, which partitions the parameters over the ranks in one of three ways.
 
     "whole" assigns each parameter to one rank, so an update needs no exchange of matrices. "flat" concatenates the
     parameters of each dtype and splits the buffer equally, even within a matrix or a row, like FSDP1 and DeepSpeed's
-    stages 1 and 2. "each" splits every flattened parameter equally and pads the last part, like DeepSpeed's stage 3.
+    stages 1 and 2. "each" splits every flattened parameter equally, like DeepSpeed's stage 3; the last part may be
+    shorter. For the partition of a buffer with padding see `flat`.
 
     Args:
         params: the whole parameters, on any device; only their names, shapes and dtypes are read.
@@ -100,32 +98,31 @@ def zero(
         stage: what the training loop shards: 1 the optimizer's state, 2 also gradients, 3 also parameters. It does
             not change the partition.
         partition: "whole", "flat" or "each".
-        alignment: a number of elements. Lengths are padded to a multiple of it: of every parameter for "whole", of
-            each rank's part of a buffer for "flat", and of each rank's part of a parameter for "each".
         tx: for "whole", the transform whose cost is balanced: matrices by their operations, other parameters by
             bytes. None: every parameter of two or more dims counts as a matrix.
 
     Raises:
         ValueError: an unknown setting.
 
-    >>> layout = zero({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, 2, partition="flat", alignment=4)
-    >>> [layout.piece("w", rank).shape for rank in range(2)], layout.buffer.lengths
-    ([(9,), (11,)], (12, 12))
+    >>> layout = zero({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, 2, partition="flat")
+    >>> [layout.piece("w", rank).shape for rank in range(2)]
+    [(9,), (11,)]
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage: found {stage!r}, expected 1, 2 or 3")
     if partition not in ("whole", "flat", "each"):
         raise ValueError(f"partition: found {partition!r}, expected 'whole', 'flat' or 'each'")
-    if alignment < 1:
-        raise ValueError(f"alignment: found {alignment!r}, expected an int of 1 or more, in elements")
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
     if partition == "whole":
-        pieces, buffer = _whole(specs, size, alignment, tx)
+        costs = costs_of(specs, tx)
+        nbytes = [spec.nbytes for spec in specs.values()]
+        owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
+        rows = zip(specs.items(), owners, strict=True)
+        pieces: dict[str, Cut] = {name: Whole(spec.shape, size, owner) for (name, spec), owner in rows}
     else:
-        cut = equal_intervals if partition == "flat" else equal_parts
-        pieces, buffer = cut(specs, size, alignment)
-    return Layout("zero", specs, pieces, size, rank, process_group, stage, buffer)
+        pieces = equal_intervals(specs, size) if partition == "flat" else equal_parts(specs, size)
+    return Layout("zero", specs, pieces, size, rank, process_group, stage, is_flat=True)
 
 
 @plain_arguments
@@ -171,8 +168,7 @@ def flat(
     _check_cuts(specs, order, starts, cuts, size)
     places = tuple(cuts)
     pieces = {name: Intervals(spec.shape, starts[name], places) for name, spec in specs.items()}
-    lengths = tuple(cuts[r + 1] - cuts[r] for r in range(size))
-    return Layout("flat", specs, pieces, size, rank, process_group, stage, Buffer(dict(starts), lengths))
+    return Layout("flat", specs, pieces, size, rank, process_group, stage, is_flat=True)
 
 
 def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Layout:
@@ -203,7 +199,10 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
-    meshes = {mesh: _ranks_of(mesh) for mesh in dict.fromkeys(spec.mesh for spec in dtensors.values())}
+    meshes = {
+        mesh: tuple(sorted(map(int, mesh.mesh.flatten().tolist())))
+        for mesh in dict.fromkeys(spec.mesh for spec in dtensors.values())
+    }
     if group is None:
         group = _group_of(meshes)
     ranks = dist.get_process_group_ranks(group)
@@ -223,10 +222,6 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     return Layout(
         "from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several
     )
-
-
-def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
 
 
 def _each_by_its_own(
@@ -274,21 +269,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     return dist.get_world_size(group), dist.get_rank(group), group
 
 
-# ---------------------------------------------------------------------------------------------------------------- ZeRO
-
-
-def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform | None) -> tuple[dict[str, Cut], Buffer]:
-    costs = costs_of(specs, tx)
-    nbytes = [spec.nbytes for spec in specs.values()]
-    owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
-    pieces: dict[str, Cut] = {}
-    starts: dict[str, int] = {}
-    lengths = [0] * size
-    for (name, spec), owner in zip(specs.items(), owners, strict=True):
-        pieces[name] = Whole(spec.shape, size, owner)
-        starts[name] = lengths[owner]
-        lengths[owner] += padded(prod(spec.shape), alignment)
-    return pieces, Buffer(starts, tuple(lengths))
+# -------------------------------------------------------------------------------------------------------- flat buffers
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:

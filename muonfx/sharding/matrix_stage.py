@@ -10,17 +10,19 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform, chain
+from muonfx.core import Donation, Transform
 from muonfx.program.buckets import BucketedState, init_in_buckets
-from muonfx.program.offload.store import Store
-from muonfx.program.placement import Arguments, device_of
+from muonfx.program.offload.store import IN_MEMORY, Store
+from muonfx.program.placement import Arguments, Run, device_of
 from muonfx.sharding.collectives import start_exchange
+from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import copied
 from muonfx.sharding.plan.assignment import RunPlan
@@ -30,12 +32,10 @@ from muonfx.tree import PyTree
 __all__ = ["init_run", "update_run"]
 
 
-def init_run(
-    plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree, store: Store
-) -> PyTree:
+def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree, store: Store) -> PyTree:
     """Return the state of a run, built bucket by bucket if the store does not keep state with the parameters."""
-    if store.is_resident:
-        return _init(plan, run, layout, params)
+    if store == IN_MEMORY:
+        return _init(plan, run, tx, layout, params)
     seen: set[str] = set()
     buckets: list[list[str]] = []
     for bucket in plan.buckets:
@@ -43,16 +43,15 @@ def init_run(
         buckets.append([name for name in names if name not in seen])
         seen |= set(names)
     buckets.append(list(dict.fromkeys(share.name for share in plan.shares if share.name not in seen)))
-    return init_in_buckets(store, buckets, params, lambda some: _init(plan, run, layout, some), outside=None)
+    return init_in_buckets(store, buckets, params, lambda some: _init(plan, run, tx, layout, some), outside=None)
 
 
-def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree) -> PyTree:
+def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree) -> PyTree:
     """Return the state of a run: on the owner of a share the state of its matrices, None elsewhere."""
     leaves, treedef = tree.flatten(params)
-    names = tree.names(params)
     mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
-    by_name = dict(zip(names, leaves, strict=True))
-    reads = any(tx.reads_params for _, tx in run)
+    by_name = dict(tree.named_leaves(params))
+    reads = any(part.reads_params for _, part in run)
     on_meta = any(leaf.is_meta for leaf in leaves if leaf is not None)
     given: dict[str, Tensor] = {}
     if reads and not on_meta:
@@ -65,8 +64,7 @@ def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, p
                 # `init` must not read these values: if it does, the state becomes NaN.
                 nowhere = torch.full((), math.nan, dtype=like.dtype, device=like.device)
                 given[share.name] = nowhere.expand(share.shape)
-    tx = chain(*run)
-    state = tx.functions.init(tree.unflatten(treedef, [given.get(name) for name in names]))
+    state = tx.functions.init(tree.unflatten(treedef, [given.get(name) for name in by_name]))
     return _completed(state, tx, plan, params)
 
 
@@ -75,14 +73,10 @@ def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> P
     shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
         share.name: share.shape for share in plan.shares
     }
-    leaves, treedef = tree.flatten(params)
-    meta = [
-        None if leaf is None else torch.empty(shapes[name], dtype=leaf.dtype, device="meta")
-        for name, leaf in zip(tree.names(params), leaves, strict=True)
-    ]
+    meta = map_named(lambda name, leaf: torch.empty(shapes[name], dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = tx.functions.init(tree.unflatten(treedef, meta))
+        whole = tx.functions.init(meta)
     if tree.flatten(whole)[1] == tree.flatten(state)[1]:
         return state
     found = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
@@ -91,7 +85,7 @@ def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> P
 
 def update_run(
     plan: RunPlan,
-    run: Sequence[tuple[str, Transform]],
+    run: Run,
     tx: Transform,
     layout: Layout,
     call: Arguments,
@@ -108,7 +102,7 @@ def update_run(
     buckets = [[moves for moves in bucket if local[moves.share.name] is not None] for bucket in plan.moves]
     buckets = list(filter(None, buckets)) or [[]]
     bucketed: BucketedState | None = None
-    if len(buckets) > 1 or not store.is_resident:
+    if len(buckets) > 1 or store != IN_MEMORY:
         device = device_of(updates, params)
         mine = [[moves.share.name for moves in bucket if moves.computes] for bucket in buckets]
         bucketed = BucketedState(store, device, state, parameters(), mine, donate)
@@ -123,7 +117,7 @@ def update_run(
     results = {name: leaf for name, leaf in local.items() if leaf is not None and not leaf.numel()}
     begun = [begin(buckets[0])]
     receive: Callable[[], None] | None = None
-    try:
+    with bucketed or nullcontext():
         for turn, bucket in enumerate(buckets):
             fresh, wait, wait_for_weights = begun.pop()
             given, values = tree_of(wait()), wait_for_weights()
@@ -140,10 +134,6 @@ def update_run(
                 receive()  # first, so that this bucket's results reuse its memory
             receive = _return_results(plan, layout, bucket, done, local, results)
             del done
-    except BaseException:
-        if bucketed is not None:
-            bucketed.abandon()
-        raise
     if receive is not None:
         receive()
     out = tree.unflatten(treedef, [None if leaf is None else results[name] for name, leaf in local.items()])

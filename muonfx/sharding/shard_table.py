@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.checks import check_tree
-from muonfx.sharding.cut import Buffer, Cut
+from muonfx.program.placement import Once
+from muonfx.sharding.cut import Cut
 from muonfx.sharding.messages import Buffers, ShardingError, digest
 from muonfx.sharding.shards import Piece
 from muonfx.tree import PyTree, Spec
@@ -37,12 +38,13 @@ class ShardTable:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     stage: int | None = None
-    buffer: Buffer | None = None
+    is_flat: bool = False
+    """True if the shards are intervals of flat buffers, or whole parameters of one rank each."""
     dtensors: Mapping[str, DTensorSpec] = field(default_factory=dict)
     """For `from_dtensors`: the spec of each parameter that is a DTensor."""
     on_several_meshes: tuple[str, ...] = ()
     """The parameters that have different meshes on different ranks; their shards are assumed to be replicas."""
-    derived: dict[Any, Any] = field(default_factory=dict)
+    once: Once = field(default_factory=Once)
     """Values that follow from the layout, computed once."""
     buffers: Buffers = field(default_factory=Buffers)
     """The memory of the messages between its ranks."""
@@ -61,11 +63,6 @@ class ShardTable:
     def is_replicated(self) -> bool:
         """True if every rank holds all of every parameter."""
         return all(len(cut.complete) == self.size for cut in self.pieces.values() if prod(cut.shape))
-
-    @property
-    def is_flat(self) -> bool:
-        """True if the shards are intervals of flat buffers."""
-        return self.buffer is not None
 
     def piece(self, name: str, rank: int | None = None) -> Piece:
         """Return a rank's shard of a parameter, by default this rank's.

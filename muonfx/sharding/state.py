@@ -19,10 +19,11 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.program.buckets import parameters_of
-from muonfx.program.lower import fill_placeholders, state_around
+from muonfx.program.lower import Placeholder, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
+from muonfx.program.placement import meta_like
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import dtensor_of, global_piece, is_dtensor, local_of, parameter_like
+from muonfx.sharding.dtensors import dtensor_of, global_piece, is_dtensor, local_of, local_tree, parameter_like
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
@@ -78,7 +79,8 @@ def _held(binding: Binding, node: Node) -> PyTree:
     if isinstance(node, Around):
         state, _ = state_around(node.tx, node.like)
         described = _described(binding, state, node.like)
-        return fill_placeholders(described, lambda place: _held(binding, node.children[place]))
+        held = [_held(binding, child) for child in node.children]
+        return tree.map(lambda leaf: held[leaf.place] if isinstance(leaf, Placeholder) else leaf, described)
     gathers = isinstance(node, WholeTree) and not binding.holds_all
     return _described(binding, node.tx.functions.init(node.like), {} if gathers else node.like)
 
@@ -111,21 +113,21 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
     """Describe the leaves of a state, in order; None for a leaf that is None."""
-    key = ("held", tx.treedef, tuple(tree.names(params)))
-    if key not in binding.derived:
+
+    def describe() -> list[LeafPlacement | None]:
         local = binding.local_like(params)
         here = tree.leaves(binding.executor.init(tx, local))
         with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
             found = tree.leaves(_held(binding, binding.executor.program(tx, local)))
-        described = [
+        return [
             replace(what, local=None if leaf is None else tuple(leaf.shape))
             if isinstance(what, LeafPlacement)
             else None
             for what, leaf in zip(found, here, strict=True)
         ]
-        binding.derived[key] = described
-    return binding.derived[key]
+
+    return binding.once(("held", tx.treedef, tuple(tree.names(params))), describe)
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
@@ -135,13 +137,12 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     """
     leaves, treedef = tree.flatten(state)
     before = [None] * len(leaves) if old is None else tree.leaves(old)
-    return tree.unflatten(
-        treedef,
-        [
-            was if is_dtensor(was) and local_of(was) is leaf else leaf_to_dtensor(binding, what, leaf)
-            for what, leaf, was in zip(describe_state(binding, tx, params), leaves, before, strict=True)
-        ],
-    )
+    rows = zip(describe_state(binding, tx, params), leaves, before, strict=True)
+    wrapped = [
+        was if is_dtensor(was) and local_of(was) is leaf else leaf_to_dtensor(binding, what, leaf)
+        for what, leaf, was in rows
+    ]
+    return tree.unflatten(treedef, wrapped)
 
 
 def leaf_to_dtensor(binding: Binding, what: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
@@ -211,7 +212,7 @@ def interval_of(what: LeafPlacement, share: Share) -> tuple[int, int]:
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
     """Return the local state that a global state describes."""
-    meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params))
+    meta = binding.executor.init(tx, meta_like(local_tree(params)))
     leaves, treedef = tree.flatten(values)
 
     def at(wanted: Tensor | None, leaf: Tensor | FlatPiece | None) -> Tensor | None:
@@ -234,14 +235,15 @@ def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) ->
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate
 
-    meshes: dict[int, DeviceMesh] = layout.derived.setdefault("meshes of owners", {})
-    if owner not in meshes:
+    def make() -> DeviceMesh:
         assert layout.group is not None
         kind = next(iter(layout.dtensors.values())).mesh.device_type
         # A mesh of one rank needs no process group.
-        meshes[owner] = DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
-    local = _nothing(meshes[owner], like) if local is None else local.view(like.shape)
-    return dtensor_of(local, meshes[owner], [Replicate()], like.shape, like.stride())
+        return DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
+
+    mesh = layout.once(("mesh of an owner", owner), make)
+    local = _nothing(mesh, like) if local is None else local.view(like.shape)
+    return dtensor_of(local, mesh, [Replicate()], like.shape, like.stride())
 
 
 def _like_parameter(

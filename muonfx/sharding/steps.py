@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Transform, checks
+from muonfx.core import Donation, Transform, checks
 from muonfx.core.contract import within
 from muonfx.core.identity import text_of
 from muonfx.core.precision import kernel_products, product_dtypes
 from muonfx.core.recorded import Recorded, parts_of
 from muonfx.core.schedules import Schedule
 from muonfx.program.nodes import Program
-from muonfx.program.placement import Arguments
+from muonfx.program.offload.store import IN_MEMORY
+from muonfx.program.placement import Arguments, meta_like
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import DTYPES, UNPLACED, Facts, agree, agree_on_leaves, all_objects, check_pieces
 from muonfx.sharding.dtensors import is_dtensor, is_placed_like, local_of, local_tree
@@ -51,20 +52,21 @@ def agreed_call(
     facts: Facts = {}
     same: object = ""
     leaves, treedef = tree.flatten(call.updates)
-    names = binding.names_of(treedef, call.updates)
+    names = tree.names(call.updates)
     try:
         if problem is not None:
             raise problem
         local = _checked(binding, tx, call, names, leaves, check=check)
         if call.extras:
             Program(binding.executor.program(tx, local.like)).check_extras(call.extras)
-        if not binding.is_resident:
+        if binding.store != IN_MEMORY:
             binding.executor.require_room(local.state, local.like, local.donate)
         if tx.treedef not in binding.likes:
-            binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local.like)
+            binding.likes[tx.treedef] = meta_like(local.like)
         if many:
             facts = _facts_of_step(binding, tx, local, serial)
-            same = facts, program_digest(binding, tx, local.like)
+            key = ("program", tx.treedef, tuple(tree.names(local.like)))
+            same = facts, binding.once(key, lambda: digest(program_facts(binding, tx, local.like)))
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = error
     if not many:
@@ -101,23 +103,25 @@ def _checked(
     """Return a call on local tensors; with `check`, its trees are compared with each other and with the state."""
     tx.check_extras(call.extras)
     checks.check_floating("updates", call.updates)
-    layout, params = binding.layout, local_tree(call.params)
-    found = check_pieces(layout, names, leaves, as_placed=False)
-    updates = local_tree(call.updates)
-    local = call._replace(updates=updates, params=params)
+    layout, params = binding.layout, call.params
+    like = check_pieces(layout, names, leaves, as_placed=False)
+    updates = tree.unflatten(tree.flatten(call.updates)[1], like)
+    if params is not None and check:
+        like = check_pieces(layout, tree.names(params), tree.leaves(params))
+    if layout.dtensors:
+        params = local_tree(params)
+    local = call._replace(updates=updates, params=params, donate=Donation.of(call.donate))
     if not check:
         return local
-    like = found
     if params is not None:
-        like = check_pieces(layout, tree.names(call.params), tree.leaves(call.params))
         checks.check_updates_fit(params, updates)
-    if any(leaf is None for leaf in like):
-        return local
-    key = ("state", tx.treedef, tuple(names), tuple([leaf.dtype for leaf in like if leaf is not None]))
-    if key not in binding.derived:
-        meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local.like))
-        binding.derived[key] = checks.ExpectedState.of(meta)
-    checks.check_state_like(tx.name, call.state, binding.derived[key], with_dtypes=params is not None)
+    if all(leaf is not None for leaf in like):
+        dtypes = tuple([leaf.dtype for leaf in like if leaf is not None])
+        expected = binding.once(
+            ("state", tx.treedef, tuple(names), dtypes),
+            lambda: checks.ExpectedState.of(binding.executor.init(tx, meta_like(local.like))),
+        )
+        checks.check_state_like(tx.name, call.state, expected, with_dtypes=params is not None)
     return local
 
 
@@ -161,40 +165,42 @@ def _extra(value: object) -> str:
 
 def _scheduled(binding: Binding, tx: Transform, count: int) -> dict[str, str]:
     """Return the values of all schedules and functions of the step count within a transform, at a count."""
-    key = ("has schedules", tx.treedef)
-    if not binding.derived.get(key, True):
+
+    def find() -> list[tuple[int, str]]:
+        return [
+            (place, name)
+            for place, one in enumerate(within(tx))
+            for name, value in one.arguments.items()
+            if isinstance(value, Schedule) or (callable(value) and "Schedule" in one.factory.definition.plain[name])
+        ]
+
+    found = binding.once(("schedules", tx.treedef), find)
+    if not found:
         return {}
-    at = torch.tensor(float(count), dtype=torch.float64)
-    found: dict[str, str] = {}
-    for place, one in enumerate(within(tx)):
-        plain = one.factory.definition.plain
-        for name, value in one.arguments.items():
-            if isinstance(value, Schedule) or (callable(value) and "Schedule" in plain[name]):
-                function: Any = value
-                found[f"{place}.{one.name}.{name}"] = repr(float(function(at)))
-    binding.derived[key] = bool(found)
-    return found
+    members, at = list(within(tx)), torch.tensor(float(count), dtype=torch.float64)
+    return {f"{i}.{members[i].name}.{name}": repr(float(members[i].arguments[name](at))) for i, name in found}
 
 
 def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> tuple[dict[str, str], list[int]]:
     """Describe the state leaves that belong to no parameter, and return the counters among those in host memory."""
     leaves = tree.leaves(state)
-    key = ("numbers of state", tx.treedef, len(leaves), tuple(tree.names(like)))
-    if key not in binding.derived:
+
+    def find() -> dict[int, str] | None:
         described = describe_state(binding, tx, like)
-        places = [i for i, what in enumerate(described) if what is not None and what.name is None]
+        if len(described) != len(leaves):
+            return None
         names = tree.names(state)
-        fits = len(described) == len(leaves)
-        binding.derived[key] = [(place, names[place]) for place in places] if fits else None
-    places = binding.derived[key]
-    if places is None:
+        return {i: names[i] for i, what in enumerate(described) if what is not None and what.name is None}
+
+    found = binding.once(("numbers of state", tx.treedef, len(leaves), tuple(tree.names(like))), find)
+    if found is None:
         return {"": f"{len(leaves)} leaves"}, []
     counts = [
         int(leaf)
-        for leaf in (leaves[place] for place, _ in places)
+        for leaf in (leaves[i] for i in found)
         if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and not leaf.ndim and leaf.device.type == "cpu"
     ]
-    return {name: number_text(leaves[place]) for place, name in places}, counts
+    return {name: number_text(leaves[i]) for i, name in found.items()}, counts
 
 
 def _completed(
@@ -253,7 +259,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         checks.check_params(params)
         check_pieces(layout, tree.names(params), tree.leaves(params))
         local = local_tree(params)
-        binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
+        binding.likes[tx.treedef] = meta_like(local)
         if layout.size > 1 and problem is None:
             facts = _facts(binding, tx, local)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
@@ -269,14 +275,15 @@ def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """Return all that must be equal on all ranks, in the order in which differences are reported."""
     layout, store, kept = binding.layout, binding.store, "in memory with the parameters"
     device = tree.device_of(local)
-    if not store.is_resident:
+    roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
+    if store != IN_MEMORY:
         place = "on disk" if store.on_disk else "in host memory"
         kept = f"offloaded, {place}, in buckets of {store.bucket_bytes} bytes"
     present = {name: leaf for name, leaf in zip(tree.names(local), tree.leaves(local), strict=True) if leaf is not None}
     described = describe_state(binding, tx, local)
     names_of_state = tree.names(binding.executor.init(tx, binding.local_like(local)))
     return {
-        "versions": {"muonfx": _version(), "torch": str(torch.__version__)},
+        "versions": {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)},
         "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
         "parameters that are None": {name: "None" for name in tree.names(local) if name not in present},
         "trees": str(tree.flatten(local)[1]),
@@ -317,14 +324,6 @@ def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
     }
 
 
-def program_digest(binding: Binding, tx: Transform, params: PyTree) -> str:
-    """Return a digest of `program_facts`, computed once for each structure and set of names."""
-    key = ("program", tx.treedef, tuple(tree.names(params)))
-    if key not in binding.derived:
-        binding.derived[key] = digest(program_facts(binding, tx, params))
-    return binding.derived[key]
-
-
 def _text(value: object) -> str:
     """Describe a transform by its factory and arguments; functions count by their results, not by their code."""
     if isinstance(value, Recorded):
@@ -336,7 +335,9 @@ def _text(value: object) -> str:
 
 def numbers_of(tx: Transform) -> dict[str, str]:
     """Describe the current hyperparameters of a transform, by dotted name."""
-    return {name: number_text(number) for name, number in parts_of(tx)}
+    if "numbers" not in tx.derived:
+        tx.derived["numbers"] = parts_of(tx)
+    return {name: number_text(number) for name, number in tx.derived["numbers"]}
 
 
 SMALL = 64
@@ -351,11 +352,6 @@ def number_text(value: object) -> str:
     if value.device.type != "cpu" or value.numel() > SMALL:
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     return f"{value.tolist()} of {value.dtype}"
-
-
-def _version() -> str:
-    roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
-    return str(getattr(roof, "__version__", "unknown"))
 
 
 def _settings_of_torch() -> dict[str, str]:

@@ -1,8 +1,13 @@
-"""`sharded`: run a transform on this rank's shards, with the same update as on whole tensors."""
+"""`sharded`: run a transform on this rank's shards, with the same update as on whole tensors.
+
+`to_global` and `from_global` convert its state between the local form, for updates, and the global form, for
+checkpoints, in which each leaf records its position in the whole tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Literal, ParamSpec, cast
 
 import torch
@@ -20,13 +25,34 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.dtensors import local_tree, to_dtensors
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.replicas import verify_params
-from muonfx.sharding.state import state_to_dtensors, without_dtensors
+from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.state import (
+    LeafPlacement,
+    describe_state,
+    global_state,
+    local_state,
+    state_to_dtensors,
+    without_dtensors,
+)
 from muonfx.sharding.steps import agreed_call, next_serial, verify_ranks
 from muonfx.tree import PyTree
 
-__all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
+__all__ = [
+    "Sharded",
+    "bind",
+    "binding_of",
+    "check_local",
+    "from_global",
+    "init_sharded",
+    "is_global",
+    "settings_of",
+    "sharded",
+    "step_sharded",
+    "to_global",
+]
 
 
 P = ParamSpec("P")
@@ -62,13 +88,7 @@ class Sharded(Transform):
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's shards of the new updates, and its next state. All ranks must call this together."""
-        problem: TypeError | None = None
-        given = NOTHING
-        try:
-            given = Donation.of(donate)
-        except TypeError as error:  # perhaps on this rank only: raised later, on all ranks together
-            problem = error
-        return self.functions.update(updates, state, params, donate=given, check=True, problem=problem, **extras)
+        return self.functions.update(updates, state, params, donate=donate, check=True, **extras)
 
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
@@ -145,19 +165,16 @@ def sharded(
         state: PyTree,
         params: PyTree = None,
         *,
-        donate: Donation = NOTHING,
+        donate: Any = NOTHING,  # checked with the trees, because its error too is raised on all ranks
         check: bool = False,
-        problem: Exception | None = None,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         binding = bind(layout, settings, store)
         like = updates if params is None else params
         own = without_dtensors(binding, inner, like, state) if layout.dtensors else state
-        with outside_transforms("update of a sharded transform", updates, own, params, extras) as transformed:
+        with outside_transforms("update of a sharded transform", updates, own, params, extras) as problem:
             call = Arguments(updates, own, params, donate, extras)
-            out, after = step_sharded(binding, inner, call, check=check, problem=problem or transformed)
-        if check and not donate.state:
-            after = tree.copy_shared(after, own)
+            out, after = step_sharded(binding, inner, call, check=check, problem=problem)
         if not layout.dtensors or (local_tree(updates) is updates and local_tree(params) is params):
             return out, after
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after, state)
@@ -197,7 +214,97 @@ def step_sharded(
     # `tx` has the current hyperparameters; `serial` numbers an optimizer, because several may share a binding.
     local = agreed_call(binding, tx, call, check=check, problem=problem, serial=serial)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
-    return binding.executor.update(tx, local._replace(updates=updates, state=state, donate=donate))
+    out, after = binding.executor.update(tx, local._replace(updates=updates, state=state, donate=donate))
+    return out, tree.copy_shared(after, local.state) if check and not local.donate.state else after
+
+
+def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
+    """Return the `Binding` of a layout with some settings and a store, created once and cached in the layout."""
+    return layout.once(("binding", settings, store), lambda: Binding(layout, settings, store))
+
+
+# --------------------------------------------------------------------------------------------------- global states
+
+
+def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
+    """Convert this rank's state to leaves that record their position in the whole tensors, without communication.
+
+    `muonfx.checkpoint.save` calls this if it is given ``tx``. The checkpoint then has the names and whole tensors of a
+    single process, and loads under any layout and number of ranks.
+
+    Args:
+        tx: a transform that `sharded` built.
+        state: this rank's state. A state that was converted already is returned unchanged.
+        params: this rank's parameters; needed if ``tx`` has not been used yet.
+
+    Returns:
+        A tree like the state. Its leaves are `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatPiece`, or
+        tensors that are equal on all ranks.
+
+    Raises:
+        TypeError: ``tx`` is not sharded.
+        ShardingError: the state does not fit ``tx`` and its layout; the message names a leaf.
+
+    >>> import muonfx as mfx
+    >>> params = {"w": torch.ones(2, 2)}
+    >>> layout = mfx.sharding.zero(params, 1, partition="flat")
+    >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
+    >>> to_global(tx, tx.init(layout.shard(params))).trace["w"]
+    FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
+    """
+    binding, inner, like = binding_of(tx, params)
+    if is_global(state):
+        return state
+    own = without_dtensors(binding, inner, like, state)
+    check_local(binding.layout, describe_state(binding, inner, like), own)
+    return global_state(binding, inner, like, own)
+
+
+def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
+    """Convert a state from `to_global` to this rank's local state, which ``tx.update`` accepts.
+
+    `muonfx.checkpoint.load` calls this if it is given ``tx``. If one rank calls it, all ranks must, because the next
+    update then compares the replicas of the state between ranks.
+
+    Args:
+        tx: a transform that `sharded` built.
+        state: a result of `to_global`, or a loaded state of this form. A local state is returned unchanged.
+        params: as in `to_global`.
+
+    Raises:
+        TypeError: ``tx`` is not sharded.
+
+    >>> import muonfx as mfx
+    >>> params = {"w": torch.ones(2, 2)}
+    >>> layout = mfx.sharding.zero(params, 1, partition="flat")
+    >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
+    >>> from_global(tx, to_global(tx, tx.init(layout.shard(params)))).trace["w"]
+    tensor([0., 0., 0., 0.])
+    """
+    binding, inner, like = binding_of(tx, params)
+    binding.has_loaded = True
+    return local_state(binding, inner, like, without_dtensors(binding, inner, like, state))
+
+
+def is_global(values: PyTree) -> bool:
+    """Return True if any leaf of a tree is a `FlatPiece`, as in the results of `to_global`."""
+    # A global tree without a FlatPiece has DTensors and whole tensors only, which `to_global` leaves unchanged.
+    return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
+
+
+def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
+    """Raise unless a local state has the described number of leaves, with this rank's shapes."""
+    advice = "was it made by this chain, under this layout?"
+    leaves = tree.leaves(state)
+    if len(leaves) != len(described):
+        raise ShardingError(f"the state has {len(leaves)} leaves, expected {len(described)}: {advice}")
+    for name, leaf, what in zip(tree.names(state), leaves, described, strict=True):
+        want = None if what is None else what.local
+        if leaf is not None and want is not None and tuple(leaf.shape) != want and (leaf.numel() or prod(want)):
+            raise ShardingError(
+                f"the state's {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
+                f"{advice}"
+            )
 
 
 def settings_of(tx: Sharded) -> Settings:
@@ -205,9 +312,13 @@ def settings_of(tx: Sharded) -> Settings:
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
-def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
-    """Return the `Binding` of a layout with some settings and a store, created once and cached in the layout."""
-    key = ("binding", settings, store)
-    if key not in layout.derived:
-        layout.derived[key] = Binding(layout, settings, store)
-    return layout.derived[key]
+def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
+    """Return the `Binding` of a sharded transform, its inner transform, and `params` or, if None, meta tensors."""
+    if not isinstance(tx, Sharded):
+        raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
+    layout = tx.layout
+    binding = bind(layout, settings_of(tx), store_of(tx.arguments["tx"]))
+    like = params if params is not None else binding.likes.get(inner_of(tx.arguments["tx"]).treedef)
+    if like is None:
+        like = binding.local_like(layout.meta())
+    return binding, inner_of(tx.arguments["tx"]), like

@@ -231,11 +231,7 @@ def _plan_trees(
 
 
 def trees(
-    *,
-    ranks: tuple[int, int] = (0, 4),
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    nones: bool = True,
-    layouts: bool = True,
+    *, ranks: tuple[int, int] = (0, 4), dtypes: Sequence[torch.dtype] = DTYPES, nones: bool = True, layouts: bool = True
 ) -> st.SearchStrategy[PyTree]:
     """Draw a nest of dict, tuple, list, NamedTuple, OrderedDict and deque with tensors (or None) as leaves.
 

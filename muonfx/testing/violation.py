@@ -13,16 +13,7 @@ from muonfx.compact import QuantizedDtype
 from muonfx.core.recorded import Recorded
 from muonfx.tree import PyTree
 
-__all__ = [
-    "Breach",
-    "LawViolation",
-    "bits_equal",
-    "is_close",
-    "require_close",
-    "require_same",
-    "require_spec",
-    "shown",
-]
+__all__ = ["Breach", "LawViolation", "bits_equal", "is_close", "require_close", "require_same", "require_spec", "shown"]
 
 
 class LawViolation(AssertionError):

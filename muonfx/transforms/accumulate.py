@@ -104,7 +104,9 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         grads, old = at.pick(updates), at.pick(state.sums)
         wide, sums = ew.widest(grads, old)
         sums = ew.store(ew.add(sums, wide, reuse=donate.state), old, reuse=donate.state)
-        seen = count_seen(state.seen, updates)
+        leaves = tree.leaves(updates)
+        present = [leaves[place] is not None for place in _by_path(updates)]
+        seen = state.seen + torch.tensor(present, dtype=torch.int64, device=state.seen.device)
         gathered = AccumulateState(state.count + 1, seen, at.fill(sums, state.sums), state.inner)
         due = gathered.count >= every if boundary is None else boundary
         compiling = torch.compiler.is_compiling()
@@ -119,13 +121,6 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         return act.step(gathered, donate) if due else act.wait(gathered)
 
     return init, update
-
-
-def count_seen(seen: Tensor, updates: PyTree) -> Tensor:
-    """Count one more micro-batch for the leaves that have a gradient."""
-    leaves = tree.leaves(updates)
-    present = [leaves[place] is not None for place in _by_path(updates)]
-    return seen + torch.tensor(present, dtype=torch.int64, device=seen.device)
 
 
 def _by_path(updates: PyTree) -> list[int]:

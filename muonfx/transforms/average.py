@@ -61,11 +61,7 @@ class MasterParamsState(NamedTuple):
     """The inner transform's state, over the master."""
 
 
-@transform(
-    locality=lambda inner, dtype: inner.locality,
-    combinator=Combinator(Locality.ELEMENT),
-    position="last",
-)
+@transform(locality=lambda inner, dtype: inner.locality, combinator=Combinator(Locality.ELEMENT), position="last")
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.
 

@@ -61,7 +61,7 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
         if leaf.numel() == 0:
             return leaf
         wide = leaf.to(ew.wide_dtype(leaf.dtype))
-        rms = ew.safe_sqrt(wide.square().mean())
+        rms = ew.safe_sqrt(wide.square().mean(-1, keepdim=True))
         ratio = rms / ew.scalar_like(threshold, rms)
         return (wide / ratio.clamp(min=1.0)).to(leaf.dtype)
 
@@ -89,12 +89,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     max_norm = checks.positive("max_norm", max_norm)
 
     def update(
-        updates: PyTree,
-        state: EmptyState,
-        params: PyTree = None,
-        *,
-        sum_over_leaves: Sum,
-        donate: Donation = NOTHING,
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         at = Present(updates)
         leaves = at.pick(updates)

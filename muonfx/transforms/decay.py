@@ -78,11 +78,7 @@ def _functions(
 )
 @with_memory
 def add_decayed_weights(
-    _memory: Memory,
-    weight_decay: ScalarOrSchedule = 0.0,
-    mask: Mask = None,
-    *,
-    cautious: bool = False,
+    _memory: Memory, weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
 ):
     r"""Add the parameters, times a factor, to the updates.
 
@@ -119,10 +115,7 @@ def add_decayed_weights(
 
 
 @transform(
-    locality=Locality.ELEMENT,
-    resolve=_resolve_decay,
-    name_patterns=mask_patterns,
-    position="after_learning_rate",
+    locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns, position="after_learning_rate"
 )
 @with_memory
 def subtract_decayed_weights(

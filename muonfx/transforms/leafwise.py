@@ -207,10 +207,7 @@ def leafwise(
             return max(locality, Locality.LEAF) if is_quantized else locality  # the elements of a block share a scale
 
         decorator = transform(
-            locality=find_locality,
-            reads_params=bool(reads_params),
-            position=position,
-            short_names=short_names,
+            locality=find_locality, reads_params=bool(reads_params), position=position, short_names=short_names
         )
         return decorator(build)
 

@@ -20,7 +20,7 @@ from muonfx.core.patterns import NamePatterns
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.select.pattern import Units, parse
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
-from muonfx.tree import Present, PyTree, Structure
+from muonfx.tree import PyTree, Structure
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 
@@ -122,14 +122,17 @@ class MatrixSlot:
         parts = stored.split([prod(shape[batch:]) for shape in shapes], dim=-1)
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def join(self, states: Sequence[Tensor], matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Undo `split`, and round to the pinned dtype."""
-        batch = _shared_dims(matrices)
-        joined = states[0] if len(states) == 1 else torch.cat([state.flatten(batch) for state in states], dim=-1)
+    def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
+        """Round a state to the pinned dtype."""
         limit = torch.finfo(dtype).max
-        if self.saturates and torch.finfo(joined.dtype).max > limit:
-            joined = joined.clamp(-limit, limit)
-        return joined.to(dtype)
+        if self.saturates and torch.finfo(state.dtype).max > limit:
+            state = state.clamp(-limit, limit)
+        return state.to(dtype)
+
+    def join(self, states: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+        """Undo `split`."""
+        batch = _shared_dims(matrices)
+        return states[0] if len(states) == 1 else torch.cat([state.flatten(batch) for state in states], dim=-1)
 
 
 @overload
@@ -160,8 +163,9 @@ def matrixwise(
 
     The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``: the updates of a stack of
     matrices (..., rows, columns), their state in the same containers, and their parameters. It returns new tensors and
-    treats each matrix of the stack alone. All operands are in the dtype to compute in: the widest of them and at least
-    fp32. The results are rounded to the update's dtype and to the pinned dtypes of the state.
+    treats each matrix of the stack alone, because a stack may hold small matrices of several parameters. All operands
+    are in the dtype to compute in: the widest of them and at least fp32. The results are rounded to the update's dtype
+    and to the pinned dtypes of the state.
 
     The decorator checks that parameters are matrices, splits leaves as the view says, skips gradients of None and
     empty matrices, and joins the results. `muonfx.leafwise` is for elementwise work, `muonfx.transform` for the rest.
@@ -236,11 +240,14 @@ class _Like:
     def __init__(self, slot: Slot, role: str) -> None:
         self._trees = SlotTrees(slot, role)
 
-    def init(self, params: PyTree, matrices: Matrices) -> PyTree:
-        return self._trees.init(params)
+    def init(self, matrices: Matrices) -> PyTree:
+        return self._trees.init(matrices.values)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
         return matrices.split(self._trees.read(matrices.at, held))
+
+    def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
+        return state  # `write` rounds: a quantized dtype rounds a leaf, not a matrix
 
     def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
         stored = self._trees.read(matrices.at, held)
@@ -252,24 +259,23 @@ class MatrixStates:
 
     def __init__(self, slot: MatrixSlot) -> None:
         self._slot = slot
+        self.rounded = slot.rounded
 
-    def init(self, params: PyTree, matrices: Matrices) -> PyTree:
+    def init(self, matrices: Matrices) -> PyTree:
         """Return the first states of the parameters' matrices."""
         slot, made = self._slot, list[Tensor]()
-        for leaf, own in zip(matrices.at.pick(params), matrices.of_updates, strict=True):
-            states = [slot.start(matrix.detach()) for matrix in own]
-            made.append(slot.join(states, own, state_dtype(slot.dtype, leaf.dtype)))
+        for leaf, own in zip(matrices.leaves, matrices.of_leaves, strict=True):
+            dtype = state_dtype(slot.dtype, leaf.dtype)
+            made.append(slot.join([slot.rounded(slot.start(matrix.detach()), dtype) for matrix in own], own))
         return matrices.at.fill(made)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
         """Return the states of the matrices of each updated leaf."""
-        pairs = zip(matrices.at.pick(held), matrices.of_updates, strict=True)
-        return [self._slot.split(stored, own) for stored, own in pairs]
+        return list(map(self._slot.split, matrices.at.pick(held), matrices.of_leaves))
 
     def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
-        """Return the tree with new states, rounded to the pinned dtype."""
-        operands = zip(states, matrices.of_updates, matrices.at.pick(held), strict=True)
-        return matrices.at.fill([self._slot.join(new, own, old.dtype) for new, own, old in operands], held)
+        """Return the tree with new states, which have the pinned dtype."""
+        return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), held)
 
 
 def _functions(
@@ -280,45 +286,44 @@ def _functions(
     fields = [_Like(slot, role) if isinstance(slot, Slot) else MatrixStates(slot) for slot, role in named]
 
     def init(params: PyTree) -> PyTree:
-        at = Present(params)
-        matrices = Matrices(view, at, at.pick(params), names=at.names())
-        return tree.unflatten(tree.flatten(declared)[1], [field.init(params, matrices) for field in fields])
+        matrices = Matrices(view, params, named=True)
+        return tree.unflatten(tree.flatten(declared)[1], [field.init(matrices) for field in fields])
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        at, containers = Present(updates), tree.flatten(declared)[1]
-        leaves = at.pick(updates)
-        matrices = Matrices(view, at, leaves)
+        matrices, containers = Matrices(view, updates), tree.flatten(declared)[1]
         held = tree.subtrees(containers, state)
-        operands = [matrices.of_updates, *[field.read(own, matrices) for field, own in zip(fields, held, strict=True)]]
+        operands = [matrices.of_leaves, *[field.read(own, matrices) for field, own in zip(fields, held, strict=True)]]
         if reads_params:
-            operands.append(matrices.split(at.pick(params_for(name, params))))
-        made = [
-            [_advance(name, step, containers, len(fields), stack) for stack in zip(*stacks, strict=True)]
-            for stacks in zip(*operands, strict=True)
-        ]
-        out, *states = ([[found[place] for found in leaf] for leaf in made] for place in range(1 + len(fields)))
-        out = [[matrix.to(leaf.dtype) for matrix in own] for own, leaf in zip(out, leaves, strict=True)]
+            operands.append(matrices.split(matrices.at.pick(params_for(name, params))))
+        advance = functools.partial(_advance, name, step, containers, fields)
+        out, *states = matrices.map(ew.by_stacks(advance, 1 + len(fields)), *operands)
         new = [field.write(own, old, matrices) for field, own, old in zip(fields, states, held, strict=True)]
-        return at.fill(matrices.join(out, leaves)), tree.unflatten(containers, new)
+        return matrices.fill(out), tree.unflatten(containers, new)
 
     return init, update
 
 
 def _advance(
-    name: str, step: Callable[..., Any], containers: Structure, number: int, operands: Sequence[Tensor]
+    name: str,
+    step: Callable[..., Any],
+    containers: Structure,
+    fields: Sequence[_Like | MatrixStates],
+    *operands: Tensor,
 ) -> list[Tensor]:
-    """Return the update of one stack of matrices and the new state of all fields, in the dtype to compute in."""
-    returned = operands[: 1 + number]
+    """Return the update of one stack of matrices and the new state of each field."""
+    returned = operands[: 1 + len(fields)]
     if operands[0].numel() == 0:
         return [x.clone() for x in returned]
     wide = ew.wide_dtype(*(x.dtype for x in operands))
     u, *given = (x.to(wide) for x in operands)
-    out, state = step(u, tree.unflatten(containers, given[:number]), *given[number:])
+    out, state = step(u, tree.unflatten(containers, given[: len(fields)]), *given[len(fields) :])
     made = [out, *tree.subtrees(containers, state)]
     for new, own in zip(made, returned, strict=True):
         if new.shape != own.shape:
             raise ValueError(f"{name}: the step returns shape {tuple(new.shape)}, expected {tuple(own.shape)}")
     # The result must not share storage with an operand.
-    return [new.clone() if any(new is own for own in (u, *given)) else new for new in made]
+    out, *states = [new.clone() if any(new is own for own in (u, *given)) else new for new in made]
+    rounded = [field.rounded(new, old.dtype) for field, new, old in zip(fields, states, operands[1:], strict=False)]
+    return [out.to(operands[0].dtype), *rounded]

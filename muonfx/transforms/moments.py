@@ -126,10 +126,7 @@ class AdamState(NamedTuple):
     """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
 
 
-@leafwise(
-    short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
-    position="sets_size",
-)
+@leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
 def scale_by_adam(
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.999,
@@ -278,10 +275,7 @@ class LionState(NamedTuple):
     """The average gradient, like the parameters, in ``mu_dtype``; a `QuantizedState` if it is quantized."""
 
 
-@leafwise(
-    short_names={"betas": ("b1", "b2"), "momentum": "b1"},
-    position="sets_size",
-)
+@leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1"}, position="sets_size")
 def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"):
     r"""Replace updates by the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$.
 

@@ -25,15 +25,11 @@ class MonitorState(NamedTuple):
     """The latest value of each metric as "name/metric", or "name/leaf/metric" by leaf: 0-d, fp32."""
 
 
-def _norm(updates: PyTree, total: Sum) -> Tensor:
-    return norm_over_leaves(updates, total)
-
-
 def _rms(updates: PyTree, total: Sum) -> Tensor:
     elements = total(
         tree.map(lambda u: torch.full((), float(u.numel()), dtype=torch.float32, device=u.device), updates)
     )
-    return _norm(updates, total) / elements.clamp(min=1.0).sqrt()
+    return norm_over_leaves(updates, total) / elements.clamp(min=1.0).sqrt()
 
 
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
@@ -54,7 +50,7 @@ Metric = Literal["norm", "rms", "orthogonality_error"]
 """The names of the metrics of `monitor`."""
 
 METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
-    "norm": _norm,
+    "norm": norm_over_leaves,
     "rms": _rms,
     "orthogonality_error": _orthogonality_error,
 }
@@ -95,23 +91,19 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     if unknown or not metrics:
         raise ValueError(f"monitor: unknown metrics {unknown}; there are {', '.join(map(repr, METRICS))}")
 
-    def values(updates: PyTree, value: Callable[[str, PyTree], Tensor]) -> MonitorState:
-        """Apply a function of a metric and a tree to all updates, or to each leaf."""
-        parts = {name: updates}
-        if by_leaf:
-            parts = {f"{name}/{n}": leaf for n, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True)}
-        return MonitorState(
-            {f"{key}/{metric}": value(metric, part) for key, part in parts.items() for metric in metrics}
-        )
+    def parts(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
+        """Return the metric and the tree of each measured value: all leaves, or one."""
+        trees = {f"{name}/{leaf}": x for leaf, x in tree.named_leaves(values)} if by_leaf else {name: values}
+        return {f"{key}/{metric}": (metric, part) for key, part in trees.items() for metric in metrics}
 
     def measured(updates: PyTree, state: MonitorState, total: Sum) -> MonitorState:
-        found = values(updates, lambda metric, part: METRICS[metric](part, total))
+        found = {key: METRICS[metric](part, total) for key, (metric, part) in parts(updates).items()}
         # The updates may all be None, so the state decides the device.
-        return MonitorState({key: value.to(state.values[key]) for key, value in found.values.items()})
+        return MonitorState({key: value.to(state.values[key]) for key, value in found.items()})
 
     def init(params: PyTree) -> MonitorState:
-        device = device_of(params)
-        return values(params, lambda metric, part: torch.zeros((), dtype=torch.float32, device=device))
+        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
+        return MonitorState({key: zero.clone() for key in parts(params)})
 
     def update_by_sums(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from math import prod
 
 import torch
@@ -16,7 +15,7 @@ from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
 from muonfx.select.matrix_view import Matrices, MatrixView, split
 from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
-from muonfx.tree import Present, PyTree
+from muonfx.tree import PyTree
 
 __all__ = ["orthogonalize"]
 
@@ -102,8 +101,7 @@ def orthogonalize(
     iterated = Orthogonalizer(coefficients, steps, method, dtype, products)
 
     def init(params: PyTree) -> EmptyState:
-        at = Present(params)
-        Matrices(view, at, at.pick(params), at.names())  # raises if a leaf is not a matrix
+        Matrices(view, params, named=True)  # raises if a leaf is not a matrix
         return EmptyState()
 
     def update(
@@ -114,12 +112,10 @@ def orthogonalize(
         donate: Donation = NOTHING,
         workspace: polar.Workspace | None = None,
     ):
-        at = Present(updates)
-        leaves = at.pick(updates)
-        matrices = Matrices(view, at, leaves)
-        flat = [matrix for own in matrices.of_updates for matrix in own]
-        done = iter(iterated(flat, donate=donate.updates, workspace=workspace))
-        out = [list(islice(done, len(own))) for own in matrices.of_updates]
-        return at.fill(matrices.join(out, leaves)), state
+        matrices = Matrices(view, updates)
+        (out,) = matrices.map(
+            lambda xs: (iterated(xs, donate=donate.updates, workspace=workspace),), matrices.of_leaves
+        )
+        return matrices.fill(out), state
 
     return init, update

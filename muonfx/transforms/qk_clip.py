@@ -211,9 +211,7 @@ def _unchanged(values: PyTree) -> PyTree:
     locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, position="last"
 )
 def qk_clip(
-    heads: AttentionHeads | tuple[AttentionHeads, ...],
-    tau: ScalarOrSchedule = 100.0,
-    alpha: ScalarOrSchedule = 0.5,
+    heads: AttentionHeads | tuple[AttentionHeads, ...], tau: ScalarOrSchedule = 100.0, alpha: ScalarOrSchedule = 0.5
 ):
     r"""Scale down the query and key weights of each head whose largest attention logit exceeds a bound.
 

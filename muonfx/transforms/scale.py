@@ -19,14 +19,7 @@ from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = [
-    "SHAPE_RULES",
-    "ShapeRule",
-    "scale",
-    "scale_by_learning_rate",
-    "scale_by_shape",
-    "scale_by_sign",
-]
+__all__ = ["SHAPE_RULES", "ShapeRule", "scale", "scale_by_learning_rate", "scale_by_shape", "scale_by_sign"]
 
 
 def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndUpdate:
@@ -40,8 +33,13 @@ def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndU
 
 
 def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
-    """Build a transform without state from a function of one leaf."""
-    return of_lists(lambda leaves, _: [function(leaf) for leaf in leaves])
+    """Build a transform without state from a function of flat leaves (..., elements), a stack of them or one."""
+
+    def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
+        (made,) = ew.by_stacks(function)([leaf.reshape(-1) for leaf in leaves])
+        return [x.reshape(leaf.shape) for x, leaf in zip(made, leaves, strict=True)]
+
+    return of_lists(update)
 
 
 def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
@@ -89,11 +87,7 @@ def scale_by_sign():
     return of_lists(lambda leaves, reuse: ew.apply("sign", leaves, reuse=reuse))
 
 
-@transform(
-    locality=Locality.ELEMENT,
-    position="learning_rate",
-    short_names={"lr": "learning_rate"},
-)
+@transform(locality=Locality.ELEMENT, position="learning_rate", short_names={"lr": "learning_rate"})
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule):
     """Multiply updates by minus a learning rate, so that they point downhill. `scale` keeps the sign.
 
@@ -137,14 +131,11 @@ def scale_each(factors: Mapping[str, float]):
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     """Return `scale_each`, or the transform itself if a leaf has blocks of different shapes."""
     lr_scaling = tx.arguments["lr_scaling"]
-    at = Present(params)
-    names, leaves = at.names(), at.pick(params)
-    split = Matrices(tx.arguments["view"], at, leaves, names).of_updates
-    if any(len(matrices) > 1 for matrices in split):
+    matrices = Matrices(tx.arguments["view"], params, named=True)
+    if any(len(own) > 1 for own in matrices.of_leaves):
         return tx
-    return scale_each(
-        {name: shape_factor(lr_scaling, matrices[0]) for name, matrices in zip(names, split, strict=True)}
-    )
+    named = zip(matrices.names, matrices.of_leaves, strict=True)
+    return scale_each({name: shape_factor(lr_scaling, own) for name, (own,) in named})
 
 
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
@@ -160,11 +151,7 @@ def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
     on_stacks=on_stacks,
     name_patterns=name_patterns,
 )
-def scale_by_shape(
-    lr_scaling: ShapeRule = "match_rms_adamw",
-    *,
-    view: MatrixView = MatrixView(),
-):
+def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixView = MatrixView()):
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
 
     Args:
@@ -186,13 +173,12 @@ def scale_by_shape(
     """
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        leaves = at.pick(updates)
-        matrices = Matrices(view, at, leaves)
-        if all(len(own) == 1 for own in matrices.of_updates):
-            factors = [shape_factor(lr_scaling, own) for (own,) in matrices.of_updates]
-            return at.fill(ew.mul_each(leaves, factors, reuse=donate.updates)), state
-        out = [[matrix * shape_factor(lr_scaling, matrix) for matrix in own] for own in matrices.of_updates]
-        return at.fill(matrices.join(out, leaves)), state
+        matrices = Matrices(view, updates)
+
+        def scaled(xs: list[Tensor]) -> tuple[list[Tensor]]:
+            return (ew.mul_each(xs, [shape_factor(lr_scaling, x) for x in xs], reuse=donate.updates),)
+
+        (out,) = matrices.map(scaled, matrices.of_leaves)
+        return matrices.fill(out), state
 
     return no_state, update

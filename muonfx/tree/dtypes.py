@@ -22,13 +22,7 @@ SAFETENSORS_NAMES = {  # known to every safetensors since 0.4
     torch.float8_e5m2: "F8_E5M2",
 }
 """The safetensors name of each dtype that has one."""
-_AS_BYTES = (
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.complex64,
-    torch.complex128,
-)
+_AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64, torch.complex128)
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*SAFETENSORS_NAMES, *_AS_BYTES)}
 """The name of each dtype that a checkpoint can hold. Quantized dtypes are not supported."""

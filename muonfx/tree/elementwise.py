@@ -11,6 +11,7 @@ into the state or follow a schedule. On other devices a sum may round once with 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
@@ -24,7 +25,12 @@ from muonfx.tree.tracing import functorch_is_active, is_traced
 Scalar = float | Tensor
 Tensors = list[Tensor]
 
+_unbound: Callable[[Tensor], Sequence[Tensor]] = torch.unbind_copy  # pyright: ignore[reportAssignmentType]
+
 _NARROW = frozenset({torch.bfloat16, torch.float16})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_SMALL = 1 << 15  # elements; torch sums longer tensors in several threads, and so in another order
+_STACK = 1 << 18  # elements of a stack, whose temporaries stay in a CPU's cache
 
 
 def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
@@ -264,6 +270,48 @@ def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
     if _leafwise(*lists):
         return [getattr(torch, name)(*tensors) for tensors in zip(*lists, strict=True)]
     return _foreach(name, *lists, reuse=reuse)
+
+
+def by_stacks(
+    function: Callable[..., Tensor | Sequence[Tensor]], results: int = 1
+) -> Callable[..., tuple[Tensors, ...]]:
+    """Return a function of lists that applies a function of tensors, to one stack of small tensors of equal shapes.
+
+    The given function treats leading dims as a batch, and returns so many new tensors with these leading dims. On CPUs
+    elementwise operations and reductions have the same bits with and without a stack.
+    """
+
+    def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
+        found: tuple[Tensors, ...] = tuple([*lists[0]] for _ in range(results))
+        alone = _leafwise(*lists) or is_traced()
+        for places in [[place] for place in range(len(lists[0]))] if alone else _stacks(lists):
+            is_one = len(places) == 1
+            chosen = [[xs[place] for place in places] for xs in lists]
+            made = function(*[xs[0] if is_one else torch.stack(xs) for xs in chosen])
+            for result, stack in zip(found, (made,) if isinstance(made, Tensor) else made, strict=True):
+                tensors: Sequence[Tensor] = (stack,) if is_one else _unbound(stack)
+                for place, x in zip(places, tensors, strict=True):
+                    result[place] = x
+        return found
+
+    return apply
+
+
+def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Return the positions of the tensors of each stack; other tensors are alone."""
+    kinds = [[(type(x), x.shape, x.dtype, x.device, x.is_contiguous()) for x in xs] for xs in lists]
+    groups: defaultdict[object, list[int]] = defaultdict(list)
+    for place, kind in enumerate(zip(*kinds, strict=True)):
+        groups[kind].append(place)
+    found: list[list[int]] = []
+    for places in groups.values():
+        first = [xs[places[0]] for xs in lists]
+        size = max([x.numel() for x in first])
+        # A stack is contiguous, and another memory order may round differently.
+        may_stack = size < _SMALL and all(type(x) in _PLAIN and x.is_contiguous() for x in first)
+        most = _STACK // max(size, 1) if may_stack else 1
+        found += [places[at : at + most] for at in range(0, len(places), most)]
+    return found
 
 
 def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:

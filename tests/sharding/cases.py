@@ -111,12 +111,12 @@ class Replicated:
 class Zero:
     stage: int = 1
     partition: str = "whole"
-    alignment: int = 1
     knows_tx: bool = False
 
     def of(self, params: Params, group: Any, tx: Any = None) -> Any:
-        settings = {"stage": self.stage, "partition": self.partition, "alignment": self.alignment}
-        return sharding.zero(params, group, tx=tx if self.knows_tx else None, **settings)
+        return sharding.zero(
+            params, group, stage=self.stage, partition=self.partition, tx=tx if self.knows_tx else None
+        )
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,6 @@ def zeros() -> st.SearchStrategy[Zero]:
         Zero,
         st.integers(1, 3),
         st.sampled_from(("whole", "flat", "each")),
-        st.sampled_from((1, 2, 3, 8, 64)),
         st.booleans(),
     )
 

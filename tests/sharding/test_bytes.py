@@ -84,7 +84,7 @@ def test_with_remainders_no_more_is_sent_than_what_the_owner_lacks(world: World,
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_whole_partitions_send_nothing(world: World, size: int, stage: int):
     drawn = model(steps=2, a=(7, 5), b=(2, 9), c=(5, 3), d=(6, 4), e=Leaf((11,)))
-    case = Zero(stage, "whole", 8)
+    case = Zero(stage, "whole")
     found = world.check(size, counting.count_steps, model=drawn, tx=two_groups(drawn.labels), case=case)
     assert [counted.exchanged for steps in found for counted in steps] == [0] * 2 * size
     assert all(counted.else_sent <= facts(drawn) for steps in found for counted in steps)
@@ -95,7 +95,8 @@ def test_whole_partitions_send_nothing(world: World, size: int, stage: int):
 def test_nothing_is_exchanged_and_no_matrix_computed_between_updates(world: World, layout: str):
     """With accumulation: once per optimizer step, never per micro-batch."""
     drawn = Model(evenly(3).leaves, 0, (frozenset(),) * 6)
-    case = {"rows": Placed(dict.fromkeys(drawn.leaves, ("0",))), "whole": Zero(1), "flat": Zero(1, "flat", 64)}[layout]
+    across = Flat(tuple(drawn.leaves), (0, 100, 300, drawn.numel))
+    case = {"rows": Placed(dict.fromkeys(drawn.leaves, ("0",))), "whole": Zero(1), "flat": across}[layout]
     found = world.check(3, counting.count_steps, model=drawn, tx=mfx.accumulate(muon(), 3), case=case)
     for step in range(6):
         last = step % 3 == 2

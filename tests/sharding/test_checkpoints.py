@@ -49,8 +49,8 @@ def chain_of(kind: str) -> mfx.Transform:
 
 LAYOUTS: dict[str, LayoutCase] = {
     "replicated": Replicated(),
-    "whole": Zero(1, "whole", 4),
-    "flat": Zero(3, "flat", 2),
+    "whole": Zero(1, "whole"),
+    "flat": Zero(3, "flat"),
     "cuts": Flat(tuple(reversed(ALL)), (0, 11, 90, 90, DRAWN.numel)),
     "rows": Placed(dict.fromkeys(ALL, ("0",))),
     "grid": Placed(

@@ -263,11 +263,11 @@ SAME = {name: ("0", "0") if leaf.shape else ("r", "r") for name, leaf in SMALL.l
 
 LAYOUTS = {
     "ddp": Replicated(),
-    "zero1": Zero(1, "whole", 8),
-    "zero1 for this chain": Zero(1, "whole", 8, knows_tx=True),
+    "zero1": Zero(1, "whole"),
+    "zero1 for this chain": Zero(1, "whole", knows_tx=True),
     "zero2": Zero(2, "whole"),
-    "zero3": Zero(3, "flat", 8),
-    "zero3, each by itself": Zero(3, "each", 2),
+    "zero3": Zero(3, "flat"),
+    "zero3, each by itself": Zero(3, "each"),
     "fsdp2": Placed(ROWS),
 }
 GRIDS = {
@@ -325,7 +325,7 @@ def test_on_the_grid_too(world: World, name: str):
     ids=lambda tx: tx.name,
 )
 def test_each_way_to_wrap_a_chain(world: World, tx: mfx.Transform):
-    some = [Zero(1, "whole"), Zero(1, "flat", 2), Placed(ROWS), Replicated(), Flat(tuple(SMALL.leaves), (0, 0, 7, 280))]
+    some = [Zero(1, "whole"), Zero(1, "flat"), Placed(ROWS), Replicated(), Flat(tuple(SMALL.leaves), (0, 0, 7, 280))]
     check(world, 3, [Case(SMALL, tx, layout, exact=False) for layout in some])
 
 
@@ -348,7 +348,7 @@ NAMED_TOO = NAMED | {"embed": "namo", "up": "dion", "conv": "normalize", "odd": 
 def test_each_transform_of_whole_matrices(world: World, size: int):
     for labels in (NAMED | {"cold": "namo"}, NAMED_TOO | {"cold": "normalize", "down": "polar"}):
         tx = mfx.partition({label: BY_MATRICES[label] for label in sorted(set(labels.values()))}, labels)
-        layouts = [Zero(1, "flat", 2), Placed(ROWS), Zero(1, "whole")]
+        layouts = [Zero(1, "flat"), Placed(ROWS), Zero(1, "whole")]
         check(world, size, [Case(SMALL, tx, layout, exact=False) for layout in layouts])
 
 
@@ -360,7 +360,7 @@ def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(wor
     )
     ends = (0, 7, 100, 280)
     cut = Flat(tuple(SMALL.leaves), (*ends[:size], ends[-1]))
-    some = [Zero(1, "whole"), Zero(2, "flat", 2), Placed(ROWS), Replicated(), cut]
+    some = [Zero(1, "whole"), Zero(2, "flat"), Placed(ROWS), Replicated(), cut]
     check(world, size, [Case(SMALL, tx, layout, exact=True) for layout in some])
 
 

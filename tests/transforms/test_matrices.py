@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonfx as mfx
 from muonfx import testing as kit
@@ -291,3 +292,61 @@ def test_a_clipped_norm_is_the_bound_or_the_norm_itself_at_any_size(dtype: torch
     scaled = torch.cat([leaf.double().flatten() for leaf in updates.values()]) / expected
     assert is_close(scaled.norm(), torch.ones((), dtype=torch.float64), 3e-3 if dtype != torch.float64 else 1e-12)
     assert is_close(mfx.tree.norm(grads) / norm, torch.ones((), dtype=torch.float64), 3e-3)
+
+
+# -------------------------------------------------------------------------------------- small leaves in one stack
+
+STACKED = {
+    **{name: TAKE_BLOCKS[name] for name in TAKE_BLOCKS if name.startswith(("normalize", "keep", "match"))},
+    "longer neurons": lambda **kw: mfx.normalize_neurons(0.5, axis="longer", **kw),
+    "scale_by_dual_norm": lambda **kw: mfx.contrib.scale_by_dual_norm(mfx.scale_by_sign(), **kw),
+    "scale_by_namo": lambda **kw: mfx.contrib.scale_by_namo(mfx.scale_by_sign(), **kw),
+    "normalize_leaves": lambda view: mfx.contrib.normalize_leaves(),
+    "clip_by_block_rms": lambda view: mfx.clip_by_block_rms(0.5),
+}
+
+
+def only(values: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names}
+
+
+@pytest.mark.parametrize("name", STACKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leaves_of_one_shape_have_the_bits_that_each_has_alone(name: str, dtype: torch.dtype):
+    tx = STACKED[name](view=mfx.MatrixView(blocks={"qkv*": 3, "parts*": (2, 7)}))
+    kinds = {"w": (9, 33), "tall": (40, 5), "qkv": (9, 8), "parts": (9, 4), "row": (1, 7), "large": (200, 180)}
+    shapes = {f"{kind}{n}": shape for kind, shape in kinds.items() for n in range(3)}
+    params, steps = kit.Example.of(shapes, steps=2, dtype=dtype)
+    # One leaf has no gradient, and one another memory order.
+    steps[1]["w1"], steps[1]["w2"] = None, steps[1]["w2"].mT.contiguous().mT
+    together = updates_of(tx, params, steps)
+    for n in "012":
+        own = [name for name in shapes if name.endswith(n)]
+        alone = updates_of(tx, only(params, own), [only(grads, own) for grads in steps])
+        for found, expected in zip(together, alone, strict=True):
+            for leaf in own:
+                is_absent = found[leaf] is None and expected[leaf] is None
+                assert is_absent or torch.equal(found[leaf], expected[leaf]), leaf
+
+
+class Products(TorchDispatchMode):
+    """Counts multiplications."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket.__name__ in ("mul", "div", "mm", "bmm")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", [*STACKED, "scale_by_dion"])
+def test_more_leaves_of_one_shape_take_no_more_calls(name: str):
+    def products(leaves: int) -> int:
+        params, (grads,) = kit.Example.of({f"w{n}": (6, 5) for n in range(leaves)}, steps=1)
+        state = tx.init(params)
+        with Products() as counted:
+            tx.run(grads, state, params)  # `update` also compares the state with a new one
+        return counted.number
+
+    tx = (STACKED | TAKE_BLOCKS)[name](view=mfx.MatrixView())
+    assert products(20) == products(2) > 0

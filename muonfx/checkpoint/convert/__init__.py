@@ -79,12 +79,7 @@ def read(
 
 
 def write(
-    format: FormatName,
-    state: PyTree,
-    target: Any,
-    params: PyTree,
-    *,
-    names: Sequence[str] | None = None,
+    format: FormatName, state: PyTree, target: Any, params: PyTree, *, names: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Make a state for another optimizer from a transform's state.
 
@@ -125,12 +120,7 @@ def write(
 
 
 def recipe(
-    format: FormatName,
-    source: Any,
-    params: PyTree,
-    *,
-    names: Sequence[str] | None = None,
-    **options: Any,
+    format: FormatName, source: Any, params: PyTree, *, names: Sequence[str] | None = None, **options: Any
 ) -> Transform:
     """Make the chain that another optimizer computes.
 

@@ -13,13 +13,7 @@ from muonfx.recipes import adamw, lion
 from muonfx.select import MatrixView
 from muonfx.select.matrix_view import STACK
 from muonfx.select.views import divided
-from muonfx.transforms import (
-    add_decayed_weights,
-    momentum,
-    orthogonalize,
-    scale_by_learning_rate,
-    scale_by_shape,
-)
+from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.transforms.scale import ShapeRule
 
 __all__ = ["FORMATS", "Format", "Group", "Keys", "Values"]

@@ -125,22 +125,18 @@ def _agreed(where: str, steps: Mapping[str, int], given: int | None, wrong: list
 
 
 def _tree(fresh: PyTree, path: str, kind: str, place: int, leaves: Mapping[str, Leaf], wrong: list[str]) -> PyTree:
-    values: list[Any] = []
-    for name, zero in zip(tree.names(fresh), tree.leaves(fresh), strict=True):
+    values, treedef = tree.flatten(fresh)
+    for number, (name, zero) in enumerate(zip(tree.names(fresh), values, strict=True)):
         found = leaves.get(name)
         if zero is None:
-            values.append(None)
             continue
-        values.append(zero)
         if found is None:
             wrong.append(f"{path}/{name}: missing in the source")
         elif found.kind != kind:
             wrong.append(f"{path}/{name}: the source has a {found.kind} state")
-        else:
-            value = found.second if place else found.first
-            if value is not None:
-                values[-1] = _cast(value, zero, f"{path}/{name}", wrong)
-    return tree.unflatten(tree.flatten(fresh)[1], values)
+        elif (value := found.second if place else found.first) is not None:
+            values[number] = _cast(value, zero, f"{path}/{name}", wrong)
+    return tree.unflatten(treedef, values)
 
 
 def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:

@@ -15,8 +15,7 @@ from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.state import path_of
 from muonfx.optimizer.values import fitted
 from muonfx.sharding.shards import FlatPiece
-from muonfx.sharding.transform import sharded
-from muonfx.sharding.views import from_global, to_global
+from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
 

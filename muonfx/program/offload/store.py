@@ -1,18 +1,134 @@
-"""The store of a state between steps: with the parameters, in host memory, or in files on a disk."""
+"""The store of a state between steps: with the parameters, in host memory, or in files on a disk.
+
+Leaves that are allocated together share one unnamed file, and each starts on a page of its own. The file is allocated
+in full, mapped and unlinked at once: nothing can truncate it, ranks can share a folder, and its disk space is freed
+with the last tensor, also if the process is killed. To keep a state beyond the process, save a checkpoint.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.program.offload.files import PAGE, folder_of, in_file, require_room
 from muonfx.tree import Spec
 
-__all__ = ["IN_MEMORY", "Store"]
+__all__ = ["IN_MEMORY", "Store", "read_ahead", "release"]
+
+PAGE = mmap.PAGESIZE
+
+
+SMALLEST = PAGE
+"""The bytes from which a tensor is in a file; a smaller tensor would take a whole page there."""
+
+
+class _Where(NamedTuple):
+    folder: str
+    start: int
+    length: int
+
+
+_MAPPED: WeakKeyDictionary[Any, _Where] = WeakKeyDictionary()
+"""The address range of every mapping that some tensor still uses."""
+
+
+def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
+    """Allocate non-empty zero tensors in one new file, each with its own storage; an OSError leaves no file."""
+    starts: list[int] = []
+    length = 0
+    for spec in specs:
+        starts.append(length)
+        length += -(-spec.nbytes // PAGE) * PAGE
+    if not length:
+        return []
+    mapped = _mapped(folder, length)
+    made = [
+        torch.frombuffer(mapped, dtype=spec.dtype, count=torch.Size(spec.shape).numel(), offset=start).view(spec.shape)
+        for spec, start in zip(specs, starts, strict=True)
+    ]
+    _MAPPED[mapped] = _Where(folder, made[0].data_ptr(), length)
+    return made
+
+
+def _mapped(folder: str, length: int) -> mmap.mmap:
+    require_room(folder, length)
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="muonfx-state-", dir=folder)
+        try:
+            os.unlink(path)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, length)
+            else:
+                os.ftruncate(descriptor, length)
+            return mmap.mmap(descriptor, length)
+        finally:
+            os.close(descriptor)  # the mapping keeps its own descriptor
+    except OSError as error:
+        raise _explained(error, folder, length) from error
+
+
+def require_room(folder: str, nbytes: int) -> None:
+    """Raise OSError unless the folder is writable, after creating it, and its disk has `nbytes` free."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "it may not be written to")
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise _explained(error, folder, nbytes) from error
+    if nbytes > free:
+        raise OSError(
+            28,
+            f"offload: to={folder!r} has {free / 2**20:.0f} MiB free, the state needs {nbytes / 2**20:.0f} MiB there",
+        )
+
+
+def _explained(error: OSError, folder: str, nbytes: int) -> OSError:
+    why = error.strerror or str(error)
+    return type(error)(error.errno, f"offload: to={folder!r} cannot take {nbytes / 2**20:.1f} MiB of state: {why}")
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, _Where] | None:
+    address = tensor.data_ptr()
+    for mapped, where in _MAPPED.items():
+        if where.start <= address < where.start + where.length:
+            return mapped, where
+    return None
+
+
+def folder_of(tensor: Tensor) -> str | None:
+    """Return the folder on whose disk a tensor is, or None if it is in no file of this module."""
+    found = _place_of(tensor)
+    return None if found is None else found[1].folder
+
+
+def release(tensor: Tensor) -> None:
+    """Free the memory of a tensor's pages in this process; the kernel writes the values to the file."""
+    _advise(tensor, "MADV_DONTNEED")
+
+
+def read_ahead(tensor: Tensor) -> None:
+    """Advise the kernel to read a tensor's pages soon."""
+    _advise(tensor, "MADV_WILLNEED")
+
+
+def _advise(tensor: Tensor, advice: str) -> None:
+    """Advise the kernel about a tensor's pages, if it is in a file of this module and the system has it."""
+    found = _place_of(tensor)
+    if found is None or not hasattr(mmap, advice):
+        return
+    mapped, where = found
+    begin = tensor.untyped_storage().data_ptr() - where.start
+    mapped.madvise(getattr(mmap, advice), begin, -(-tensor.untyped_storage().nbytes() // PAGE) * PAGE)
 
 
 class Store(NamedTuple):
@@ -22,11 +138,6 @@ class Store(NamedTuple):
     """ "cpu" for host memory, or the folder on whose disk the state is; None: the parameters' device."""
     bucket_bytes: int = 0
     """About how many bytes of state are loaded at a time; a larger leaf is a bucket of its own."""
-
-    @property
-    def is_resident(self) -> bool:
-        """True if the state stays on the device on which transforms compute."""
-        return self.to is None
 
     @property
     def on_disk(self) -> bool:
@@ -60,7 +171,7 @@ class Store(NamedTuple):
             require_room(self.to, sum(spec.nbytes for spec in specs if self._in_file(spec)))
 
     def _in_file(self, spec: Spec) -> bool:
-        return self.on_disk and spec.nbytes >= PAGE  # in a file a smaller tensor would take a whole page
+        return self.on_disk and spec.nbytes >= SMALLEST
 
 
 IN_MEMORY = Store()

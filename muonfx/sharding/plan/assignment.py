@@ -9,7 +9,6 @@ independently.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +25,7 @@ from muonfx.program.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
-from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
+from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, on_stacks, parts_of
 from muonfx.tree import Spec
 from muonfx.tree.display import Report, Table
 
@@ -118,34 +117,16 @@ class RunPlan:
     def sent_for(self, shares: Sequence[Share]) -> list[int]:
         """Return the bytes that each rank sends for some shares, to owners and back."""
         sent = [0] * self.size
-        # Thousands of experts have few distinct partitions, so bytes are summed once for each partition.
-        groups: dict[tuple[str, int, int, torch.dtype], list[Share]] = {}
         for share in shares:
-            key = (share.cut.digest, share.start, share.stop, self.specs[share.name].dtype)
-            groups.setdefault(key, []).append(share)
-        for group in groups.values():
-            self._add_sent(sent, group)
+            if share.owner is None:
+                continue
+            there, back = (dtype.itemsize for dtype in self.wire_dtypes(self.specs[share.name].dtype))
+            for transfer in share.transfers:
+                taking = len(transfer.ranks) - (share.owner in transfer.ranks)  # an owner sends itself nothing
+                sent[share.owner] += taking * transfer.numel * back
+                if transfer.sender != share.owner:
+                    sent[transfer.sender] += transfer.numel * there
         return sent
-
-    def _add_sent(self, sent: list[int], shares: Sequence[Share]) -> None:
-        """Add the bytes that each rank sends for shares of one range, one partition and one dtype."""
-        one = shares[0]
-        there, back = (dtype.itemsize for dtype in self.wire_dtypes(self.specs[one.name].dtype))
-        owners = Counter(share.owner for share in shares if share.owner is not None)
-        if not owners:
-            return
-        results = 0
-        for transfer in one.transfers:
-            results += transfer.numel * len(transfer.ranks)
-            if len(transfer.ranks) == 1:
-                sent[transfer.ranks[0]] += transfer.numel * there * owners.total()
-            else:
-                for owner, times in owners.items():
-                    sent[nearest(transfer.ranks, owner)] += transfer.numel * there * times
-        for owner, times in owners.items():
-            transfer = one.transfer_of(owner)
-            own = 0 if transfer is None else transfer.numel
-            sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes in which updates are sent to the owner and back, which change no value."""
@@ -207,14 +188,14 @@ def _owners(
         "split": [free],
         "auto": [[], [i for i in free if each[i] > nbytes[i] / machine.bandwidth], free],
     }[settings.replicas]
-    tried = [(split, _assigned(parts, costs, sorted(fixed + split), layout.size)) for split in ways]
-    if len(tried) == 1 or not free:
-        given = tried[0][1]
-    else:
-        seconds = [
-            _seconds(each, nbytes, free, split, owners, layout.size, machine, settings) for split, owners in tried
-        ]
-        given = tried[seconds.index(min(seconds))][1]
+
+    def assigned(which: list[int]) -> dict[int, int]:
+        sizes = [parts[i].numel for i in which]
+        found = assign([costs[i] for i in which], [parts[i].candidates for i in which], layout.size, sizes)
+        return dict(zip(which, found, strict=True))
+
+    tried = [(split, assigned(sorted(fixed + split))) for split in ways]
+    _, given = min(tried, key=lambda way: _seconds(each, nbytes, free, *way, layout.size, machine, settings))
     return [given.get(i) for i in range(len(parts))]
 
 
@@ -242,12 +223,6 @@ def _seconds(
     arriving = sum(sent) / size
     exchanges = 1 + sum(sent) * BUFFERS_PER_BUCKET // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
     return max(loads) + by_all + (machine.sending(max(*sent, arriving), exchanges) if split else 0.0)
-
-
-def _assigned(parts: Sequence[Part], costs: Sequence[float], which: Sequence[int], size: int) -> dict[int, int]:
-    candidates = [parts[i].candidates for i in which]
-    found = assign([costs[i] for i in which], candidates, size, [parts[i].numel for i in which])
-    return dict(zip(which, found, strict=True))
 
 
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:

@@ -9,7 +9,6 @@ never by the order of a dict or a set.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterable, Sequence
 
 __all__ = ["assign", "assign_by_bytes"]
@@ -18,7 +17,7 @@ __all__ = ["assign", "assign_by_bytes"]
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
     """Assign every item to one of its candidates so that the sums of costs are about equal."""
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
-    board = _Board(ranks)
+    board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     groups = {id(own): own for own in candidates if len(own) > 1}
     by_ranks = {own: _Queue(board, own) for own in map(tuple, groups.values())}  # equal groups share a queue
     queues = {key: by_ranks[tuple(own)] for key, own in groups.items()}
@@ -26,16 +25,17 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: i
     # Items with one candidate are first; the others follow by falling cost, ties by bytes, then by rank.
     for i, own in enumerate(candidates):
         if len(own) == 1:
-            board.give(owners[i], costs[i], sizes[i])
+            _give(board, owners[i], costs[i], sizes[i])
     free = [i for i, own in enumerate(candidates) if len(own) > 1]
     free.sort(key=lambda i: (-costs[i], -sizes[i], i))
-    before = board.loads.copy()
+    before = [load for load, _, _ in board]
     for i in free:
         owners[i] = queues[id(candidates[i])].least()
-        board.give(owners[i], costs[i], sizes[i])
+        _give(board, owners[i], costs[i], sizes[i])
     if len(by_ranks) == 1:
         (group,) = by_ranks
-        packed = _packed([costs[i] for i in free], {rank: before[rank] for rank in group}, board.loads)
+        most = max(board[rank][0] for rank in group)
+        packed = _packed([costs[i] for i in free], {rank: before[rank] for rank in group}, most)
         for i, rank in zip(free, packed, strict=False):
             owners[i] = rank
     return owners
@@ -50,14 +50,14 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
     spare = max((sizes[i] for i in with_cost), default=0)
     most = sum(sizes) // ranks + spare  # sizes are integers, so rounding the mean down changes nothing
     owners = [0] * len(costs)
-    board = _Board(ranks)
+    board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     queue = _Queue(board, range(ranks))
     for i in with_cost:
-        while board.bytes[owner := queue.least()] + sizes[i] > most:
+        while board[owner := queue.least()][1] + sizes[i] > most:
             queue.leave()  # a rank with at most the mean always stays, so the queue never empties
         owners[i] = owner
-        board.give(owner, costs[i], sizes[i])
-    by_bytes = [(board.bytes[rank], board.loads[rank], rank) for rank in range(ranks)]
+        _give(board, owner, costs[i], sizes[i])
+    by_bytes = [(nbytes, load, rank) for load, nbytes, rank in board]
     heapq.heapify(by_bytes)
     for i in order[len(with_cost) :]:
         held, load, owner = by_bytes[0]
@@ -66,19 +66,13 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
     return owners
 
 
-class _Board:
-    """The load and the bytes of each rank so far."""
+_Board = list[tuple[float, int, int]]
+"""The load and the bytes of each rank so far, and the rank."""
 
-    def __init__(self, ranks: int) -> None:
-        self.loads = [0.0] * ranks
-        self.bytes = [0] * ranks
 
-    def standing(self, rank: int) -> tuple[float, int, int]:
-        return self.loads[rank], self.bytes[rank], rank
-
-    def give(self, rank: int, cost: float, size: int) -> None:
-        self.loads[rank] += cost
-        self.bytes[rank] += size
+def _give(board: _Board, rank: int, cost: float, size: int) -> None:
+    load, nbytes, _ = board[rank]
+    board[rank] = load + cost, nbytes + size, rank
 
 
 class _Queue:
@@ -88,13 +82,13 @@ class _Queue:
         self._board = board
         # Entries may be stale. Loads only grow, so a stale entry is at the front too early, never too late, and `least`
         # replaces it by the current entry. Queues with common ranks therefore need no synchronization.
-        self._heap = [board.standing(rank) for rank in ranks]
+        self._heap = [board[rank] for rank in ranks]
         heapq.heapify(self._heap)
 
     def least(self) -> int:
         while True:
             seen = self._heap[0]
-            now = self._board.standing(seen[2])
+            now = self._board[seen[2]]
             if seen == now:
                 return seen[2]
             heapq.heapreplace(self._heap, now)
@@ -104,49 +98,34 @@ class _Queue:
         heapq.heappop(self._heap)
 
 
-def _packed(falling: Sequence[float], before: dict[int, float], loads: Sequence[float]) -> list[int]:
-    """Assign items to ranks such that the largest load is as small as the search finds.
+def _packed(falling: Sequence[float], before: dict[int, float], most: float) -> list[int]:
+    """Return the rank of each item such that the largest load is as far below `most` as the search finds, or [].
 
-    `falling` are the items' costs in descending order, `before` the load of each rank without them, and `loads` the
-    loads of the assignment to improve on. Returns the rank of each item, or [] if no better assignment is found.
+    `falling` are the items' costs in descending order, and `before` the load of each rank without them.
     """
-    # First fit by falling cost: each rank takes the largest items that fit, all items of one cost at once, which takes
-    # O(ranks x distinct costs) for a limit.
     least = max((sum(falling) + sum(before.values())) / len(before), max(before.values()), max(falling, default=0.0))
-    best = max(loads[rank] for rank in before)
-    if best <= 1.01 * least:
-        return []
-    runs = [(cost, len(list(same))) for cost, same in itertools.groupby(falling)]
-    if len(runs) * len(before) > 200_000:  # packing would take longer than a fraction of a second
+    # Packing more would take longer than a fraction of a second; so many items are balanced without it.
+    if most <= 1.01 * least or len(falling) * len(before) > 200_000:
         return []
     order = sorted(before, key=lambda rank: (-before[rank], rank))
-    found: list[tuple[int, int, int]] = []
-    low, high = least, best
+    found: list[int] = []
     for _ in range(12):
-        limit = (low + high) / 2
-        taken = _fill(limit, runs, order, before)
-        if taken is None:
-            low = limit
+        limit = (least + most) / 2
+        owners = _first_fit(limit, falling, {rank: before[rank] for rank in order})
+        if owners is None:
+            least = limit
         else:
-            found, high = taken, limit
-    by_run: list[list[int]] = [[] for _ in runs]
-    for run, rank, count in found:
-        by_run[run] += [rank] * count
-    return [rank for ranks in by_run for rank in ranks]
+            found, most = owners, limit
+    return found
 
 
-def _fill(
-    limit: float, runs: Sequence[tuple[float, int]], order: Sequence[int], before: dict[int, float]
-) -> list[tuple[int, int, int]] | None:
-    """Return (run, rank, count) for a packing of all items below `limit`, or None if they do not fit."""
-    left = [count for _, count in runs]
-    taken: list[tuple[int, int, int]] = []
-    for rank in order:
-        room = limit - before[rank]
-        for i, (cost, _) in enumerate(runs):
-            count = left[i] if cost * left[i] <= room else int(room / cost)
-            if count > 0:
-                taken.append((i, rank, count))
-                left[i] -= count
-                room -= count * cost
-    return None if any(left) else taken
+def _first_fit(limit: float, falling: Sequence[float], loads: dict[int, float]) -> list[int] | None:
+    """Assign each item to the first rank on which it stays below `limit`, or return None if an item does not fit."""
+    owners: list[int] = []
+    for cost in falling:
+        owner = next((rank for rank, load in loads.items() if load + cost <= limit), None)
+        if owner is None:
+            return None
+        loads[owner] += cost
+        owners.append(owner)
+    return owners

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.shards import Piece, Window
 
-__all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "nearest", "on_stacks", "parts_of"]
+__all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "on_stacks", "parts_of"]
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
@@ -109,17 +110,13 @@ class Share:
         return self._transfer(piece, self.cut.holders[piece]) if piece.numel else None
 
     def _transfer(self, piece: Piece, ranks: tuple[int, ...]) -> ShareTransfer | None:
-        if self.numel == prod(self.whole):
-            return ShareTransfer(ranks, self._sender(ranks), piece.boxes, piece.numel)
-        common = tuple(piece.shared(self._boxes))
-        return ShareTransfer(ranks, self._sender(ranks), common, sum(box.numel for box in common)) if common else None
+        boxes = piece.boxes if self.numel == prod(self.whole) else tuple(piece.shared(self._boxes))
+        sender = nearest(ranks, self.owner or 0)
+        return ShareTransfer(ranks, sender, boxes, sum(box.numel for box in boxes)) if boxes else None
 
     @cached_property
     def _boxes(self) -> tuple[Box, ...]:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
-
-    def _sender(self, ranks: tuple[int, ...]) -> int:
-        return nearest(ranks, self.owner or 0)
 
     def moves(self, rank: int) -> Moves:
         """Return the transfers of a rank."""
@@ -215,9 +212,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
         yield Part(name, 0, prod(shape), shape, candidates, bool(cut.complete))
         return
     each = prod(matrix)
-    ranges: list[_Range] | None = cut.derived.get(each)
-    if ranges is None:
-        ranges = cut.derived[each] = _ranges(cut, shape, each)
+    ranges = cut.once(("ranges", each), lambda: _ranges(cut, shape, each))
     owners = [found.candidates[0] for found in ranges if len(found.candidates) == 1]
     if len(set(owners)) < len(owners):  # a rank's state of a stack must be one range
         candidates = tuple(sorted({rank for found in ranges for rank in found.candidates}))
@@ -283,13 +278,10 @@ def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
         _held(holders, boxes_of_interval(shape, i * each, (i + 1) * each), each) for i in range(prod(shape) // each)
     ]
     times = Counter(rank for held in matrices for rank in held.ranks)
-    first = 0
-    while first < len(matrices):
-        held = matrices[first]
-        last = first + 1
-        while last < len(matrices) and matrices[last][:2] == held[:2]:
-            last += 1
-        number, most = last - first, set(held.most).intersection(*(other.most for other in matrices[first:last]))
+    for _, alike in itertools.groupby(range(len(matrices)), lambda i: matrices[i][:2]):
+        first, *others = alike
+        held, number, last = matrices[first], len(others) + 1, first + len(others) + 1
+        most = set(held.most).intersection(*(matrices[i].most for i in others))
         # Divide the matrices evenly among their holders. If there are more holders than matrices, each matrix may have
         # any of the ranks that hold most of it, if these hold nothing else of the stack; a few matrices that cross a
         # boundary are assigned to the rank that holds most of each.
@@ -302,7 +294,6 @@ def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
         else:
             for i in range(first, last):
                 give(i, i + 1, matrices[i].most[0], held.complete)
-        first = last
     return found
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
@@ -32,17 +30,11 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     step_once = torch.func.vmap(lambda grads, state: tx.update(grads, state, params))
     for step in range(len(steps)):
         grads = _stacked([run[step] for run in runs])
-        updates, state = _mapped(step_once, grads, state)
+        has_tensors = any(True for _ in tree.tensors((grads, state)))  # vmap requires a tensor to batch
+        updates, state = step_once(grads, state) if has_tensors else (grads, state)
         wanted = _stacked([one[step] for one in expected])
         tolerance = tolerance_of(tx, *expected[0][step])
         require_close(f"step {step}, vmapped (updates, state)", (updates, state), wanted, "in a loop", tolerance)
-
-
-def _mapped(function: Any, grads: PyTree, state: PyTree) -> Any:
-    # vmap requires a tensor to batch.
-    if not any(True for _ in tree.tensors((grads, state))):
-        return grads, state
-    return function(grads, state)
 
 
 def _stacked(trees: list[PyTree]) -> PyTree:

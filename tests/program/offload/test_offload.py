@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.program.offload import files, store, transfer
+from muonfx.program.offload import store, transfer
 from muonfx.testing import chains, params_and_grads, transforms
 from tests.checkpoint.common import bits
 from tests.processes import Here, World, run_python
@@ -43,13 +43,13 @@ def at_home(kind: str) -> Iterator[str]:
             with mock.patch.object(store.Store, "is_direct", return_value=False):
                 yield "cpu"
         else:
-            with mock.patch.object(store, "PAGE", 1):  # also what is smaller than a page goes to the disk
+            with mock.patch.object(store, "SMALLEST", 1):  # also what is smaller than a page goes to the disk
                 yield folder
             assert os.listdir(folder) == []  # files without a name
 
 
 def on_disk(tree: Any) -> list[bool]:
-    return [files.folder_of(leaf) is not None for leaf in mfx.tree.tensors(tree)]
+    return [store.folder_of(leaf) is not None for leaf in mfx.tree.tensors(tree)]
 
 
 def all_bits(tree: Any) -> list[Any]:
@@ -292,21 +292,21 @@ def test_it_is_a_value_like_others_and_goes_inside_a_sharded_transform(tmp_path:
 
 def test_the_state_is_in_files_without_a_name_that_go_with_it(tmp_path: Path):
     tx = sharding.offload(MUON, tmp_path / "made" / "here", bucket_bytes=20_000)
-    known = len(files._MAPPED)
+    known = len(store._MAPPED)
     state = tx.init(PARAMS)
-    large = [leaf for leaf in mfx.tree.tensors(state) if leaf.numel() * leaf.element_size() >= files.PAGE]
+    large = [leaf for leaf in mfx.tree.tensors(state) if leaf.numel() * leaf.element_size() >= store.PAGE]
     assert len(large) == 3 + 2  # momentum of three matrices, two moments of a vector
     assert all(on_disk(large))
     assert os.listdir(tmp_path / "made" / "here") == []
     before = [leaf.data_ptr() for leaf in large]
     _, after = tx.update(drawn(0), state, PARAMS, donate=GIVEN_STATE)
-    assert [leaf.data_ptr() for leaf in mfx.tree.tensors(after) if leaf.numel() * 4 >= files.PAGE] == before  # in place
+    assert [leaf.data_ptr() for leaf in mfx.tree.tensors(after) if leaf.numel() * 4 >= store.PAGE] == before  # in place
     _, second = tx.update(drawn(1), after, PARAMS)
     assert not set(before) & {leaf.data_ptr() for leaf in mfx.tree.tensors(second)}
-    assert all(on_disk([leaf for leaf in mfx.tree.tensors(second) if leaf.numel() * 4 >= files.PAGE]))
+    assert all(on_disk([leaf for leaf in mfx.tree.tensors(second) if leaf.numel() * 4 >= store.PAGE]))
     del state, after, second, large
     gc.collect()
-    assert len(files._MAPPED) == known
+    assert len(store._MAPPED) == known
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -446,7 +446,7 @@ def test_a_folder_that_cannot_be_made_or_written_to(tmp_path: Path, monkeypatch:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"offload: to='.*file' cannot take 0\.0 MiB of state: File exists"):
         sharding.offload(mfx.momentum(), tmp_path / "file").init(PARAMS)
-    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(store.os, "access", lambda path, mode: False)
     with pytest.raises(PermissionError, match="may not be written to"):
         sharding.offload(mfx.momentum(), tmp_path).init(PARAMS)
 
@@ -455,8 +455,8 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tx = sharding.offload(CHAINS["clipped"], tmp_path, bucket_bytes=20_000)
     _, state = tx.update(drawn(0), tx.init(PARAMS), PARAMS)
     before = all_bits(state)
-    usage = files.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: usage._replace(free=2**14))
+    usage = store.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda folder: usage._replace(free=2**14))
     with pytest.raises(OSError, match=r"has 0 MiB free, the state needs") as caught:
         tx.update(drawn(1), state, PARAMS)
     assert caught.value.errno == errno.ENOSPC
