@@ -54,13 +54,14 @@ class _Fused:
     attributes of the holder; "a*b" is a product and "a//b" a quotient of attributes, in braces in a pattern."""
     given: tuple[tuple[str, bool], ...] = ()
     """Attributes of the holder with the truth values that the entry requires."""
+    package: str = "transformers.models."
 
 
 _QKV = "query, key, value"
 _ANY = r".*"
 _BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
 # The first match applies. `holder` is the class that holds the layer. The entries are read from transformers 5.23 and
-# apply to classes of that package only: a class of the same name elsewhere may have another layout.
+# torchtitan 0.3.0, and apply to classes of one package only: a class of the same name elsewhere may have another layout.
 _FUSED = (
     _Fused("c_attn", "GPTBigCodeAttention", _QKV, ("embed_dim", "kv_dim", "kv_dim"), (("multi_query", True),)),
     _Fused("c_attn", "GPTBigCodeAttention", _QKV, _BY_HEAD % "num_heads", (("is_cross_attention", False),)),
@@ -132,6 +133,14 @@ _FUSED = (
     _Fused("gate_up_proj", _ANY, "gate, up", 2),
     _Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up", 2),
     _Fused("Wi", "ModernBert.*MLP", "value, gate", 2),
+    _Fused(
+        "wqkv",
+        "FusedQKVLinear",
+        _QKV,
+        "(groups (query={heads_per_kv} + key=1 + value=1) dim={head_dim}) "
+        "-> (groups query dim), (groups key dim), (groups value dim)",
+        package="torchtitan.",
+    ),
 )
 # Names of layers that are nearly always fused, for unknown code.
 _SUSPECTS = (
@@ -285,9 +294,9 @@ def _fused(stored: str, own: str, holder: nn.Module | None, rows: int) -> tuple[
     if holder is None:
         return None, ""
     kind = written_type(holder)
-    if kind.__module__.startswith("torchtitan.") and kind.__name__ == "FusedQKVLinear":
-        return None, "query, key and value interleaved by head: not split"
-    for known in _FUSED if kind.__module__.startswith("transformers.models.") else ():
+    for known in _FUSED:
+        if not kind.__module__.startswith(known.package):
+            continue
         if known.layer != own or not re.fullmatch(known.holder, kind.__name__):
             continue
         if any(bool(getattr(holder, name, None)) is not wanted for name, wanted in known.given):

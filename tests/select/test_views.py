@@ -340,11 +340,16 @@ def test_parts_that_are_interleaved_by_head_are_split_if_the_module_gives_the_nu
     assert "of sizes that do not fit 12 rows: not split" in default_labels(model).reason("attn.query_key_value.weight")
 
 
-def test_a_layer_of_torchtitan_that_is_interleaved_is_not_warned_of():
+def test_a_fused_layer_of_torchtitan_is_split_by_groups_of_heads():
     layer = _of_package("torchtitan", "FusedQKVLinear")
-    layer.wqkv = nn.Linear(6, 12, bias=False)
-    mfx.Muon(held(qkv=layer))
-    assert "interleaved by head: not split" in str(mfx.describe(held(qkv=layer)))
+    layer.wqkv = nn.Linear(6, 24, bias=False)
+    layer.heads_per_kv, layer.head_dim = 2, 3
+    split = default_labels(held(qkv=layer)).views["qkv.wqkv.weight"].pattern
+    assert split == (
+        "(groups (query=2 + key=1 + value=1) dim=3) in -> (groups query dim) in, (groups key dim) in, (groups value dim) in"
+    )
+    mfx.Muon(held(qkv=layer))  # without a warning
+    assert "12 x 6" in str(mfx.describe(held(qkv=layer)))
 
 
 def model(seed: int = 0) -> nn.Module:
