@@ -149,7 +149,7 @@ class Pattern:
         return Units((rows, columns), f"units {' '.join(left)} -> {', '.join(right)}", is_plain)
 
     def _expanded(self, ndim: int) -> tuple[list[tuple[Parts, ...]], list[list[Group]]]:
-        """Return the dims and the results for a tensor of so many dims, with names for the dims of ``...``."""
+        """Return the dims and the results for a tensor of `ndim` dims, with names for the dims of ``...``."""
         dots = [f"dim_{at}" for at in range(ndim - len(self.dims) + 1)]
         dims: list[tuple[Parts, ...]] = []
         for dim in self.dims:

@@ -313,7 +313,9 @@ def only(values: dict[str, Any], names: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_leaves_of_one_shape_have_the_bits_that_each_has_alone(name: str, dtype: torch.dtype):
-    tx = STACKED[name](view=mfx.MatrixView(blocks={"qkv*": 3, "parts*": (2, 7)}))
+    tx = STACKED[name](
+        view=mfx.MatrixView({"qkv*": "(part=3 out) in -> part out in", "parts*": "(a=2 + b=7) in -> a in, b in"})
+    )
     kinds = {"w": (9, 33), "tall": (40, 5), "qkv": (9, 8), "parts": (9, 4), "row": (1, 7), "large": (200, 180)}
     shapes = {f"{kind}{n}": shape for kind, shape in kinds.items() for n in range(3)}
     params, steps = kit.Example.of(shapes, steps=2, dtype=dtype)
