@@ -61,7 +61,7 @@ _QKV = "query, key, value"
 _ANY = r".*"
 _BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
 # The first match applies. `holder` is the class that holds the layer. The entries are read from transformers 5.23 and
-# torchtitan 0.3.0, and apply to classes of one package only: a class of the same name elsewhere may have another layout.
+# torchtitan 0.3.0. Each applies to classes of its package only: a class of this name elsewhere may differ.
 _FUSED = (
     _Fused("c_attn", "GPTBigCodeAttention", _QKV, ("embed_dim", "kv_dim", "kv_dim"), (("multi_query", True),)),
     _Fused("c_attn", "GPTBigCodeAttention", _QKV, _BY_HEAD % "num_heads", (("is_cross_attention", False),)),
