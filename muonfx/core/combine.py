@@ -12,8 +12,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core.checks import check_floating, check_structure, check_updates_fit, warn_of_growing_graphs
 from muonfx.core.contract import EmptyState, Transform, entries_of
-from muonfx.core.declaration import Combinator, Locality
-from muonfx.core.definition import Memory
+from muonfx.core.definition import Combinator, Locality, Memory
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform, with_memory
 from muonfx.core.order import check_order
