@@ -19,8 +19,9 @@ from muonfx.core import Donation, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
 from muonfx.optimizer.attachment import Attachment, check_real, models_of
-from muonfx.optimizer.following import FollowingOptimizer
+from muonfx.optimizer.following import FollowingOptimizer, own_groups
 from muonfx.optimizer.groups import (
+    Group,
     NamedParameters,
     check_once,
     defaults_for_schedulers,
@@ -31,10 +32,8 @@ from muonfx.optimizer.groups import (
     warn_of_ascent,
     warn_of_unread_rates,
 )
-from muonfx.optimizer.ownership import own_groups
 from muonfx.optimizer.state import Load, read_state_dict
 from muonfx.optimizer.stepping import add_in_place
-from muonfx.optimizer.values import Group
 from muonfx.program.placement import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from muonfx.optimizer.groups import BoundGroup, Group, GroupNumbers
 from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.values import BoundGroup, Group, GroupNumbers
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
-
-__all__ = ["Attachment", "check_real", "check_usable", "models_of"]
 
 CAUSES = (
     "was the model sharded, loaded or converted after the optimizer was made (fully_shard, load_state_dict(assign="
