@@ -223,7 +223,7 @@ class TransformOptimizer(FollowingOptimizer):
     @property
     def transform_state(self) -> PyTree:
         """The state of `transform` as the functional API sees it; its storage is reused by the next step."""
-        return self._stepping.shown(self._state)
+        return self._stepping.shown(self._live["state"])
 
     # ----------------------------------------------------------------------------------------------------- stepping
 
@@ -276,7 +276,7 @@ class TransformOptimizer(FollowingOptimizer):
             problem = error
             params = self._attachment.named
             updates = {name: param.grad for name, param in params.items()}
-        call = Arguments(updates, self._state, params, Donation(self.donate_grads, True), extras, add_in_place)
+        call = Arguments(updates, self._live["state"], params, Donation(self.donate_grads, True), extras, add_in_place)
         state = self._live["state"] = self._stepping.step(call, problem)
         self._live["entries"].update(self.state, state, self._stepping.show)
         return loss
@@ -298,7 +298,7 @@ class TransformOptimizer(FollowingOptimizer):
             one.numbers.read(one.group)  # so that all keys of a number agree
         found = super().state_dict()
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
-        for place, leaf in self._stepping.exported(self._state).items():
+        for place, leaf in self._stepping.exported(self._live["state"]).items():
             owner, key = self._live["entries"].slots[place]
             index = index_of[id(owner)]
             found["state"][index] = {**found["state"][index], key: leaf}
@@ -341,7 +341,7 @@ class TransformOptimizer(FollowingOptimizer):
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
-            self._stepping.load(loads, self._state, problem)
+            self._stepping.load(loads, self._live["state"], problem)
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(
                 copy.deepcopy({key: value for key, value in old.items() if key not in ("params", "param_names")})

@@ -85,6 +85,8 @@ class Attachment:
         self._models = [] if known is None else [(weakref.ref(known), True)]
         self.groups: list[BoundGroup] = []
         self._bound: dict[str, _Bound] = {}
+        self._lists: list[list[Tensor]] = []  # the bound parameters of each group in `_listed`
+        self._listed: list[BoundGroup] | None = None
         self._alone = alone  # no other rank may have the gradients that are missing here
         self._absent: tuple[str, ...] | None = None
         self._warned = set[str]()
@@ -92,7 +94,7 @@ class Attachment:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without models and bound parameters, which a copy must set itself."""
-        return {**self.__dict__, "_models": [], "_bound": {}}
+        return {**self.__dict__, "_models": [], "_bound": {}, "_lists": [], "_listed": None}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -113,19 +115,23 @@ class Attachment:
         for param, shape, device, _, slot in self._bound.values():
             if param.shape != shape or param.device != device:
                 return False
-            now = None if slot is None else slot.now()
-            if now is not None and now is not param:
-                return False
+            module = None if slot is None else slot.module()  # not `slot.now()`, a call for each parameter and step
+            if slot is not None and module is not None:
+                now = module._parameters.get(slot.leaf)
+                if now is not None and now is not param:
+                    return False
         return True
 
     def _has(self, groups: list[Group]) -> bool:
         """Return True if these are the bound groups, with the bound parameters."""
         if len(groups) != len(self.groups):
             return False
-        for group, one in zip(groups, self.groups, strict=True):
+        if self._listed is not self.groups:
+            self._lists = [[self._bound[name].param for name in one.names] for one in self.groups]
+            self._listed = self.groups
+        for group, one, bound in zip(groups, self.groups, self._lists, strict=True):
             if group is not one.group or group.get("param_names") != one.names:
                 return False
-            bound = [self._bound[name].param for name in one.names]
             if len(group["params"]) != len(bound) or not all(map(is_, group["params"], bound)):
                 return False
         return True
@@ -209,7 +215,7 @@ class Attachment:
                 slot = slots.get(param)
             # No weak references: torch.utils.swap_tensors, used to convert in place, refuses tensors that have any
             self._bound[name] = _Bound(param, param.shape, param.device, _placement(param), slot)
-        self._absent = None
+        self._absent = self._listed = None
         self.on_meta = any(bound.param.is_meta for bound in self._bound.values())
 
     def _slots(self) -> dict[Tensor, _Slot]:
@@ -276,7 +282,8 @@ class Attachment:
         """If gradients are missing, check that the models train these parameters."""
         if self.on_meta:
             check_real(self.named)
-        absent = tuple(name for name, grad in updates.items() if grad is None)
+        all_present = type(None) not in set(map(type, updates.values()))
+        absent = () if all_present else tuple([name for name, grad in updates.items() if grad is None])
         if absent == self._absent:
             return  # walking through a model takes time
         self._absent = absent

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Combinator, Locality, Transform, chain, transform
-from muonfx.core.checks import check_params, check_updates_fit, is_usable
+from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
 from muonfx.core.combine import chain_entries, widest
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
@@ -107,10 +107,12 @@ class Stepping:
 
     def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
         """Raise if a gradient is sparse or complex, or if the labels leave its parameter out."""
-        for name, grad in updates.items():
-            if grad is not None and not is_usable(grad):
-                raise TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}")
-        if late := [name for name in self.left_out if updates[name] is not None]:
+        if not all_usable(updates.values()):
+            name, grad = next(
+                (name, grad) for name, grad in updates.items() if grad is not None and not is_usable(grad)
+            )
+            raise TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}")
+        if self.left_out and (late := [name for name in self.left_out if updates[name] is not None]):
             raise ValueError(
                 f"{min(late)!r} has a gradient, but the labels leave it out (label None): if it was frozen before, "
                 "call optimizer.add_param_group({'params': [...]}) with it; else change the labels"
@@ -156,11 +158,15 @@ class Stepping:
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
     """Add updates to parameters; an update of another shape raises ValueError."""
-    present = [(params[name], update) for name, update in updates.items() if update is not None]
-    if present:
-        into, added = map(list, zip(*present, strict=True))
-        if [x.shape for x in into] != [x.shape for x in added]:  # would be broadcast
-            check_updates_fit(params, updates)
+    into: list[Tensor] = []
+    added: list[Tensor] = []
+    for name, update in updates.items():
+        if update is not None:
+            if update.shape != params[name].shape:  # would be broadcast
+                check_updates_fit(params, updates)
+            into.append(params[name])
+            added.append(update)
+    if into:
         torch._foreach_add_(into, added)
 
 
