@@ -88,7 +88,7 @@ def _sharing(leaves: Sequence[Any]) -> set[int]:
     held = [leaves[place] for place in places]
     if not PLAIN.issuperset(map(type, held)):
         held = list(map(_in_memory, held))
-    return {places[at] for at in sharing(held)}
+    return set(map(places.__getitem__, sharing(held)))
 
 
 def _in_memory(leaf: Tensor) -> Tensor:

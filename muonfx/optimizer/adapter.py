@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from muonfx.core import Donation, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
-from muonfx.optimizer.attachment import Attachment, check_real, models_of
-from muonfx.optimizer.following import FollowingOptimizer, own_groups
+from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
+from muonfx.optimizer.following import FollowingOptimizer
 from muonfx.optimizer.groups import (
     Group,
     NamedParameters,
@@ -257,11 +257,12 @@ class TransformOptimizer(FollowingOptimizer):
         problem: Exception | None = None
         try:
             if not is_compiling:
-                self._rebind("step")
+                if not self._attachment.is_current(self.param_groups):
+                    self._rebind("step")
                 if not self._live.get("checked_rates"):
                     is_read = len(self.groups_without_rate) < len(self.param_groups)
                     self._live["checked_rates"] = is_read or warn_of_unread_rates(self.param_groups)
-            params = self._named()
+            params = self._named() if is_compiling else self._attachment.named
             updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
             if len(self.state) != len(updates):
                 raise ValueError(

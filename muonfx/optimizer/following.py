@@ -1,78 +1,22 @@
-"""An optimizer that owns its groups, and whose state follows its parameters: created, moved and copied with them."""
+"""An optimizer whose state follows its parameters: created for them, moved with them, and copied with them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Literal
-from weakref import WeakSet
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from muonfx.core import Transform
-from muonfx.optimizer.attachment import Attachment, check_usable
+from muonfx.optimizer.attachment import Attachment, check_usable, own_groups
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.stepping import StateEntries, Stepping
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
-
-_owners: WeakSet[Optimizer] = WeakSet()
-
-
-def own_groups(optimizer: Optimizer) -> None:
-    """Make any other optimizer, except a wrapper, raise if it steps on these groups while this optimizer exists."""
-    _register()
-    _owners.add(optimizer)
-
-
-class OwnedGroup(dict[str, Any]):
-    """A group that is recognized after its optimizer is deleted; torch.compile cannot trace it."""
-
-
-class GroupOwner(Optimizer):
-    """Base of optimizers whose groups no other optimizer may step on, unless it wraps this one as an attribute."""
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        own_groups(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group."""
-        super().add_param_group(OwnedGroup(param_group))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or loaded state."""
-        super().__setstate__(state)
-        self.param_groups = [OwnedGroup(group) for group in self.param_groups]
-        own_groups(self)
-
-
-@cache
-def _register() -> None:
-    register_optimizer_step_pre_hook(_refuse_exchanged)
-
-
-def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
-    if torch.compiler.is_compiling() or optimizer in _owners:
-        return
-    # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
-    # still have our labels, but our step never runs.
-    ours = {id(group) for owner in _owners for group in owner.param_groups}
-    owned = [group for group in optimizer.param_groups if id(group) in ours or isinstance(group, OwnedGroup)]
-    if owned and not any(isinstance(value, Optimizer) and value in _owners for value in vars(optimizer).values()):
-        labels = ", ".join(repr(group.get("label")) for group in owned)
-        raise RuntimeError(
-            f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({labels}), which itself never steps: "
-            "an engine has exchanged it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
-            'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
-            "give it plain copies: [dict(group) for group in optimizer.param_groups]"
-        )
 
 
 class FollowingOptimizer(Optimizer):
