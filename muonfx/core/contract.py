@@ -22,21 +22,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from muonfx import tree
-from muonfx.core import checks
-from muonfx.core.definition import (
-    ON_PIECES,
-    Declaration,
-    Extras,
-    Functions,
-    Lazy,
-    Locality,
-    Position,
-    check_extras,
-    check_functions,
-    extras_of,
-    of_structure,
-    sum_over_leaves,
-)
+from muonfx.core import checks, definition
+from muonfx.core.definition import Declaration, Extras, Lazy, Locality, Position, of_structure, sum_over_leaves
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import check_numbers
 from muonfx.core.outline import outline
@@ -207,15 +194,17 @@ class Transform(Recorded):
         return tuple(dict.fromkeys(found))
 
     @Lazy
-    def functions(self) -> Functions:
+    def functions(self) -> definition.Functions:
         """The functions that the constructor returned for the arguments."""
-        return Functions(*self.built)
+        return definition.Functions(*self.built)
 
     @of_structure
     def extras(self) -> Extras:
         """The named extras in the signature of the update function, and in those of the transforms that it calls."""
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
-        return extras_of(self.functions.update, [part.extras for part in self.children], calls_none=calls_none)
+        return definition.extras_of(
+            self.functions.update, [part.extras for part in self.children], calls_none=calls_none
+        )
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
         """Raise if a required extra is missing, or if no transform reads a given extra.
@@ -224,12 +213,12 @@ class Transform(Recorded):
             TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
         """
         if extras or self.extras.required:
-            check_extras(list(within(self)), extras)
+            definition.check_extras(list(within(self)), extras)
 
     @property
     def works_on_pieces(self) -> bool:
         """True if its update takes an extra such as ``sum_over_leaves``, so it can run on shards of leaves."""
-        return not ON_PIECES.isdisjoint(self.extras.named)
+        return not definition.ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure
     def keeps_donation_promise(self) -> bool:
@@ -243,7 +232,7 @@ class Transform(Recorded):
         super().prepare()
         # The tests of this package check the signatures of its own functions.
         if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
-            check_functions(self.factory.__name__, self.built)
+            definition.check_functions(self.factory.__name__, self.built)
         _ = self.locality, self.extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
