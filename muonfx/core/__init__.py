@@ -7,7 +7,7 @@ A transform is a pair of pure functions, ``init`` and ``update``, and a value: t
 from muonfx.core import checks, patterns, schedules
 from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless
 from muonfx.core.contract import EmptyState, Transform
-from muonfx.core.declaration import Combinator, InitAndUpdate, Locality
+from muonfx.core.definition import Combinator, InitAndUpdate, Locality
 from muonfx.core.donation import Donation
 from muonfx.core.factory import transform
 from muonfx.core.hyperparams import as_tensors, hyperparams, stack, with_hyperparams

@@ -7,10 +7,11 @@ Python control flow must not depend on its value.
 from __future__ import annotations
 
 import math
+import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,7 +156,9 @@ def shown_name(name: str) -> str:
 _LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy would break a compiled graph
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Classes of tensors that hold their own elements."""
+_PLAIN_OR_NONE = PLAIN | {type(None)}
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_USABLE_KINDS = frozenset({(dtype, torch.strided, False) for dtype in _DTYPES})
 
 
 def is_usable(leaf: object) -> bool:
@@ -171,8 +174,16 @@ def is_usable(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 
 
+def all_usable(leaves: Collection[Any]) -> bool:
+    """Return True if every leaf `is_usable`; for plain tensors without a call for each."""
+    if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):
+        return all(map(is_usable, leaves))
+    kinds = {(leaf.dtype, leaf.layout, leaf.is_nested) for leaf in leaves if leaf is not None}
+    return kinds <= _USABLE_KINDS
+
+
 def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
-    if all(map(is_usable, leaves)):
+    if all_usable(leaves):
         return
     named = zip(tree.names(given), leaves, strict=True)
     name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
@@ -270,7 +281,12 @@ LeafSpec = tuple[torch.Size, torch.dtype] | None
 """Shape and dtype of a leaf, or None for a leaf that is no tensor."""
 
 
+_shape_and_dtype: Callable[[Any], LeafSpec] = operator.attrgetter("shape", "dtype")
+
+
 def _specs(leaves: Sequence[Any]) -> list[LeafSpec]:
+    if PLAIN.issuperset(map(type, leaves)):
+        return list(map(_shape_and_dtype, leaves))
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 

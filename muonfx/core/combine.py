@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.checks import check_floating, check_structure, check_updates_fit, warn_of_growing_graphs
+from muonfx.core.checks import PLAIN, check_floating, check_structure, check_updates_fit, warn_of_growing_graphs
 from muonfx.core.contract import EmptyState, Transform, entries_of
-from muonfx.core.declaration import Combinator, Locality
-from muonfx.core.definition import Memory
+from muonfx.core.definition import Combinator, Locality, Memory
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform, with_memory
 from muonfx.core.order import check_order
 from muonfx.core.recorded import part_names
 from muonfx.tree import PyTree
-from muonfx.tree.elementwise import wide_dtype
+from muonfx.tree.elementwise import apply, cast_like, wide_dtype
 
 T = TypeVar("T")
 
@@ -92,8 +91,8 @@ def widest(transforms: Any) -> Locality:
 
 def is_new(new: PyTree, old: PyTree) -> bool:
     """Return True if no leaf of the new tree is a leaf of the old tree."""
-    given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
-    return not any(id(leaf) in given for leaf in tree.leaves(new))
+    given = tree.ids(old)
+    return not [leaf for leaf in tree.ids(new) if leaf in given]  # torch.compile cannot trace `isdisjoint` of ids
 
 
 @transform(
@@ -236,10 +235,13 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
         if donate:
             check_writable("apply_updates: params", params)
             leaves = copied_where_shared(leaves, changes)
-        added = [
-            own if own is None or new is None else own.add_(new) if donate else (own + new).to(own.dtype)
-            for own, new in zip(leaves, changes, strict=True)
-        ]
+        if not donate and PLAIN.issuperset(map(type, leaves)) and PLAIN.issuperset(map(type, changes)):
+            added = cast_like(apply("add", leaves, changes), leaves)
+        else:
+            added = [
+                own if own is None or new is None else own.add_(new) if donate else (own + new).to(own.dtype)
+                for own, new in zip(leaves, changes, strict=True)
+            ]
     except (AttributeError, TypeError, ValueError):
         check_floating("params", params)
         check_floating("updates", updates)

@@ -22,16 +22,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from muonfx import tree
-from muonfx.core import checks, signatures
-from muonfx.core.declaration import Declaration, Locality, Position
-from muonfx.core.definition import Lazy, of_structure
+from muonfx.core import checks, definition
+from muonfx.core.definition import Declaration, Extras, Lazy, Locality, Position, of_structure, sum_over_leaves
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import check_numbers
 from muonfx.core.outline import outline
 from muonfx.core.patterns import NamePatterns, warn_of_unmatched
 from muonfx.core.recorded import Recorded
 from muonfx.core.schedules import Schedule, follow
-from muonfx.core.signatures import sum_over_leaves
 from muonfx.tree import PyTree, Structure
 from muonfx.tree.display import Report
 
@@ -111,7 +109,7 @@ class Transform(Recorded):
         """True if a wrapper of this transform must wrap its argument ``tx`` instead, so that it stays outermost."""
         return False
 
-    @property
+    @Lazy
     def schedules(self) -> dict[str, Schedule]:
         """The schedules among the arguments for which the constructor takes numbers, by argument."""
         if not [part for part in self.parts if isinstance(part, Schedule)]:
@@ -196,25 +194,17 @@ class Transform(Recorded):
         return tuple(dict.fromkeys(found))
 
     @Lazy
-    def functions(self) -> signatures.Functions:
+    def functions(self) -> definition.Functions:
         """The functions that the constructor returned for the arguments."""
-        return signatures.Functions(*self.built)
+        return definition.Functions(*self.built)
 
     @of_structure
-    def extras(self) -> signatures.Extras:
-        """The named extras in the signature of the update function."""
-        return signatures.extras_of(self.functions.update, [part.extras for part in self.children])
-
-    @of_structure
-    def understood_extras(self) -> frozenset[str] | None:
-        """The named extras that this transform and transforms within it read. None: any is accepted.
-
-        A transform with ``**extras`` forwards all extras to the transforms within it. Without inner transforms, it
-        may read any extra itself.
-        """
-        if self.extras.takes_all and not (self.children or self.declaration.combinator.in_sequence):
-            return None
-        return signatures.understood(self.extras, [part.understood_extras for part in self.children])
+    def extras(self) -> Extras:
+        """The named extras in the signature of the update function, and in those of the transforms that it calls."""
+        calls_none = not (self.children or self.declaration.combinator.in_sequence)
+        return definition.extras_of(
+            self.functions.update, [part.extras for part in self.children], calls_none=calls_none
+        )
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
         """Raise if a required extra is missing, or if no transform reads a given extra.
@@ -223,12 +213,12 @@ class Transform(Recorded):
             TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
         """
         if extras or self.extras.required:
-            signatures.check_extras(list(within(self)), extras)
+            definition.check_extras(list(within(self)), extras)
 
     @property
     def works_on_pieces(self) -> bool:
         """True if its update takes an extra such as ``sum_over_leaves``, so it can run on shards of leaves."""
-        return not signatures.ON_PIECES.isdisjoint(self.extras.named)
+        return not definition.ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure
     def keeps_donation_promise(self) -> bool:
@@ -240,9 +230,10 @@ class Transform(Recorded):
         if not torch.compiler.is_compiling():
             self._check_schedules()
         super().prepare()
-        if not torch.compiler.is_compiling():
-            signatures.check_functions(self.factory.__name__, self.built)
-        _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
+        # The tests of this package check the signatures of its own functions.
+        if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
+            definition.check_functions(self.factory.__name__, self.built)
+        _ = self.locality, self.extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
         """Build the state for a tree of parameters.
@@ -337,8 +328,13 @@ class Transform(Recorded):
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the update function without checking the trees, with the extras that its signature names."""
-        names, takes_all, _ = self.extras
-        given = extras if takes_all or not extras else {name: extras[name] for name in extras if name in names}
+        names, takes_all, *_ = self.extras
+        given = extras
+        if extras and not takes_all:
+            given = {}
+            for name in extras:  # no comprehension, which is a call: this runs for each transform of a step
+                if name in names:
+                    given[name] = extras[name]
         if takes_all or "donate" in names:
             given["donate"] = donate
         if "sum_over_leaves" in names:

@@ -53,7 +53,7 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
     if functorch_is_active() or is_traced():
         return NOTHING, updates, state  # memory cannot be compared here
     given, own = tree.leaves(updates), tree.leaves(state)
-    shared = _shared([*given, *own, *tree.leaves(params)])
+    shared = _sharing([*given, *own, *tree.leaves(params)])
     if shared and donate.updates:
         updates = _copied(updates, {place for place in shared if place < len(given)})
     if shared and donate.state:
@@ -63,7 +63,14 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
 
 def copied_where_shared(given: list[Any], others: list[Any]) -> list[Any]:
     """Copy the leaves of the first list that share memory with another leaf of either list."""
-    shared = _shared([*given, *others])
+    leaves = [*given, *others]
+    if not (functorch_is_active() or is_traced()):
+        shared = _sharing(leaves)
+    else:  # memory cannot be compared here: only find tensors that occur twice
+        first: dict[Tensor, int] = {}
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        pairs = [(first.setdefault(leaves[place], place), place) for place in places]
+        shared = {place for pair in pairs if pair[0] != pair[1] for place in pair}
     return [leaf.clone() if place in shared else leaf for place, leaf in enumerate(given)] if shared else given
 
 
@@ -75,17 +82,13 @@ def _copied(given: PyTree, places: set[int]) -> PyTree:
     return tree.unflatten(treedef, [leaf.clone() if at in places else leaf for at, leaf in enumerate(leaves)])
 
 
-def _shared(leaves: Sequence[Any]) -> set[int]:
+def _sharing(leaves: Sequence[Any]) -> set[int]:
     """Return the indices of leaves that share memory with another leaf or overlap themselves."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    if functorch_is_active() or is_traced():
-        first: dict[Tensor, int] = {}  # memory cannot be compared here: only find tensors that occur twice
-        pairs = [(first.setdefault(leaves[place], place), place) for place in places]
-        return {place for pair in pairs if pair[0] != pair[1] for place in pair}
     held = [leaves[place] for place in places]
     if not PLAIN.issuperset(map(type, held)):
         held = list(map(_in_memory, held))
-    return {places[at] for at in sharing(held)}
+    return set(map(places.__getitem__, sharing(held)))
 
 
 def _in_memory(leaf: Tensor) -> Tensor:

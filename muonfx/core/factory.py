@@ -9,8 +9,16 @@ from typing import Any, Concatenate, ParamSpec, cast, overload
 import torch
 
 from muonfx.core.contract import Transform
-from muonfx.core.declaration import Combinator, Declaration, InitAndUpdate, LeafCost, Locality, Position
-from muonfx.core.definition import Memory, make_factory
+from muonfx.core.definition import (
+    Combinator,
+    Declaration,
+    InitAndUpdate,
+    LeafCost,
+    Locality,
+    Memory,
+    Position,
+    make_factory,
+)
 from muonfx.core.patterns import NamePatterns
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import bind

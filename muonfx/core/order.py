@@ -18,18 +18,9 @@ _LAST = {"last", "last_observer"}
 _OBSERVERS = {"observer", "last_observer"}
 
 
-def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
-    """Yield the transforms within a transform with their positions, inner transforms first."""
-    for part in tx.children:
-        yield from _positioned(part)
-    position = tx.position
-    if position is not None or not (tx.children or tx.declaration.combinator.in_sequence):
-        yield tx, position
-
-
 def check_order(chain: str, members: Mapping[str, Transform]) -> None:
     """Compare each member's position with the positions of all earlier members; raise or warn."""
-    placed = [[_Placed(name, *found) for found in _positioned(member)] for name, member in members.items()]
+    placed = [list(_positioned(name, member)) for name, member in members.items()]
     # A transform without a position may be followed by any other.
     before = [[own for own in member if own.position is not None] for member in placed]
     pairs = [pair for at, first in enumerate(before) for later in placed[at + 1 :] for pair in product(first, later)]
@@ -48,6 +39,15 @@ class _Placed(NamedTuple):
     member: str
     tx: Transform
     position: Position | None
+
+
+def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
+    """Yield the transforms within a member of a chain, inner transforms first."""
+    for part in tx.children:
+        yield from _positioned(member, part)
+    position = tx.position
+    if position is not None or not (tx.children or tx.declaration.combinator.in_sequence):
+        yield _Placed(member, tx, position)
 
 
 def _error(earlier: _Placed, later: _Placed) -> str:

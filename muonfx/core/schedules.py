@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import checks
-from muonfx.core.declaration import InitAndUpdate
-from muonfx.core.definition import make_factory
+from muonfx.core.definition import InitAndUpdate, make_factory
 from muonfx.core.recorded import Recorded
 from muonfx.tree import PyTree, device_of
 from muonfx.tree.tracing import is_wrapped

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from muonfx.core import Donation, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
-from muonfx.optimizer.attachment import Attachment, check_real, models_of
+from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
 from muonfx.optimizer.following import FollowingOptimizer
 from muonfx.optimizer.groups import (
+    Group,
     NamedParameters,
     check_once,
     defaults_for_schedulers,
@@ -31,10 +32,8 @@ from muonfx.optimizer.groups import (
     warn_of_ascent,
     warn_of_unread_rates,
 )
-from muonfx.optimizer.ownership import own_groups
 from muonfx.optimizer.state import Load, read_state_dict
 from muonfx.optimizer.stepping import add_in_place
-from muonfx.optimizer.values import Group
 from muonfx.program.placement import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
@@ -224,7 +223,7 @@ class TransformOptimizer(FollowingOptimizer):
     @property
     def transform_state(self) -> PyTree:
         """The state of `transform` as the functional API sees it; its storage is reused by the next step."""
-        return self._stepping.shown(self._state)
+        return self._stepping.shown(self._live["state"])
 
     # ----------------------------------------------------------------------------------------------------- stepping
 
@@ -258,11 +257,12 @@ class TransformOptimizer(FollowingOptimizer):
         problem: Exception | None = None
         try:
             if not is_compiling:
-                self._rebind("step")
+                if not self._attachment.is_current(self.param_groups):
+                    self._rebind("step")
                 if not self._live.get("checked_rates"):
                     is_read = len(self.groups_without_rate) < len(self.param_groups)
                     self._live["checked_rates"] = is_read or warn_of_unread_rates(self.param_groups)
-            params = self._named()
+            params = self._named() if is_compiling else self._attachment.named
             updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
             if len(self.state) != len(updates):
                 raise ValueError(
@@ -277,7 +277,7 @@ class TransformOptimizer(FollowingOptimizer):
             problem = error
             params = self._attachment.named
             updates = {name: param.grad for name, param in params.items()}
-        call = Arguments(updates, self._state, params, Donation(self.donate_grads, True), extras, add_in_place)
+        call = Arguments(updates, self._live["state"], params, Donation(self.donate_grads, True), extras, add_in_place)
         state = self._live["state"] = self._stepping.step(call, problem)
         self._live["entries"].update(self.state, state, self._stepping.show)
         return loss
@@ -299,7 +299,7 @@ class TransformOptimizer(FollowingOptimizer):
             one.numbers.read(one.group)  # so that all keys of a number agree
         found = super().state_dict()
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
-        for place, leaf in self._stepping.exported(self._state).items():
+        for place, leaf in self._stepping.exported(self._live["state"]).items():
             owner, key = self._live["entries"].slots[place]
             index = index_of[id(owner)]
             found["state"][index] = {**found["state"][index], key: leaf}
@@ -342,7 +342,7 @@ class TransformOptimizer(FollowingOptimizer):
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
-            self._stepping.load(loads, self._state, problem)
+            self._stepping.load(loads, self._live["state"], problem)
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(
                 copy.deepcopy({key: value for key, value in old.items() if key not in ("params", "param_names")})

@@ -1,4 +1,4 @@
-"""Follow an optimizer's parameters through edits of its groups and through changes of the model."""
+"""Hold an optimizer's groups: follow its parameters through edits and changes of the model, and refuse other owners."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from muonfx.optimizer.groups import BoundGroup, Group, GroupNumbers
 from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.values import BoundGroup, Group, GroupNumbers
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
-
-__all__ = ["Attachment", "check_real", "check_usable", "models_of"]
 
 CAUSES = (
     "was the model sharded, loaded or converted after the optimizer was made (fully_shard, load_state_dict(assign="
@@ -87,6 +89,8 @@ class Attachment:
         self._models = [] if known is None else [(weakref.ref(known), True)]
         self.groups: list[BoundGroup] = []
         self._bound: dict[str, _Bound] = {}
+        self._named: dict[str, Tensor] = {}
+        self._listed: list[BoundGroup] | None = None  # the groups whose parameters `_named` has
         self._alone = alone  # no other rank may have the gradients that are missing here
         self._absent: tuple[str, ...] | None = None
         self._warned = set[str]()
@@ -94,7 +98,7 @@ class Attachment:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without models and bound parameters, which a copy must set itself."""
-        return {**self.__dict__, "_models": [], "_bound": {}}
+        return {**self.__dict__, "_models": [], "_bound": {}, "_named": {}, "_listed": None}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -103,8 +107,11 @@ class Attachment:
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The bound parameters by name."""
-        return {name: bound.param for name, bound in self._bound.items()}
+        """The bound parameters by name, in the order of the groups."""
+        if self._listed is not self.groups:
+            self._named = {name: self._bound[name].param for one in self.groups for name in one.names}
+            self._listed = self.groups
+        return self._named
 
     # ------------------------------------------------------------------------------------------------------- groups
 
@@ -115,20 +122,23 @@ class Attachment:
         for param, shape, device, _, slot in self._bound.values():
             if param.shape != shape or param.device != device:
                 return False
-            now = None if slot is None else slot.now()
-            if now is not None and now is not param:
-                return False
+            module = None if slot is None else slot.module()  # not `slot.now()`, a call for each parameter and step
+            if slot is not None and module is not None:
+                now = module._parameters.get(slot.leaf)
+                if now is not None and now is not param:
+                    return False
         return True
 
     def _has(self, groups: list[Group]) -> bool:
         """Return True if these are the bound groups, with the bound parameters."""
         if len(groups) != len(self.groups):
             return False
+        named = self.named
         for group, one in zip(groups, self.groups, strict=True):
             if group is not one.group or group.get("param_names") != one.names:
                 return False
-            bound = [self._bound[name].param for name in one.names]
-            if len(group["params"]) != len(bound) or not all(map(is_, group["params"], bound)):
+            params = group["params"]
+            if len(params) != len(one.names) or not all(map(is_, params, map(named.get, one.names))):
                 return False
         return True
 
@@ -211,7 +221,7 @@ class Attachment:
                 slot = slots.get(param)
             # No weak references: torch.utils.swap_tensors, used to convert in place, refuses tensors that have any
             self._bound[name] = _Bound(param, param.shape, param.device, _placement(param), slot)
-        self._absent = None
+        self._absent = self._listed = None
         self.on_meta = any(bound.param.is_meta for bound in self._bound.values())
 
     def _slots(self) -> dict[Tensor, _Slot]:
@@ -278,7 +288,8 @@ class Attachment:
         """If gradients are missing, check that the models train these parameters."""
         if self.on_meta:
             check_real(self.named)
-        absent = tuple(name for name, grad in updates.items() if grad is None)
+        all_present = type(None) not in set(map(type, updates.values()))
+        absent = () if all_present else tuple([name for name, grad in updates.items() if grad is None])
         if absent == self._absent:
             return  # walking through a model takes time
         self._absent = absent
@@ -332,4 +343,57 @@ def check_real(named: Mapping[str, Tensor]) -> None:
             f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: give them storage and "
             "values first (model.to_empty(device=...), then the weights). The optimizer finds them by name if it was "
             "given the model; else create it after that"
+        )
+
+
+_owners: WeakSet[Optimizer] = WeakSet()
+
+
+def own_groups(optimizer: Optimizer) -> None:
+    """Make any other optimizer, except a wrapper, raise if it steps on these groups while this optimizer exists."""
+    _register()
+    _owners.add(optimizer)
+
+
+class OwnedGroup(dict[str, Any]):
+    """A group that is recognized after its optimizer is deleted; torch.compile cannot trace it."""
+
+
+class GroupOwner(Optimizer):
+    """Base of optimizers whose groups no other optimizer may step on, unless it wraps this one as an attribute."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        own_groups(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group."""
+        super().add_param_group(OwnedGroup(param_group))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or loaded state."""
+        super().__setstate__(state)
+        self.param_groups = [OwnedGroup(group) for group in self.param_groups]
+        own_groups(self)
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_refuse_exchanged)
+
+
+def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling() or optimizer in _owners:
+        return
+    # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
+    # still have our labels, but our step never runs.
+    ours = {id(group) for owner in _owners for group in owner.param_groups}
+    owned = [group for group in optimizer.param_groups if id(group) in ours or isinstance(group, OwnedGroup)]
+    if owned and not any(isinstance(value, Optimizer) and value in _owners for value in vars(optimizer).values()):
+        labels = ", ".join(repr(group.get("label")) for group in owned)
+        raise RuntimeError(
+            f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({labels}), which itself never steps: "
+            "an engine has exchanged it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
+            'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
+            "give it plain copies: [dict(group) for group in optimizer.param_groups]"
         )

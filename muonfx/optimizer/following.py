@@ -11,17 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonfx.core import Transform
-from muonfx.optimizer.attachment import Attachment, check_usable
+from muonfx.optimizer.attachment import Attachment, check_usable, own_groups
 from muonfx.optimizer.over_ranks import stepping_for
-from muonfx.optimizer.ownership import own_groups
-from muonfx.optimizer.state import StateEntries
-from muonfx.optimizer.stepping import Stepping
+from muonfx.optimizer.stepping import StateEntries, Stepping
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.tree import PyTree
-
-__all__ = ["FollowingOptimizer"]
 
 
 class FollowingOptimizer(Optimizer):
@@ -54,10 +49,6 @@ class FollowingOptimizer(Optimizer):
         self._stepping.refresh(named, self._attachment.groups)  # now, because the first step may be traced
         own_groups(self)
 
-    @property
-    def _state(self) -> PyTree:
-        return self._live["state"]
-
     def _named(self) -> dict[str, Tensor]:
         return {
             name: param
@@ -75,7 +66,7 @@ class FollowingOptimizer(Optimizer):
         self._attachment.note(self.param_groups, self._stepping)
         state = self._stepping.init(self._named(), self._attachment.groups)
         if before is not None:
-            state = self._stepping.taken_from(before, state, self._state)
+            state = self._stepping.taken_from(before, state, self._live["state"])
         self._live["state"] = state
         self._show_all()
         self._stepping.share(state)
@@ -86,8 +77,8 @@ class FollowingOptimizer(Optimizer):
         self.state.clear()
         for param in named.values():
             self.state[param] = {}
-        self._live["entries"] = StateEntries(self._state, named)
-        self._live["entries"].update(self.state, self._state, self._stepping.show)
+        self._live["entries"] = StateEntries(self._live["state"], named)
+        self._live["entries"].update(self.state, self._live["state"], self._stepping.show)
 
     @contextmanager
     def _all_or_nothing(self) -> Generator[None]:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups
-from muonfx.optimizer.values import scalar
+from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups, scalar
 from muonfx.recipes import muon_with_adamw, with_views
 from muonfx.select import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.optimizer.groups import BoundGroup
 from muonfx.optimizer.state import Load, on_this_rank, shard_error
 from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.values import BoundGroup
 from muonfx.program.lower import lower
 from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import inner_of, store_of
@@ -39,8 +39,6 @@ from muonfx.sharding.state import (
 from muonfx.sharding.steps import next_serial
 from muonfx.sharding.transform import bind, init_sharded, sharded, step_sharded
 from muonfx.tree import PyTree
-
-__all__ = ["SteppingOverRanks", "stepping_for"]
 
 ALIGNED = 16
 """The bytes to a multiple of which each leaf of a gather is padded, so that it can be viewed in any dtype."""

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from muonfx import tree
-from muonfx.optimizer.values import BoundGroup, Group
+from muonfx.optimizer.groups import BoundGroup, Group
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.shards import IntervalTensor
-from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
 from muonfx.tree.dtypes import widens
 from muonfx.tree.renaming import Rename, new_names
@@ -21,50 +19,11 @@ from muonfx.tree.wrappers import unwrapped
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
 
-__all__ = ["Load", "StateEntries", "Take", "on_this_rank", "path_of", "read_state_dict", "shard_error"]
-
-
 Load = tuple[str, int, Tensor]
 """The names of a parameter and its leaf, the leaf's index in the state, and values of this rank's part or the whole."""
 
 Take = Callable[[int, Any, Any], Tensor | str]
 """From a leaf's index, the displayed leaf and a saved value: the value of the `Load`, or an error message."""
-
-
-def path_of(entries: tuple[object, ...]) -> str:
-    """Return the path of a leaf as a key of ``optimizer.state``."""
-    return "/".join(map(str, entries))
-
-
-class StateEntries:
-    """The entries of ``optimizer.state``: each leaf of the state by parameter; all parameters show a shared leaf."""
-
-    def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
-        self.slots: list[tuple[Tensor | None, str]] = []
-        """For each leaf, its parameter, or None for a shared leaf, and its key."""
-        for path in tree.paths(state):
-            owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
-            self.slots.append((owner, path_of(path if owner is None else path[:-1])))
-        self._leaves: list[Any] = [...] * len(self.slots)  # no leaf is shown
-
-    def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
-        """Show the leaves that are new objects, as `show` presents them by their index."""
-        leaves = tree.leaves(state)
-        for place, (new, shown) in enumerate(zip(leaves, self._leaves, strict=True)):
-            if new is not shown:
-                owner, key = self.slots[place]
-                leaf = show(place, new)
-                for param in entries if owner is None else (owner,):
-                    entries[param][key] = leaf
-        self._leaves = leaves
-
-    def places(self, entries: Mapping[Tensor, Group]) -> dict[tuple[int, str], int]:
-        """Return the index of the leaf of each entry, by the id of its parameter and its key."""
-        return {
-            (id(param), key): place
-            for place, (owner, key) in enumerate(self.slots)
-            for param in (entries if owner is None else (owner,))
-        }
 
 
 def read_state_dict(

@@ -1,8 +1,12 @@
-"""Steps of an optimizer in one process: read the groups, check the gradients, run the executor."""
+"""Steps of an optimizer in one process: read the groups, check the gradients, run the executor, show the state.
+
+A transform whose numbers differ between groups runs in versions, one for each set of numbers (`by_groups`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import is_
 from typing import Any
 
@@ -10,22 +14,21 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Transform
-from muonfx.core.checks import check_params, check_updates_fit, is_usable
-from muonfx.core.donation import Donation, unshared
-from muonfx.core.hyperparams import hyperparams
+from muonfx.core import Combinator, Locality, Transform, chain, transform
+from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
+from muonfx.core.combine import chain_entries, widest
+from muonfx.core.donation import NOTHING, Donation, unshared
+from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.optimizer.groups import routes_of
+from muonfx.core.recorded import with_numbers
+from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import BoundGroup, Number, fitted
-from muonfx.optimizer.versions import for_groups
+from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor
-from muonfx.program.nodes import Program
+from muonfx.program.nodes import Node, Program
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
 from muonfx.tree import PyTree
-
-__all__ = ["Stepping", "add_in_place"]
 
 
 class Stepping:
@@ -104,10 +107,12 @@ class Stepping:
 
     def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
         """Raise if a gradient is sparse or complex, or if the labels leave its parameter out."""
-        for name, grad in updates.items():
-            if grad is not None and not is_usable(grad):
-                raise TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}")
-        if late := [name for name in self.left_out if updates[name] is not None]:
+        if not all_usable(updates.values()):
+            name, grad = next(
+                (name, grad) for name, grad in updates.items() if grad is not None and not is_usable(grad)
+            )
+            raise TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}")
+        if self.left_out and (late := [name for name in self.left_out if updates[name] is not None]):
             raise ValueError(
                 f"{min(late)!r} has a gradient, but the labels leave it out (label None): if it was frozen before, "
                 "call optimizer.add_param_group({'params': [...]}) with it; else change the labels"
@@ -153,9 +158,152 @@ class Stepping:
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
     """Add updates to parameters; an update of another shape raises ValueError."""
-    present = [(params[name], update) for name, update in updates.items() if update is not None]
-    if present:
-        into, added = map(list, zip(*present, strict=True))
-        if [x.shape for x in into] != [x.shape for x in added]:  # would be broadcast
-            check_updates_fit(params, updates)
+    into: list[Tensor] = []
+    added: list[Tensor] = []
+    for name, update in updates.items():
+        if update is not None:
+            if update.shape != params[name].shape:  # would be broadcast
+                check_updates_fit(params, updates)
+            into.append(params[name])
+            added.append(update)
+    if into:
         torch._foreach_add_(into, added)
+
+
+def path_of(entries: tuple[object, ...]) -> str:
+    """Return the path of a leaf as a key of ``optimizer.state``."""
+    return "/".join(map(str, entries))
+
+
+class StateEntries:
+    """The entries of ``optimizer.state``: each leaf of the state by parameter; all parameters show a shared leaf."""
+
+    def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
+        self.slots: list[tuple[Tensor | None, str]] = []
+        """For each leaf, its parameter, or None for a shared leaf, and its key."""
+        for path in tree.paths(state):
+            owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
+            self.slots.append((owner, path_of(path if owner is None else path[:-1])))
+        self._leaves: list[Any] = [...] * len(self.slots)  # no leaf is shown
+
+    def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
+        """Show the leaves that are new objects, as `show` presents them by their index."""
+        leaves = tree.leaves(state)
+        for place, (new, shown) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if new is not shown:
+                owner, key = self.slots[place]
+                leaf = show(place, new)
+                for param in entries if owner is None else (owner,):
+                    entries[param][key] = leaf
+        self._leaves = leaves
+
+    def places(self, entries: Mapping[Tensor, Group]) -> dict[tuple[int, str], int]:
+        """Return the index of the leaf of each entry, by the id of its parameter and its key."""
+        return {
+            (id(param), key): place
+            for place, (owner, key) in enumerate(self.slots)
+            for param in (entries if owner is None else (owner,))
+        }
+
+
+# ----------------------------------------------------------------------------------- numbers that differ between groups
+
+
+def _resolve(tx: Transform, params: PyTree) -> Transform:
+    return tx.replace(versions=tuple(version.resolve(params) for version in tx.arguments["versions"]))
+
+
+def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    done = [version.on_stacks(shapes) for version in tx.arguments["versions"]]
+    return tx.replace(versions=tuple(version for version, _ in done)), done[0][1]
+
+
+@transform(
+    locality=lambda versions, members: widest(versions),
+    reads_params=lambda versions, members: any(version.reads_params for version in versions),
+    resolve=_resolve,
+    on_stacks=_on_stacks,
+    combinator=Combinator(varies_numbers=True),
+)
+def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
+    """Run one version of a transform, with its own numbers, on the leaves of each group; they share one state."""
+    chosen = [frozenset(names) for names in members]
+
+    def init(params: PyTree) -> PyTree:
+        return versions[0].functions.init(params)
+
+    def update(
+        updates: dict[str, Tensor | None],
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
+        results: dict[str, Tensor | None] = dict.fromkeys(updates)
+        before, treedef = tree.flatten(state)
+        leaves = list(before)
+        for version, names in zip(versions, chosen, strict=True):
+            mine = {name: update if name in names else None for name, update in updates.items()}
+            out, new = version.run(mine, state, params, donate=donate, **extras)
+            # State of no parameter, such as a count, is equal in all versions.
+            leaves = [
+                now if now is not was else kept for now, was, kept in zip(tree.leaves(new), before, leaves, strict=True)
+            ]
+            results.update({name: out[name] for name in mine if name in names})
+        return results, tree.unflatten(treedef, leaves)
+
+    return init, update
+
+
+def for_groups(
+    tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
+) -> Transform:
+    """Return the transform with the numbers of all groups, in versions only where groups disagree."""
+    agreed: dict[str, Number] = {}
+    for group in values:
+        agreed = {**group, **agreed}
+    conflicts = {name for group in values for name, value in group.items() if not equal(agreed[name], value)}
+    tx = with_hyperparams(tx, agreed)
+    return _in_versions(tx, next(program.transforms()), values, members, conflicts) if conflicts else tx
+
+
+def _keeps_a_number(node: Node) -> bool:
+    """Return True if a state has a float that belongs to no parameter: versions would compute different values."""
+    state = node.tx.functions.init(node.like)
+    pairs = zip(tree.leaves(state), parameters_of(state, node.like), strict=True)
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
+
+
+def _in_versions(
+    tx: Transform,
+    node: Node,
+    values: Sequence[Mapping[str, Number]],
+    members: Sequence[Sequence[str]],
+    conflicts: Set[str],
+) -> Transform:
+    own = next((name for name in node.own.names if name in conflicts), None)
+    if own is not None:
+        if node.called or tx.locality is Locality.TREE or _keeps_a_number(node):
+            kind = "around others" if node.called else "that reads all parameters together"
+            raise ValueError(
+                f"the groups disagree about {own!r} of a transform {kind}: give it one value in all groups"
+            )
+        agreed = dict(zip(node.own.names, tree.leaves(tx), strict=True))
+        runs: dict[tuple[object, ...], tuple[list[Number], list[str]]] = {}
+        for group, names in zip(values, members, strict=True):
+            own_numbers = [group.get(name, number) for name, number in agreed.items()]
+            key = tuple((id(number), None) if isinstance(number, Tensor) else number for number in own_numbers)
+            runs.setdefault(key, (own_numbers, []))[1].extend(names)
+        made = tuple(with_numbers(tx, iter(numbers)) for numbers, _ in runs.values())
+        return by_groups(made, tuple(tuple(names) for _, names in runs.values()))
+    called = iter(node.called)
+    parts = [
+        _in_versions(part, next(called), values, members, conflicts) if isinstance(part, Transform) else part
+        for part in tx.parts
+    ]
+    if all(new is old for new, old in zip(parts, tx.parts, strict=True)):
+        return tx
+    if (entries := chain_entries(tx)) is not None:
+        return chain(*zip(entries, parts, strict=True))
+    return Transform._from(dataclasses.replace(tx.structure, derived={}), parts)

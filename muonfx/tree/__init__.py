@@ -30,6 +30,7 @@ from muonfx.tree.structure import (
 )
 from muonfx.tree.structure import Structure as Structure
 from muonfx.tree.structure import copy_shared as copy_shared
+from muonfx.tree.structure import ids as ids
 from muonfx.tree.structure import is_flat as is_flat
 from muonfx.tree.structure import named_leaves as named_leaves
 

@@ -196,6 +196,13 @@ def leaves(tree: PyTree) -> list[Any]:
     return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
+def ids(tree: PyTree) -> set[int]:
+    """Return the ids of the leaves of a tree that are not None, to find leaves that two trees share."""
+    found = set(builtins.map(id, tree.values() if is_flat(tree) else flatten(tree)[0]))
+    found.discard(id(None))
+    return found
+
+
 _PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
@@ -287,11 +294,12 @@ def copy_shared(new: PyTree, old: PyTree) -> PyTree:
     >>> found["a"] is x, found["b"] is y
     (False, True)
     """
-    before = {id(leaf) for leaf in leaves(old) if isinstance(leaf, Tensor)}
-    found = leaves(new)
-    if before.isdisjoint(builtins.map(id, found)):
+    before = ids(old)
+    if before.isdisjoint(ids(new)):
         return new
-    return unflatten(flatten(new)[1], [leaf.clone() if id(leaf) in before else leaf for leaf in found])
+    found, treedef = flatten(new)
+    is_shared = [id(leaf) in before and isinstance(leaf, Tensor) for leaf in found]
+    return unflatten(treedef, [leaf.clone() if own else leaf for leaf, own in zip(found, is_shared, strict=True)])
 
 
 def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:

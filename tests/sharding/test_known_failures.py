@@ -167,7 +167,7 @@ def test_matrices_that_cross_a_boundary_under_reduce_scatter(here: Here, case: L
     assert apart(on_partly_reduced_gradients(own, [0, 29, 58]), wanted) > FAR
     layout = laid_out(case, drawn.params(), here, NS)
     local, sharded = layout.shard(drawn.params()), sharding.sharded(NS, layout)
-    updates, _ = sharded.update(layout.reduce_scatter(own[here.rank], "mean"), sharded.init(local), local)
+    updates, _ = sharded.update(layout.reduce_scatter(own[here.rank]), sharded.init(local), local)
     assert apart(layout.gather(updates), wanted) < NEAR
 
 

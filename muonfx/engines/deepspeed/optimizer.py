@@ -14,9 +14,8 @@ from muonfx.core.contract import require_transform
 from muonfx.core.hyperparams import hyperparams
 from muonfx.engines.deepspeed.pieces import Pieces, flats_of, locate, shape_of, stage_3_of, trained_parameters
 from muonfx.engines.deepspeed.unit import Unit
-from muonfx.optimizer.groups import defaults_for_schedulers, routes_of, split_by_route
-from muonfx.optimizer.ownership import GroupOwner
-from muonfx.optimizer.values import GroupNumbers
+from muonfx.optimizer.attachment import GroupOwner
+from muonfx.optimizer.groups import GroupNumbers, defaults_for_schedulers, routes_of, split_by_route
 from muonfx.program.lower import lower
 
 __all__ = ["ZeroOptimizer"]

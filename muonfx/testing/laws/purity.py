@@ -170,5 +170,5 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
             tx.update(grads, state, params, an_extra_that_nobody_names=torch.ones(()))
         except TypeError:
             continue
-        if tx.understood_extras is not None:
+        if tx.extras.understood is not None:
             raise Breach(None, "update accepts an extra that nothing reads, without an error")
