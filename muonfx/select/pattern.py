@@ -126,11 +126,13 @@ class Pattern:
         return min(place[name] for name in rows) > min(place[name] for name in columns)
 
     def independent(self, shape: Sequence[int]) -> Units | None:
-        """Return the units of a tensor of this shape; None if the whole tensor is one unit.
+        """Return the units of a tensor of this shape; None if the whole tensor is one unit, or empty.
 
         A rank that holds a unit updates it without other ranks. For ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads
         v in"``, a unit is the 8 rows of a head.
         """
+        if 0 in shape:
+            return None
         dims, results = self._expanded(len(shape))
         axes = [(at, axis) for at, dim in enumerate(dims) for axis in self._sized(dim, shape[at])]
         in_matrices = {name for result in results for name in _names(result[-2:])}
