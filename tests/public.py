@@ -8,6 +8,6 @@ NAMES = {name: getattr(module, name) for module in (mfx.contrib, mfx) for name i
 
 NO_MATCH = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings("ignore:(dims|blocks). .*matches none of"),
+    pytest.mark.filterwarnings("ignore:view. .*matches none of"),
 ]
 """Marks for laws that draw random trees, which may have no leaf with a label or name that a case refers to."""

@@ -32,9 +32,9 @@ def test_the_order_of_a_partitions_transforms_means_nothing_and_their_labels_do(
         == mfx.partition({"b": two, "a": one}, labels).fingerprint
     )
     assert mfx.partition({"a": one, "b": two}, labels) != mfx.partition({"b": one, "a": two}, labels)
-    assert mfx.orthogonalize(view=mfx.MatrixView(blocks={"q*": 2, "*": 1})) != mfx.orthogonalize(
-        view=mfx.MatrixView(blocks={"*": 1, "q*": 2})
-    )
+    assert mfx.orthogonalize(
+        view=mfx.MatrixView({"q*": "in out -> out in", "*": "out in -> out in"})
+    ) != mfx.orthogonalize(view=mfx.MatrixView({"*": "out in -> out in", "q*": "in out -> out in"}))
     sweep = mfx.stack([mfx.partition({"a": one, "b": two}, labels), mfx.partition({"b": one, "a": two}, labels)])
     params = {"w": torch.ones(1), "v": torch.ones(1)}
     updates = torch.func.vmap(lambda tx: tx.update(params, tx.init(params), params)[0])(sweep)
@@ -251,7 +251,7 @@ def test_an_undeclared_transform_sees_the_whole_tree():
     assert mfx.chain(mfx.momentum(), undeclared()).locality is mfx.Locality.TREE
     assert mfx.chain(mfx.momentum()).locality is mfx.Locality.ELEMENT
     assert mfx.muon().locality is mfx.Locality.LEAF
-    assert mfx.orthogonalize(view=mfx.MatrixView(dims=((-2,), (-1,)))).locality is mfx.Locality.MATRIX
+    assert mfx.orthogonalize(view=mfx.MatrixView("... out in -> ... out in")).locality is mfx.Locality.MATRIX
 
 
 def test_convolutions_are_flattened():
@@ -404,7 +404,7 @@ def test_cautious_refuses_what_turns_the_update_that_it_compares_with_the_gradie
 
 @pytest.mark.parametrize("make", [mfx.muon, mfx.normuon, mfx.muon_with_adamw])
 def test_the_orthogonalizing_part_and_its_view_reach_every_matrix_transform(make: Callable[..., mfx.Transform]) -> None:
-    view = mfx.MatrixView(blocks={"*": 2})
+    view = mfx.MatrixView({"*": "(part=2 out) in -> part out in"})
     part = mfx.orthogonalize(method="gram", view=view)
     labels = {"labels": {"w": "muon"}} if make is mfx.muon_with_adamw else {}
     found = list(within(make(0.1, orthogonalize=part, **labels)))
@@ -413,7 +413,7 @@ def test_the_orthogonalizing_part_and_its_view_reach_every_matrix_transform(make
 
 
 def test_the_view_of_a_part_is_the_first_one_within_it() -> None:
-    view = mfx.MatrixView(blocks={"*": 2})
+    view = mfx.MatrixView({"*": "(part=2 out) in -> part out in"})
     part = mfx.chain(mfx.scale(2.0), mfx.contrib.normalize_rows(view=view))
     assert mfx.scale_by_shape(view=view) in within(mfx.muon(0.1, orthogonalize=part))
     assert mfx.scale_by_shape() in within(mfx.muon(0.1, orthogonalize=mfx.scale_by_sign()))
@@ -421,9 +421,10 @@ def test_the_view_of_a_part_is_the_first_one_within_it() -> None:
 
 def test_the_optimizer_adds_the_views_of_the_routing_to_those_of_its_part() -> None:
     model = torch.nn.MultiheadAttention(8, 2)
-    part = mfx.orthogonalize(view=mfx.MatrixView(blocks={"out_proj.*": 2}))
+    part = mfx.orthogonalize(view=mfx.MatrixView({"out_proj.*": "in out -> out in"}))
     (found,) = {tx.arguments["view"] for tx in within(mfx.Muon(model, orthogonalize=part).tx) if "view" in tx.arguments}
-    assert found.of(["out_proj.weight", "in_proj_weight"]) == [mfx.MatrixView(blocks=2), mfx.MatrixView(blocks=3)]
+    assert found.text("out_proj.weight") == "in out -> out in"
+    assert found.text("in_proj_weight") == "(part=3 out) in -> part out in"
 
 
 @pytest.mark.parametrize("part", ["keller", {"steps": 3}, mfx.orthogonalize, None])

@@ -100,9 +100,9 @@ WRONG = {
     "Slot(torch.int64, 'mu_dtype')": "mu_dtype must be",
     "momentum(heavy_ball=True, debias=True)": "no bias to correct",
     "accumulate(momentum(), linear_schedule(0.5, 0.9, 4))": "accumulate: every must be an int, found linear",
-    "MatrixView(blocks=0)": "blocks must be None, a count",
-    "MatrixView(dims=(0, 1))": "dims must be None or",
-    "MatrixView(dims=((0,),))": "dims must be None or",
+    "MatrixView(3)": "MatrixView: found 3, expected a pattern",
+    "MatrixView('out in')": "must have one arrow",
+    "MatrixView('(a=0 out) in -> a out in')": "a size is 0",
     "join_schedules([constant_schedule(1.0)], [3])": "one schedule more than boundaries",
     "qk_clip('*.attn')": r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'",
     "AttentionHeads('*', 2, key_dims=4)": r"key_dims must be a tuple \(first, end\)",
@@ -131,8 +131,10 @@ WRONG = {
     "chain(momentum)": "argument 0 must be a Transform .*call the factory to get a transform",
     "chain([momentum()])": r"chain\(\*transforms\)",
     "chain(('rate', scale(1.0)), ('rate', scale(2.0)))": "'rate' is empty, has a '.' or '/', or is taken",
-    "orthogonalize(view=MatrixView(blocks=(4, 4))).init({'w': torch.zeros(12, 6)})": r"blocks \(4, 4\) add up to 8",
-    "orthogonalize(view=MatrixView(blocks=5)).init({'w': torch.zeros(12, 6)})": "12 rows cannot be cut into 5 equal",
+    "orthogonalize(view=MatrixView('(a=4 + b=4) c -> a c, b c')).init({'w': torch.zeros(12, 6)})": (
+        r"'w' has shape \(12, 6\): a dim of size 12 does not divide into \(a=4 \+ b=4\)"
+    ),
+    "orthogonalize(view=MatrixView('(a=5 b) c -> a b c')).init({'w': torch.zeros(12, 6)})": "12 does not divide into",
     "with_hyperparams(momentum(0.9), {'decya': 0.5})": r"decya \(did you mean 'decay'\?\)",
     "stateless(lambda u, p: {}).update({'w': torch.ones(2)}, core.EmptyState())": "the function returns .* missing 'w'",
     "add_updates(identity(), momentum)": "add_updates: argument 1 must be a Transform .*call the factory",
@@ -188,15 +190,16 @@ def said(init: Any, params: Any = PARAMS) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def muon_with_adamw(mask: Any = None, **view: Any) -> mfx.Transform:
-    orthogonalize = mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(**view))
+def muon_with_adamw(view: Any = None, mask: Any = None) -> mfx.Transform:
+    orthogonalize = mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(view))
     return mfx.muon_with_adamw(0.1, labels=LABELS, orthogonalize=orthogonalize, mask=mask)
 
 
+THREE = "(part=3 out) in -> part out in"
 NOTHING_MATCHES = [
-    (muon_with_adamw(blocks={"*.qvk.weight": 3}), r"blocks: '\*.qvk.weight' .* 4 parameters; close: 'h.0.attn.qkv"),
-    (muon_with_adamw(dims={"*.experts.*": ((-2,), (-1,))}), r"dims: '\*.experts.\*' matches none .* they are 'h.0"),
-    (muon_with_adamw(blocks={"*.weight": None, "*.qkv.*": 3}), r"'\*.qkv.\*' matches only names .* 'h.0.attn.qkv"),
+    (muon_with_adamw({"*.qvk.weight": THREE}), r"view: '\*.qvk.weight' .* 4 parameters; close: 'h.0.attn.qkv"),
+    (muon_with_adamw({"*.experts.*": THREE}), r"view: '\*.experts.\*' matches none .* they are 'h.0"),
+    (muon_with_adamw({"*.weight": "out in -> out in", "*.qkv.*": THREE}), r"'\*.qkv.\*' matches only names .*qkv"),
     (muon_with_adamw(mask=~select.path("*.nrom.*")), r"mask: '\*.nrom.\*' matches none .* close: 'h.0.norm.weight'"),
     (mfx.masked(mfx.scale(2.0), select.path("wpe.*") & select.ndim(2)), "mask: 'wpe.*' matches none"),
     (mfx.add_decayed_weights(0.1, select.path("*.fcc.*")), "mask: .* close: 'h.0.mlp.fc.weight'"),
@@ -225,7 +228,7 @@ def test_a_pattern_that_matches_no_parameter_is_named_once_at_init(tx: mfx.Trans
 @pytest.mark.parametrize(
     "tx",
     [
-        muon_with_adamw(blocks={"*.qkv.weight": 3, "*": 1}, dims={"h.*": None}),
+        muon_with_adamw({"*.qkv.weight": THREE, "*": "out in -> out in"}),
         # What only the other label has: the mask is one for both.
         muon_with_adamw(mask=select.path("wte.*")),
         muon_with_adamw(mask=~select.path("*bias", "*norm*", "*ln_?.*")),

@@ -41,10 +41,11 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
     >>> import warnings
     >>> import muonfx as mfx
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
-    ...     mfx.contrib.normalize_rows(view=mfx.MatrixView(blocks={"*.qvk": 3})).init({"h.qkv": torch.zeros(6, 2)})
+    ...     view = mfx.MatrixView({"*.qvk": "(part=3 out) in -> part out in"})
+    ...     mfx.contrib.normalize_rows(view=view).init({"h.qkv": torch.zeros(6, 2)})
     EmptyState()
     >>> str(caught[0].message)
-    "blocks: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"
+    "view: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"
     """
     names = tree.names(params)
     for argument, groups, first_counts, required in patterns if names else ():

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 
 from muonfx.select import MatrixView
 from muonfx.transforms import orthogonalize
-from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["with_parts"]
-
-_CONSTRUCTORS: dict[str, Callable[..., Any]] = {"orthogonalize": orthogonalize, "view": plain_arguments(MatrixView)}
-"""The constructor of the value of each option that a file gives as a mapping."""
 
 
 def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert options that were read from a file.
 
     A file has no transforms, so it gives a mapping of arguments instead: ``orthogonalize`` is a mapping of arguments of
-    `muonfx.orthogonalize`, and ``view`` in it a mapping of arguments of `muonfx.MatrixView`. In such a mapping a list
-    becomes a tuple and the name of a dtype becomes the dtype. All other options are returned unchanged.
+    `muonfx.orthogonalize`, and ``view`` in it is the pattern, or the mapping from globs to patterns, of a
+    `muonfx.MatrixView`. In such a mapping a list becomes a tuple and the name of a dtype becomes the dtype. All other
+    options are returned unchanged.
 
     Raises:
         TypeError: a mapping has an unknown argument; the message suggests a known one.
 
-    >>> view = {"blocks": {"*.qkv": [4, 2]}}
+    >>> view = {"*.qkv": "(q=4 + kv=2) in -> q in, kv in"}
     >>> made = with_parts({"lr_scaling": "original", "orthogonalize": {"dtype": "float32", "view": view}})
     >>> made["lr_scaling"], made["orthogonalize"]
-    ('original', orthogonalize(dtype=torch.float32, view=MatrixView(blocks={'*.qkv': (4, 2)})))
+    ('original', orthogonalize(dtype=torch.float32, view=MatrixView({'*.qkv': '(q=4 + kv=2) in -> q in, kv in'})))
     """
     return {name: _part(name, value) for name, value in options.items()}
 
 
 def _part(name: str, value: object) -> Any:
-    make = _CONSTRUCTORS.get(name)
-    if make is None or not isinstance(value, Mapping):
+    if name == "view" and isinstance(value, str | Mapping):
+        return MatrixView(cast("str | Mapping[str, str]", value))
+    if name != "orthogonalize" or not isinstance(value, Mapping):
         return value
     arguments = {key: _part(key, _from_json(key, item)) for key, item in cast("Mapping[str, Any]", value).items()}
-    return make(**arguments)
+    return orthogonalize(**arguments)
 
 
 def _from_json(name: str, value: Any) -> Any:

@@ -39,9 +39,9 @@ class Muon(TransformOptimizer):
         momentum: decay of Muon's average of gradients.
         orthogonalize: the transform that orthogonalizes the average. Its arguments are the options of the iteration,
             and which matrices a parameter consists of:
-            ``muonfx.orthogonalize(coefficients="keller", view=muonfx.MatrixView(blocks={"*.qkv.weight": 3}))``. For
+            ``muonfx.orthogonalize(coefficients="keller", view=muonfx.MatrixView("(qkv=3 out) in -> qkv out in"))``. For
             parameters that its view does not set, the routing sets it: stacks of experts, and transposed and fused
-            matrices of known layers (`Labels.views`). One block splits nothing.
+            matrices of known layers (`Labels.views`). The pattern "out in -> out in" splits nothing.
         lr_scaling: as in `muonfx.scale_by_shape`.
         adamw_lr: the learning rate of AdamW; None: ``lr``, which suits the scaling "match_rms_adamw".
         adamw_weight_decay: decoupled weight decay of AdamW's parameters; None: ``weight_decay``.

@@ -149,9 +149,9 @@ def default_labels(
         said += (
             ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
             f"{format_list([f'{info.name!r} {info.shape}' for info in unknown], str)}. Give Muon's orthogonalize, or "
-            "each transform that takes a view, view=muonfx.MatrixView(dims={'*.name': ((-2,), (-1,))}) for a stack of "
-            "matrices (out, in), ((-1,), (-2,)) if each is (in, out), ((0,), (1, 2)) for one matrix whose columns are "
-            "two dims"
+            "each transform that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a "
+            "stack of matrices (out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for "
+            "one matrix whose columns are two dims"
         )
     if said:
         warn_caller(f"default_labels{said}")

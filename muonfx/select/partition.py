@@ -21,11 +21,11 @@ from muonfx.core.contract import NOTHING, within
 from muonfx.core.definition import Memory
 from muonfx.core.factory import with_memory
 from muonfx.core.patterns import NamePatterns
-from muonfx.select.matrix_view import MatrixView, is_set_for
+from muonfx.select.matrix_view import STACK, MatrixView
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
 from muonfx.select.rules import Labels, Route
-from muonfx.select.views import patterns
+from muonfx.select.views import patterns, undivided
 from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
 from muonfx.tree.wrappers import unwrapped
@@ -160,30 +160,37 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
     found = {
         f"{name!r} ({route.reason})": None
         for name, route, view in pairs
-        if route.view.dims and not is_set_for(view.dims, name)
+        if route.view.pattern and not view.is_set_for(name)
     }
     if found:
         warn_caller(
-            f"partition: the labels have dims for {format_list(list(found), str)}, and the view of their transform has "
-            "none, so all dims after the first are flattened. Give the transform view=labels.view(), with labels = "
+            f"partition: the labels have a view for {format_list(list(found), str)}, and the view of their transform "
+            "has none, so each of these parameters is one matrix. Give the transform view=labels.view(), with labels = "
             "default_labels(model), or pass Labels(labels) if this is intended"
         )
-    whole = {name: view for name, route, view in pairs if route.suspected and not is_set_for(view.blocks, name)}
+    # A view that has the pattern of the label was extended by the labels: the user chose nothing.
+    whole = {
+        name: (view, route.suspected)
+        for name, route, view in pairs
+        if route.suspected and view.text(name) in (None, route.view.pattern)
+    }
     if not whole:
         return
-    view, labels = next(iter(whole.values())), {routes[name].label for name in whole}
+    (view, _), labels = next(iter(whole.values())), {routes[name].label for name in whole}
     others = [name for name, route in routes.items() if route.label in labels]
 
-    def line(counts: Mapping[str, int]) -> str:
-        return f"view=muonfx.{view.extended({}, patterns(counts, others))!r}"
+    def line(found: Mapping[str, str]) -> str:
+        return f"view=muonfx.{MatrixView(patterns(found, others)).extended(view.pattern)!r}"
 
+    apart = {name: split for name, (_, split) in whole.items()}
+    together = {name: undivided(split) for name, split in apart.items()}
     warn_caller(
         f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
         f"{format_list(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, "
-        "split them: give Muon's orthogonalize, or each transform that takes a view,\n  "
-        f"{line({name: routes[name].suspected or 1 for name in whole})}\nIf the numbers differ, as with "
-        "fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
-        f"are interleaved, keep it whole without this warning:\n  {line(dict.fromkeys(whole, 1))}"
+        f"split them: give Muon's orthogonalize, or each transform that takes a view,\n  {line(apart)}\n"
+        "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
+        "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. If "
+        f"each is one matrix, keep it whole without this warning:\n  {line(together)}"
     )
 
 
@@ -196,17 +203,15 @@ def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route]
             continue
         for tx in within(own):
             view = _view_of(tx)
-            if view is not None:
-                mixes = not is_set_for(view.dims, name)
-            else:
-                mixes = tx.locality is Locality.LEAF and not tx.children
+            by_leaf = tx.locality is Locality.LEAF and not tx.children
+            mixes = by_leaf if view is None else not view.is_set_for(name)
             if mixes:
                 raise ValueError(
                     f"partition: {name!r} has shape {tuple(leaf.shape)}, and its label {route.label!r} was chosen for "
                     f"shape {route.shape}: {tx.name} would mix the matrices of a stack. For a stack of models, as "
                     "torch.func.stack_module_state makes it, use torch.func.vmap(tx.init)(params) and "
                     "torch.func.vmap(tx.update)(grads, state, params). For a stack of matrices in one parameter, give "
-                    f"Muon's orthogonalize view=muonfx.MatrixView(dims={{{name!r}: ((-2,), (-1,))}}). If the tensor is "
+                    f"Muon's orthogonalize view=muonfx.MatrixView({{{name!r}: {STACK!r}}}). If the tensor is "
                     "one matrix, choose labels for these parameters"
                 )
 

@@ -13,7 +13,7 @@ from torch import nn
 from muonfx.core import Transform
 from muonfx.core.contract import within
 from muonfx.select.defaults import default_labels
-from muonfx.select.matrix_view import MatrixView
+from muonfx.select.matrix_view import MatrixView, split
 from muonfx.select.params import ParamInfo, Params, read_params
 from muonfx.select.rules import Label, Labels, Route
 from muonfx.tree.display import Report, Shown, Table, format_list, format_shape
@@ -167,13 +167,15 @@ def _row(info: ParamInfo, route: Route, viewed: set[Label]) -> tuple[str, ...]:
 
 def _matrices(shape: tuple[int, ...], view: MatrixView) -> tuple[str, str]:
     """Return the number and sides of the matrices in a parameter, and their order in memory."""
-    found = view.split(torch.empty(shape, device="meta"), "")
-    sides = [f"{matrix.shape[-2]}" for matrix in found]
-    rows = sides[0] if len(sides) == 1 else f"({' + '.join(sides)})"
-    count = prod(found[0].shape[:-2])
-    is_transposed = isinstance(view.dims, tuple) and min(view.dims[0]) > min(view.dims[1])
-    shown = (f"{count} of " if count > 1 else "") + f"{rows} x {found[0].shape[-1]}"
-    return shown, "in, out" if is_transposed else "out, in"
+    (pattern,) = view.of([""])
+    found = split(pattern, torch.empty(shape, device="meta"), "")
+    count, columns = prod(found[0].shape[:-2]), found[0].shape[-1]
+    times = f"{count} of " if count > 1 else ""
+    order = "in, out" if pattern is not None and pattern.is_transposed else "out, in"
+    if len({(stack.shape[:-2], stack.shape[-1]) for stack in found}) > 1:
+        return " + ".join(f"{prod(stack.shape[:-2])} of {format_shape(stack.shape[-2:])}" for stack in found), order
+    rows = " + ".join(str(stack.shape[-2]) for stack in found)
+    return f"{times}{rows if len(found) == 1 else f'({rows})'} x {columns}", order
 
 
 def _shown(label: Label) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 
 from muonfx.core.checks import warn_caller
-from muonfx.select.matrix_view import MatrixView, is_set_for
+from muonfx.select.matrix_view import MatrixView
 from muonfx.select.params import ParamInfo, Params, read_params
 from muonfx.select.predicates import Predicate
 from muonfx.select.views import find_matrices, patterns
@@ -24,8 +24,8 @@ Rule: TypeAlias = tuple[Predicate, Label]
 class Route(NamedTuple):
     """The label of one parameter, the reason for it, and the parameter's view as matrices.
 
-    >>> Route("muon", "rule 1", MatrixView(blocks=3)).view
-    MatrixView(blocks=3)
+    >>> Route("muon", "rule 1", MatrixView("in out -> out in")).view
+    MatrixView('in out -> out in')
     """
 
     label: Label
@@ -36,8 +36,8 @@ class Route(NamedTuple):
     shape: tuple[int, ...] | None = None
     """The shape for which the label was chosen. ``partition`` raises if a tensor has more dims, such as a stack over
     several models, and would be flattened."""
-    suspected: int | None = None
-    """The number of fused matrices that the name suggests if the layer's code is unknown; they are not split."""
+    suspected: str | None = None
+    """The pattern that would split the fused matrices that the name suggests, if the layer's code is unknown."""
 
 
 class Labels(Mapping[str, Label]):
@@ -101,22 +101,19 @@ class Labels(Mapping[str, Label]):
     def view(self, given: MatrixView = MatrixView()) -> MatrixView:
         """Return one view for all parameters: the given view, extended by the views of the labels.
 
-        If ``given`` sets the dims of a parameter, the view of its label is ignored: its blocks split other rows.
+        A parameter for which ``given`` has a pattern keeps that pattern.
 
-        >>> labels = Labels({"experts.gate_up": Route("muon", view=MatrixView(((-1,), (-2,)), 2)), "fc": "muon"})
+        >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))
+        >>> labels = Labels({"mlp.experts": experts, "fc": "muon"})
         >>> labels.view()
-        MatrixView(dims={'*experts.gate_up': ((-1,), (-2,))}, blocks={'*experts.gate_up': 2})
-        >>> labels.view(MatrixView(dims={"*experts*": ((-2,), (-1,))}))
-        MatrixView(dims={'*experts*': ((-2,), (-1,))})
+        MatrixView({'*mlp.experts': '... in out -> ... out in'})
+        >>> labels.view(MatrixView({"*experts*": "... out in -> ... out in"}))
+        MatrixView({'*experts*': '... out in -> ... out in'})
         """
-        free = {name: view for name, view in self.views.items() if not is_set_for(given.dims, name)}
-        cut = {name: view.blocks for name, view in free.items() if not is_set_for(given.blocks, name)}
+        found = {name: view.pattern for name, view in self.views.items() if not given.is_set_for(name)}
         # Transforms for other labels receive other leaves.
-        names = [name for name, label in self.items() if label in {self[name] for name in free}]
-        return given.extended(
-            patterns({name: view.dims for name, view in free.items() if isinstance(view.dims, tuple)}, names),
-            patterns({name: blocks for name, blocks in cut.items() if isinstance(blocks, int | tuple)}, names),
-        )
+        names = [name for name, label in self.items() if label in {self[name] for name in found}]
+        return given.extended(patterns({name: text for name, text in found.items() if isinstance(text, str)}, names))
 
     def restrict(self, names: Iterable[str]) -> Labels:
         """Keep the routes of these names.

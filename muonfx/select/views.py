@@ -20,44 +20,51 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from muonfx.select.matrix_view import Blocks, Dims, MatrixView
+from muonfx.select.matrix_view import MatrixView
 from muonfx.select.params import ParamInfo, Params, plain_name, written_type
+from muonfx.select.pattern import parse
 from muonfx.tree.tracing import matches
 
-__all__ = ["PLAIN_LEAVES", "class_name_fits", "find_matrices", "is_convolution", "patterns"]
+__all__ = ["PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns", "undivided"]
 
 T = TypeVar("T")
-Found = tuple[MatrixView, str, int | None]
-"""A view, a note for the report, and the number of matrices that the name suggests if the layer is unknown."""
+Found = tuple[MatrixView, str, str | None]
+"""A view, a note for the report, and the pattern that the name suggests if the layer is unknown."""
 
-STACK: Dims = ((-2,), (-1,))
-TRANSPOSED_STACK: Dims = ((-1,), (-2,))
-TRANSPOSED: Dims = ((1,), (0,))
+# Patterns of a parameter whose rows, ``{out}``, may be divided further.
+_PLAIN = "{out} in -> {out} in"
+_TRANSPOSED = "in {out} -> {out} in"
+_STACK = "... {out} in -> ... {out} in"
+_TRANSPOSED_STACK = "... in {out} -> ... {out} in"
+_CONVOLUTION = "{out} ... -> {out} (...)"
 PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_orig"})
 _KERNEL_SIDE = 32
 
 
 @dataclass(frozen=True)
 class _Fused:
-    """A layer of known code that holds several matrices concatenated along its rows."""
+    """A layer of known code whose rows are several matrices."""
 
     layer: str
     holder: str
     parts: str
-    sizes: int | tuple[str, ...] | None
-    """Number of equal blocks, or attributes of the holder ("a*b" is a product); None if interleaved."""
+    """The names of the matrices, separated by commas."""
+    rows: int | tuple[str, ...] | str
+    """The number of equal matrices or their sizes, if they are concatenated; else a pattern of the rows. Sizes are
+    attributes of the holder; "a*b" is a product and "a//b" a quotient of attributes, in braces in a pattern."""
     given: tuple[tuple[str, bool], ...] = ()
     """Attributes of the holder with the truth values that the entry requires."""
+    package: str = "transformers.models."
 
 
 _QKV = "query, key, value"
-_HEADS = "query, key and value interleaved by head"
 _ANY = r".*"
+_BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
 # The first match applies. `holder` is the class that holds the layer. The entries are read from transformers 5.23 and
-# apply to classes of that package only: a class of the same name elsewhere may have another layout.
+# torchtitan 0.3.0. Each applies to classes of its package only: a class of this name elsewhere may differ.
 _FUSED = (
     _Fused("c_attn", "GPTBigCodeAttention", _QKV, ("embed_dim", "kv_dim", "kv_dim"), (("multi_query", True),)),
-    _Fused("c_attn", "GPTBigCodeAttention", _HEADS, None),
+    _Fused("c_attn", "GPTBigCodeAttention", _QKV, _BY_HEAD % "num_heads", (("is_cross_attention", False),)),
     _Fused(
         "c_attn", "(GPT2|DecisionTransformerGPT2|ImageGPT)Attention", "key, value", 2, (("is_cross_attention", True),)
     ),
@@ -68,7 +75,9 @@ _FUSED = (
         _QKV,
         ("config.num_attention_heads*head_dim", "num_key_value_heads*head_dim", "num_key_value_heads*head_dim"),
     ),
-    _Fused("qkv_proj", "(CodeGenAttention|MiniMaxLightningAttention)", _HEADS, None),
+    # Four groups of query, value and key, in this order, were the cores of a TPU.
+    _Fused("qkv_proj", "CodeGenAttention", "query, value, key", "(cores=4 part=3 dim) -> part (cores dim)"),
+    _Fused("qkv_proj", "MiniMaxLightningAttention", _QKV, _BY_HEAD % "num_attention_heads"),
     _Fused("Wqkv", "DbrxAttention", _QKV, ("hidden_size", *("num_key_value_heads*head_dim",) * 2)),
     _Fused("Wqkv", "(ModernBertAttention|MptAttention)", _QKV, 3),
     _Fused("att_proj", "Bark.*Attention", _QKV, 3),
@@ -78,19 +87,40 @@ _FUSED = (
         "query_key_value",
         "Falcon.*Attention",
         _QKV,
-        ("num_heads*head_dim", "head_dim", "head_dim"),
-        (("multi_query", True), ("new_decoder_architecture", False)),
+        "(groups={num_kv_heads} (query={num_heads//num_kv_heads} + key=1 + value=1) dim) "
+        "-> (groups query dim), (groups key dim), (groups value dim)",
+        (("new_decoder_architecture", True),),
     ),
-    _Fused("query_key_value", _ANY, _HEADS, None),
+    _Fused(
+        "query_key_value",
+        "Falcon.*Attention",
+        _QKV,
+        ("num_heads*head_dim", "head_dim", "head_dim"),
+        (("multi_query", True),),
+    ),
+    _Fused("query_key_value", "GPTNeoXAttention", _QKV, _BY_HEAD % "config.num_attention_heads"),
+    _Fused("query_key_value", "GPTNeoXJapaneseAttention", _QKV, _BY_HEAD % "num_attention_heads"),
+    _Fused("query_key_value", "(Bloom|Persimmon|Falcon).*Attention", _QKV, _BY_HEAD % "num_heads"),
     _Fused("in_proj_qkv", ".*GatedDeltaNet", _QKV, ("key_dim", "key_dim", "value_dim")),
-    _Fused("in_proj_qkvz", _ANY, "query, key, value and gate interleaved by head", None),
-    _Fused("in_proj_ba", _ANY, "two interleaved by head", None),
+    _Fused(
+        "in_proj_qkvz",
+        ".*GatedDeltaNet",
+        "query, key, value, gate",
+        "(heads={num_k_heads} (query={head_k_dim} + key={head_k_dim} + value={value_dim//num_k_heads} + "
+        "gate={value_dim//num_k_heads})) -> (heads query), (heads key), (heads value), (heads gate)",
+    ),
+    _Fused("in_proj_ba", ".*GatedDeltaNet", "b, a", "(heads={num_k_heads} part=2 dim) -> part (heads dim)"),
     _Fused("kv_proj", "JetMoeAttention", "key, value", 2),
     _Fused("to_kv", _ANY, "key, value", 2),
-    _Fused("kv_a_proj_with_mqa", _ANY, "latent, rotary key", ("kv_lora_rank", "qk_rope_head_dim")),
-    _Fused("kv_b_proj", _ANY, "key and value interleaved by head", None),
+    _Fused("kv_a_proj_with_mqa", _ANY, "latent, rotary", ("kv_lora_rank", "qk_rope_head_dim")),
+    _Fused(
+        "kv_b_proj",
+        _ANY,
+        "key, value",
+        "(heads={num_heads} (key={qk_nope_head_dim} + value={v_head_dim})) -> (heads key), (heads value)",
+    ),
     _Fused("in_proj", "(Mamba|FalconMamba|JambaMamba)Mixer", "state, gate", 2),
-    _Fused("in_proj", "ZambaMambaMixer", "state and gate interleaved by head", None),
+    _Fused("in_proj", "ZambaMambaMixer", "state, gate", "(dim part=2) -> part dim"),
     _Fused(
         "in_proj",
         "(Mamba2|Bamba|FalconH1|NemotronHMamba2|GraniteMoeHybridMamba|Zamba2Mamba)(Mixer|Layer)",
@@ -98,11 +128,19 @@ _FUSED = (
         (*("intermediate_size",) * 2, *("n_groups*ssm_state_size",) * 2, "num_heads"),
     ),
     _Fused("in_proj", "Lfm2.*ShortConv", "B, C, state", 3),
-    _Fused("in_proj", "DisentangledSelfAttention", _HEADS, None),
-    _Fused("gate_up_proj", "GptOssExperts", "gate and up interleaved by row", None),
+    _Fused("in_proj", "DisentangledSelfAttention", _QKV, _BY_HEAD % "num_attention_heads"),
+    _Fused("gate_up_proj", "GptOssExperts", "gate, up", "(dim part=2) -> part dim"),
     _Fused("gate_up_proj", _ANY, "gate, up", 2),
     _Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up", 2),
     _Fused("Wi", "ModernBert.*MLP", "value, gate", 2),
+    _Fused(
+        "wqkv",
+        "FusedQKVLinear",
+        _QKV,
+        "(groups (query={heads_per_kv} + key=1 + value=1) dim={head_dim}) "
+        "-> (groups query dim), (groups key dim), (groups value dim)",
+        package="torchtitan.",
+    ),
 )
 # Names of layers that are nearly always fused, for unknown code.
 _SUSPECTS = (
@@ -117,22 +155,23 @@ class _Stored:
 
     module: str
     leaf: str
-    dims: Dims | None
-    blocks: str | None = None
+    pattern: str
+    count: str | None = None
+    """The attribute of the module with the number of equal matrices along the rows."""
     note: str = ""
 
 
 _STORED = (
-    _Stored("Conv1D", "weight", TRANSPOSED),
-    _Stored(".*MultiModalProjector", "mm_input_projection_weight", TRANSPOSED),
-    _Stored("XLNetRelativeAttention", "[qkvr]", ((1, 2), (0,)), note="heads side by side"),
-    _Stored("XLNetRelativeAttention", "o", ((0,), (1, 2)), note="heads side by side"),
-    _Stored("FunnelRelMultiheadAttention", "r_kernel", ((1, 2), (0,)), note="heads side by side"),
-    _Stored("RecurrentGemmaRglru", "(input|recurrent)_gate_weight", TRANSPOSED_STACK),
-    _Stored("GroupedLinearLayer", "weight", TRANSPOSED_STACK),
-    _Stored(".*FlexibleLinear", "weight", STACK),
-    _Stored("DeepseekV4GroupedLinear", "weight", None, "n_groups", "one block a group"),
-    _Stored("DbrxExpertGLU", "[wv][12]", None, "moe_num_experts", "one block an expert"),
+    _Stored("Conv1D", "weight", _TRANSPOSED),
+    _Stored(".*MultiModalProjector", "mm_input_projection_weight", _TRANSPOSED),
+    _Stored("XLNetRelativeAttention", "[qkvr]", "in heads dim -> (heads dim) in", note="heads side by side"),
+    _Stored("XLNetRelativeAttention", "o", "out heads dim -> out (heads dim)", note="heads side by side"),
+    _Stored("FunnelRelMultiheadAttention", "r_kernel", "in heads dim -> (heads dim) in", note="heads side by side"),
+    _Stored("RecurrentGemmaRglru", "(input|recurrent)_gate_weight", _TRANSPOSED_STACK),
+    _Stored("GroupedLinearLayer", "weight", _TRANSPOSED_STACK),
+    _Stored(".*FlexibleLinear", "weight", _STACK),
+    _Stored("DeepseekV4GroupedLinear", "weight", _PLAIN, "n_groups", "one matrix a group"),
+    _Stored("DbrxExpertGLU", "[wv][12]", _PLAIN, "moe_num_experts", "one matrix an expert"),
 )
 
 
@@ -163,86 +202,134 @@ def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[st
     plain = [part for part in plain_name(info.name).split(".") if part != "base_layer"]
     leaf = plain[-1]
     if isinstance(owner, nn.MultiheadAttention) and leaf == "in_proj_weight":
-        return MatrixView(blocks=3), _QKV, None
+        return MatrixView(divided(_PLAIN, 3)), _QKV, None
     if isinstance(owner, nn.RNNBase | nn.RNNCellBase) and leaf.startswith(("weight_ih", "weight_hh")):
         gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
-        return _ONE_MATRIX if gates is None else (MatrixView(blocks=gates), f"{gates} gates", None)
-    view, stored = _stored(info, leaf, owner, shapes)
-    if view.blocks:
-        return view, stored, None
-    (matrix,) = view.split(torch.empty(info.shape, device="meta"), info.name)
+        return _ONE_MATRIX if gates is None else (MatrixView(divided(_PLAIN, gates)), f"{gates} gates", None)
+    stored, count, note = _stored(info, leaf, owner, shapes)
+    if count:
+        return MatrixView(divided(stored, count)), note, None
+    rows = info.shape[0] if info.ndim > 2 and stored == _PLAIN else _rows(stored, info.shape)
     # The layer or parameter by its name in the module that holds it.
     is_layer = leaf in PLAIN_LEAVES and len(plain) > 1
     own = plain[-2] if is_layer else leaf
     holder = modules.get(above.removesuffix(".base_layer").rpartition(".")[0]) if is_layer else owner
-    blocks, parts = _blocks(own, holder, matrix.shape[-2])
+    pattern, parts = _fused(stored, own, holder, rows)
     suspected = None
-    if not parts and (suspected := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
-        glob = "*." + ".".join(plain_name(info.name).split(".")[-2:])
-        parts = f"maybe fused, not split: to split equal parts, blocks={{{glob!r}: {suspected}}}"
-    return MatrixView(view.dims, blocks), "; ".join(filter(None, (stored, parts))), suspected
+    if not parts and (count := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
+        glob, suspected = "*." + ".".join(plain_name(info.name).split(".")[-2:]), divided(stored, count)
+        parts = f"maybe fused, not split: to split equal parts, view={{{glob!r}: {suspected!r}}}"
+    if pattern is None and stored != _PLAIN:
+        pattern = stored.replace("{out}", "out")
+    return MatrixView(pattern), "; ".join(filter(None, (note, parts))), suspected
+
+
+def divided(stored: str, parts: int | Mapping[str, int]) -> str:
+    """Return the pattern of a parameter whose rows are equal matrices, or matrices of named sizes, concatenated.
+
+    >>> divided("{out} in -> {out} in", {"q": 4, "k": 2})
+    '(q=4 + k=2) in -> q in, k in'
+    """
+    if isinstance(parts, int):
+        return _with_rows(stored, f"(part={parts} out)", ["part out"])
+    return _with_rows(stored, "(" + " + ".join(f"{name}={size}" for name, size in parts.items()) + ")", list(parts))
+
+
+def undivided(pattern: str) -> str:
+    """Return a pattern that keeps the equal parts of a pattern of `divided` together, in one matrix.
+
+    >>> undivided("in (part=3 out) -> part out in")
+    'in whole -> whole in'
+    """
+    return re.sub(r"\(part=\d+ out\)|part out", "whole", pattern)
+
+
+def _with_rows(stored: str, rows: str, results: Iterable[str]) -> str:
+    """Return the pattern of a parameter whose rows are divided, with a result for each part."""
+    left, _, right = stored.partition(" -> ")
+    return f"{left.replace('{out}', rows)} -> {', '.join(right.replace('{out}', result) for result in results)}"
+
+
+def _rows(stored: str, shape: tuple[int, ...]) -> int:
+    """Return the number of rows of a matrix in a parameter of this shape, before they are divided."""
+    return parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))[0].shape[-2]
 
 
 def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Found:
     if isinstance(owner, _ConvTransposeNd):
         grouped = f"; {owner.groups} groups, not split" if owner.groups > 1 else ""
-        return MatrixView(((1,), (0, *range(2, info.ndim)))), f"transposed convolution{grouped}", None
+        return MatrixView("in out ... -> out (in ...)"), f"transposed convolution{grouped}", None
     if isinstance(owner, _ConvNd) and owner.groups > 1:
-        return MatrixView(blocks=owner.groups), f"{owner.groups} groups", None
+        return MatrixView(divided(_CONVOLUTION, owner.groups)), f"{owner.groups} groups", None
     return _ONE_MATRIX
 
 
 def _stored(
     info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[MatrixView, str]:
-    """Return the view of a parameter as it is stored, without splitting fused rows, and a note."""
+) -> tuple[str, int | None, str]:
+    """Return the pattern of a parameter with its rows as ``{out}``, a number of equal matrices, and a note."""
     kind = written_type(owner) if owner is not None else None
     for known in _STORED:
         if class_name_fits(kind, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
             # A missing attribute, of another package's class, splits nothing.
-            blocks = (known.blocks and _number(owner, known.blocks)) or None
-            return MatrixView(known.dims, blocks), known.note or _stack_note(info, known.dims)
+            count = (known.count and _number(owner, known.count)) or None
+            return known.pattern, count, known.note or _stack_note(info, known.pattern)
     if info.ndim < 3 or not (_is_expert(info) or class_name_fits(kind, "Experts?$")):
-        return MatrixView(), ""
+        return _PLAIN, None, ""
     transposed = getattr(owner, "is_transposed", None)  # declared by transformers
     prefix = info.name[: info.name.rfind(".") + 1]
     up, down = shapes.get(f"{prefix}gate_up_proj"), shapes.get(f"{prefix}down_proj")
     if transposed is None and up and down:
         transposed = up[-2:] == (down[-1], 2 * down[-2])
-    dims = TRANSPOSED_STACK if transposed is True else STACK
-    return MatrixView(dims), _stack_note(info, dims)
+    pattern = _TRANSPOSED_STACK if transposed is True else _STACK
+    return pattern, None, _stack_note(info, pattern)
 
 
-def _stack_note(info: ParamInfo, dims: Dims | None) -> str:
-    return f"stack of {prod(info.shape[:-2])} matrices" if dims in (STACK, TRANSPOSED_STACK) else ""
+def _stack_note(info: ParamInfo, pattern: str) -> str:
+    return f"stack of {prod(info.shape[:-2])} matrices" if pattern in (_STACK, _TRANSPOSED_STACK) else ""
 
 
-def _blocks(own: str, holder: nn.Module | None, rows: int) -> tuple[Blocks | None, str]:
-    """Return the blocks of a fused parameter if they are certain, and a note."""
+def _fused(stored: str, own: str, holder: nn.Module | None, rows: int) -> tuple[str | None, str]:
+    """Return the pattern of a fused parameter if its layout is certain, and a note."""
     if holder is None:
         return None, ""
     kind = written_type(holder)
-    if kind.__module__.startswith("torchtitan.") and kind.__name__ == "FusedQKVLinear":
-        return None, f"{_HEADS}: not split"
-    for known in _FUSED if kind.__module__.startswith("transformers.models.") else ():
+    for known in _FUSED:
+        if not kind.__module__.startswith(known.package):
+            continue
         if known.layer != own or not re.fullmatch(known.holder, kind.__name__):
             continue
         if any(bool(getattr(holder, name, None)) is not wanted for name, wanted in known.given):
             continue
-        sizes = known.sizes
-        if sizes is None:
-            return None, f"{known.parts}: not split"
-        counts = (rows // sizes,) * sizes if isinstance(sizes, int) else tuple(_number(holder, s) for s in sizes)
-        if sum(counts) != rows or 0 in counts:
-            return None, f"{known.parts}, of sizes that do not add up to {rows}: not split"
-        return len(counts) if len(set(counts)) == 1 else counts, known.parts
+        pattern = _pattern_of(known, stored, holder, rows)
+        return pattern, known.parts if pattern else f"{known.parts}, of sizes that do not fit {rows} rows: not split"
     return None, ""
 
 
-def _number(module: nn.Module | None, product: str) -> int:
-    """Return a product of attributes of a module, with 0 for a missing one."""
+def _pattern_of(known: _Fused, stored: str, holder: nn.Module, rows: int) -> str | None:
+    """Return the pattern of a layer of known code; None if its sizes do not fit the number of rows."""
+    if isinstance(known.rows, str):
+        left, _, right = known.rows.partition(" -> ")
+        left = re.sub(r"{(.*?)}", lambda field: str(_number(holder, field[1])), left)
+        pattern = _with_rows(stored, left, right.split(", "))
+        alone = _with_rows(_PLAIN, left, right.split(", "))
+        return pattern if "=0" not in left and parse(alone).fits((rows, 1)) else None
+    if isinstance(known.rows, int):
+        return divided(stored, known.rows) if rows % known.rows == 0 else None
+    sizes = [_number(holder, size) for size in known.rows]
+    if sum(sizes) != rows or 0 in sizes:
+        return None
+    equal = len(set(sizes)) == 1
+    return divided(stored, len(sizes) if equal else dict(zip(known.parts.split(", "), sizes, strict=True)))
+
+
+def _number(module: nn.Module | None, formula: str) -> int:
+    """Return a product ``a*b`` or a quotient ``a//b`` of attributes of a module, with 0 for a missing attribute."""
+    if "//" in formula:
+        whole, by = (_number(module, part) for part in formula.split("//"))
+        return whole // by if by and whole % by == 0 else 0
     factors = (
-        functools.reduce(lambda at, name: getattr(at, name, 0), f.split("."), module) for f in product.split("*")
+        functools.reduce(lambda at, name: getattr(at, name, 0), f.split("."), module) for f in formula.split("*")
     )
     return prod(factor if isinstance(factor, int) else 0 for factor in factors)
 

@@ -104,10 +104,21 @@ _COMPACT = st.builds(
 ) | st.builds(fp8, st.just(4), format=st.sampled_from(("e4m3", "e5m2")), min_size=st.just(0), stochastic=st.booleans())
 _STATE: Strategy = st.one_of(_PINNED, _PINNED, _COMPACT)
 _RATES: Strategy = st.sampled_from((0.1, 0.0)) | schedules()
-_DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
-_VIEWS = st.builds(select.MatrixView, _DIMS)
-_BLOCK_VIEWS = st.builds(select.MatrixView, _DIMS, st.just(1), st.sampled_from((-2, -1)))
+_VIEWS = st.builds(
+    select.MatrixView,
+    st.sampled_from(
+        (
+            None,
+            "... out in -> ... out in",
+            "out in ... -> ... out in",
+            "... in out -> ... out in",
+            "(part=1 out) ... -> part out (...)",
+            "... in (part=1 out) -> ... part out in",
+        )
+    ),
+)
+"""Views that fit every tensor of at least two dims."""
 
 _BY_NAME: dict[str, Strategy] = {
     **dict.fromkeys(("learning_rate", "adamw_learning_rate"), _RATES),
@@ -165,13 +176,11 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.ema_params: {"dtype": _STATE},
     tfs.master_params: {"dtype": st.sampled_from(("auto", torch.float32))},
     tfs.monitor: {"metrics": st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error")))},
-    contrib.normalize_columns: {"view": _BLOCK_VIEWS},
     tfs.normalize_neurons: {"axis": st.sampled_from(("rows", "longer"))},
     tfs.orthogonalize: {
         "coefficients": st.sampled_from(("polar_express_5", "keller", "cubic")),
         "steps": st.sampled_from((None, 3)),
         "dtype": _COMPUTE,
-        "view": _VIEWS | _BLOCK_VIEWS,
     },
     tfs.qk_clip: {"alpha": _SHARES},
     tfs.scale: {"factor": _SCALES},

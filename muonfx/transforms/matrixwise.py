@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from glob import escape
 from math import prod
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from muonfx.core import Donation, InitAndUpdate, Locality, Transform, checks, tr
 from muonfx.core.contract import NOTHING, Position
 from muonfx.core.patterns import NamePatterns
 from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.select.pattern import Units, parse
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
 from muonfx.tree import PyTree, Structure
 from muonfx.tree import elementwise as ew
@@ -37,47 +38,47 @@ StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
 """The pair that a function under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step of a stack."""
 
 P = ParamSpec("P")
-S = TypeVar("S")
 
 
 def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
-    """Return MATRIX if matrices are the last two dims, else LEAF, which is equivalent for a 2-D leaf."""
-    return Locality.MATRIX if view.dims == ((-2,), (-1,)) else Locality.LEAF
+    """Return MATRIX if each matrix is part of the last two dims, else LEAF, which is equivalent for a 2-D leaf."""
+    return Locality.MATRIX if isinstance(view.pattern, str) and parse(view.pattern).is_stack else Locality.LEAF
 
 
 def on_stacks(
-    tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, with_blocks: bool = True
+    tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, only_plain: bool = False
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """The option ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
     view: MatrixView = tx.arguments["view"]
-    views = dict(zip(shapes, view.of(list(shapes)), strict=True))
-    found = {name: own.matrices(shapes[name]) for name, own in views.items() if with_blocks or own.blocks is None}
-    matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
-    if not matrices:
+    units: dict[str, Units] = {}
+    for name, pattern in zip(shapes, view.of(list(shapes)), strict=True):
+        if pattern is not None and pattern.fits(shapes[name]):  # else `init` reports it
+            unit = pattern.independent(shapes[name])
+            if unit is not None and (unit.is_plain or not only_plain):
+                units[name] = unit
+    if not units:
         return tx, {}
-
-    def but(setting: S | Mapping[str, S], value: S) -> dict[str, S]:
-        others: Mapping[str, S] = setting if isinstance(setting, Mapping) else {"*": setting}
-        ours = {escape(name): value for name in matrices}  # placed first: the first match applies
-        return ours | {pattern: other for pattern, other in others.items() if pattern not in ours}
-
-    blocks = None if view.blocks is None else but(view.blocks, None)
-    return tx.replace(view=MatrixView(but(view.dims, ((-2,), (-1,))), blocks, view.block_axis)), matrices
+    ours = {escape(name): unit.pattern for name, unit in units.items()}  # placed first: the first match applies
+    others = view.pattern if isinstance(view.pattern, Mapping) else {"*": view.pattern} if view.pattern else {}
+    stacked = tx.replace(view=MatrixView(ours | {glob: text for glob, text in others.items() if glob not in ours}))
+    return stacked, {name: unit.shape for name, unit in units.items()}
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
     """The option ``name_patterns`` of `muonfx.transform`, for transforms with a `MatrixView`."""
-    view = tx.arguments["view"]
-    settings = {field.name: getattr(view, field.name) for field in fields(view)}
-    return [
-        NamePatterns(name, tuple((pattern,) for pattern in setting), first_counts=True)
-        for name, setting in settings.items()
-        if isinstance(setting, Mapping)
-    ]
+    pattern = tx.arguments["view"].pattern
+    globs = tuple((glob,) for glob in pattern) if isinstance(pattern, Mapping) else ()
+    return [NamePatterns("view", globs, first_counts=True)] if globs else []
 
 
 def _one_zero(matrices: Tensor) -> Tensor:
     return matrices.new_zeros((*matrices.shape[:-2], 1, 1))
+
+
+def _shared_dims(stacks: Sequence[Tensor]) -> int:
+    """Return the number of batch dims of stacks of matrices, or 0 if their batch dims differ."""
+    batches = {tuple(stack.shape[:-2]) for stack in stacks}
+    return len(batches.pop()) if len(batches) == 1 else 0
 
 
 @plain_fields
@@ -85,8 +86,8 @@ def _one_zero(matrices: Tensor) -> Tensor:
 class MatrixSlot:
     """State of a transform for each matrix, such as a norm or a basis, in a pinned dtype.
 
-    For a leaf of one stack of matrices (..., rows, columns) it is stored as ``start`` returns it. For a leaf whose
-    view has blocks of different sizes, the states of the blocks are flattened and concatenated: (..., elements).
+    For a leaf that is one stack of matrices (..., rows, columns) it is stored as ``start`` returns it. For a leaf whose
+    pattern has several results, their states are flattened and concatenated: (..., elements).
 
     Args:
         start: a function from a parameter's matrices (..., rows, columns) to their initial state (..., any, any). The
@@ -117,7 +118,7 @@ class MatrixSlot:
         if len(matrices) == 1:
             return [stored]
         shapes = [tuple(self.start(matrix.new_empty(matrix.shape, device="meta")).shape) for matrix in matrices]
-        batch = matrices[0].ndim - 2
+        batch = _shared_dims(matrices)
         parts = stored.split([prod(shape[batch:]) for shape in shapes], dim=-1)
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -130,7 +131,7 @@ class MatrixSlot:
 
     def join(self, states: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
         """Undo `split`."""
-        batch = matrices[0].ndim - 2
+        batch = _shared_dims(matrices)
         return states[0] if len(states) == 1 else torch.cat([state.flatten(batch) for state in states], dim=-1)
 
 
@@ -193,7 +194,7 @@ def matrixwise(
         ...         return u / norm, {"norm": norm}
         ...
         ...     return {"norm": mfx.MatrixSlot()}, step
-        >>> tx = divide_by_average_norm(0.5, view=mfx.MatrixView(blocks={"*.qkv": 2}))
+        >>> tx = divide_by_average_norm(0.5, view=mfx.MatrixView("(part=2 out) in -> part out in"))
         >>> params = {"attn.qkv": torch.zeros(2, 2)}
         >>> tx.update({"attn.qkv": torch.tensor([[3.0, 4.0], [0.0, 1.0]])}, tx.init(params))[0]
         {'attn.qkv': tensor([[1.2000, 1.6000],
@@ -218,7 +219,7 @@ def matrixwise(
             """Return ``on_stacks`` of a transform: the state of a stack of stacks has more dims than of a stack."""
             state, _ = constructor(**tx.arguments_at(0))
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
-            return on_stacks(tx, shapes, with_blocks=is_simple)
+            return on_stacks(tx, shapes, only_plain=not is_simple)
 
         decorator = transform(
             locality=matrix_locality,

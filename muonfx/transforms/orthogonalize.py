@@ -13,7 +13,7 @@ from muonfx.core.contract import NOTHING
 from muonfx.core.definition import LeafCost
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
-from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.select.matrix_view import Matrices, MatrixView, split
 from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
 from muonfx.tree import PyTree
 
@@ -41,7 +41,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
         if chosen == "auto":
             chosen = torch.float64 if dtype == torch.float64 else compute
         total = 0.0
-        for matrices in own.split(torch.empty(shape, device="meta"), name):
+        for matrices in split(own, torch.empty(shape, device="meta"), name):
             *batch, rows, columns = matrices.shape
             one = newton_schulz_cost((rows, columns), device, dtype=chosen, **settings)
             total += one.load * prod(batch)
@@ -78,7 +78,8 @@ def orthogonalize(
         dtype: the compute dtype; "auto" decides by the device, and is at least fp32 if derivatives are taken
             through the transform. Updates are returned in their own dtype.
         products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
-        view: which matrices a leaf consists of: ``MatrixView(blocks={"*.qkv.weight": 3})`` for a fused QKV.
+        view: which matrices a leaf consists of: ``MatrixView({"*.qkv.weight": "(qkv=3 out) in -> qkv out in"})`` for a
+            fused query, key and value.
 
     Returns:
         A stateless transform. It reads one matrix at a time if the view's matrices are the last two dims, else a leaf.

@@ -89,11 +89,10 @@ _ARGUMENTS_HERE = {
 }
 """Argument names of Optax and ``torch.optim``, with muonfx's possible names; the last may be advice."""
 
-_VIEW = ("dims", "blocks", "block_axis")
 _PARTS = (
     ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),
-    ("view", _VIEW, "muonfx.MatrixView({}=...)"),
-    ("orthogonalize", _VIEW, "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
+    ("view", ("pattern",), "muonfx.MatrixView({}=...)"),
+    ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
     ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
 )
 """An argument that is given as a value, arguments of that value, and the code that gives one of these."""

@@ -277,7 +277,7 @@ def by_stacks(
 ) -> Callable[..., tuple[Tensors, ...]]:
     """Return a function of lists that applies a function of tensors, to one stack of small tensors of equal shapes.
 
-    The given function treats leading dims as a batch, and returns so many new tensors with these leading dims. On CPUs
+    ``function`` treats leading dims as a batch, and returns ``results`` new tensors with these leading dims. On CPUs,
     elementwise operations and reductions have the same bits with and without a stack.
     """
 

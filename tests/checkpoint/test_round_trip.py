@@ -17,8 +17,7 @@ from tests.transforms.test_every_transform import CASES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings("ignore:dims. .*matches none of"),  # a case has settings by name, for names of all kinds
-    pytest.mark.filterwarnings("ignore:blocks. .*matches none of"),
+    pytest.mark.filterwarnings("ignore:view. .*matches none of"),  # a case has patterns by name, for names of all kinds
 ]
 
 ck, Donation = mfx.checkpoint, mfx.Donation

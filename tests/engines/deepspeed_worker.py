@@ -55,7 +55,7 @@ ZERO: dict[str, dict[str, Any]] = {
     "stage 3, zero.Init": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 SCATTERED: dict[str, Any] = {"stage": 2, "reduce_scatter": True}
-BLOCKS = {"*up.weight": (10, 13)}
+FUSED = {"*up.weight": "(a=10 + b=13) in -> a in, b in"}
 NO_MATRICES = ("emb.weight", "bias", "norm.weight", "head.weight")
 """All parameters except the matrices of Muon."""
 CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.items()} | {
@@ -69,9 +69,9 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     "stage 2, buckets of a rank": {"zero": {**SCATTERED, "use_multi_rank_bucket_allreduce": False}, "accumulate": 2},
     "stage 2, gradients apart": {"zero": {**SCATTERED, "contiguous_gradients": False}},
     "stage 3, gram": {"zero": ZERO["stage 3"], "method": "gram"},
-    "stage 1, blocks": {"zero": ZERO["stage 1"], "blocks": BLOCKS},
-    "stage 2, blocks": {"zero": ZERO["stage 2"], "blocks": BLOCKS},
-    "stage 3, blocks": {"zero": ZERO["stage 3"], "blocks": BLOCKS},
+    "stage 1, blocks": {"zero": ZERO["stage 1"], "view": FUSED},
+    "stage 2, blocks": {"zero": ZERO["stage 2"], "view": FUSED},
+    "stage 3, blocks": {"zero": ZERO["stage 3"], "view": FUSED},
     "bf16, stage 0": {"zero": ZERO["stage 0"], **BF16},
     "bf16, stage 1": {"zero": ZERO["stage 1"], **BF16, "clip": 1.0},
     "bf16, stage 2": {"zero": ZERO["stage 2"], **BF16},
@@ -118,7 +118,7 @@ def transform_for(model: nn.Module, case: dict[str, Any]) -> Any:
     if case.get("normuon"):
         matrices = mfx.normuon(RATES["lr"], weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
         return mfx.partition({"muon": matrices, "adamw": mfx.adamw(RATES["adamw_lr"], weight_decay=0.1)}, labels)
-    view = mfx.MatrixView(blocks=case.get("blocks"))
+    view = mfx.MatrixView(case.get("view"))
     part = mfx.orthogonalize(dtype=torch.float32, method=case.get("method", "auto"), view=view)
     return mfx.muon_with_adamw(RATES["lr"], RATES["adamw_lr"], labels=labels, orthogonalize=part)
 

@@ -12,12 +12,12 @@ from muonfx.engines import deepspeed, llamafactory
 from muonfx.engines.huggingface import MuonFactory
 from muonfx.engines.parts import with_parts
 
-VIEW = {"dims": {"*.up": [[-2], [-1]]}, "blocks": {"*.qkv": 3, "*.kv": [4, 2]}, "block_axis": {"*.kv": -1}}
+VIEW = {"*.up": "... out in -> ... out in", "*.kv": "out (k=4 + v=2) -> out k, out v"}
 PART = mfx.orthogonalize(
     coefficients=((2.0, -1.5, 0.5),),
     steps=3,
     dtype=torch.float32,
-    view=mfx.MatrixView({"*.up": ((-2,), (-1,))}, {"*.qkv": 3, "*.kv": (4, 2)}, {"*.kv": -1}),
+    view=mfx.MatrixView(VIEW),
 )
 WRITTEN = json.loads(json.dumps({"coefficients": [[2.0, -1.5, 0.5]], "steps": 3, "dtype": "float32", "view": VIEW}))
 
@@ -25,7 +25,8 @@ WRITTEN = json.loads(json.dumps({"coefficients": [[2.0, -1.5, 0.5]], "steps": 3,
 def test_a_part_in_json_is_the_part_in_python():
     assert with_parts({"lr": 0.1, "orthogonalize": WRITTEN}) == {"lr": 0.1, "orthogonalize": PART}
     assert with_parts({"orthogonalize": PART}) == {"orthogonalize": PART}
-    assert with_parts({"orthogonalize": {"view": PART.arguments["view"]}})["orthogonalize"].arguments["view"].blocks
+    of_all = with_parts({"orthogonalize": {"view": "in out -> out in"}})["orthogonalize"]
+    assert of_all.arguments["view"] == mfx.MatrixView("in out -> out in")
 
 
 def model() -> nn.Module:
@@ -43,16 +44,16 @@ def model() -> nn.Module:
     ids=["deepspeed", "llamafactory", "huggingface"],
 )
 def test_every_engine_takes_parts_as_muon_does(make: Any):
-    part = {"coefficients": "keller", "view": {"blocks": {"1.weight": 3}}}
-    view = mfx.MatrixView(blocks={"1.weight": 3})
+    part = {"coefficients": "keller", "view": {"1.weight": "(part=3 out) in -> part out in"}}
+    view = mfx.MatrixView({"1.weight": "(part=3 out) in -> part out in"})
     expected = mfx.Muon(
         model(), orthogonalize=mfx.orthogonalize(coefficients="keller", view=view), lr_scaling="original"
     )
     assert make(orthogonalize=part, lr_scaling="original") == expected.tx
     with pytest.raises(TypeError, match=r"orthogonalize: there is no argument 'coeficients'.*'coefficients'"):
         make(orthogonalize={"coeficients": "keller"})
-    with pytest.raises(TypeError, match=r"MatrixView: there is no argument 'blcks' .*'blocks'"):
-        make(orthogonalize={"view": {"blcks": 3}})
+    with pytest.raises(TypeError, match="MatrixView: found 3, expected a pattern"):
+        make(orthogonalize={"view": {"1.weight": 3}})
     with pytest.raises(TypeError, match=r"there is no argument 'coefficients' \(here: orthogonalize=.*coefficients"):
         make(coefficients="keller")
     for unknown, meant in (("adam_lr", "adamw_lr"), ("decay", "momentum="), ("b1", "betas=")):

@@ -109,7 +109,7 @@ def labels(net: nn.Module) -> dict[str, str]:
 
 
 def chains(net: nn.Module) -> dict[str, mfx.Transform]:
-    stack: Any = ((-2,), (-1,))
+    stack = mfx.MatrixView("... out in -> ... out in")
 
     def muon(**options: Any) -> mfx.Transform:
         return mfx.chain(
@@ -121,7 +121,7 @@ def chains(net: nn.Module) -> dict[str, mfx.Transform]:
         )
 
     by_label = mfx.partition(
-        {"muon": muon(), "stack": muon(view=mfx.MatrixView(stack)), "adamw": mfx.adamw(1e-2, weight_decay=0.1)},
+        {"muon": muon(), "stack": muon(view=stack), "adamw": mfx.adamw(1e-2, weight_decay=0.1)},
         labels(net),
     )
     outer = mfx.chain(
@@ -129,7 +129,7 @@ def chains(net: nn.Module) -> dict[str, mfx.Transform]:
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(**EXACT), mfx.normalize_neurons()),
-                "stack": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(**EXACT, view=mfx.MatrixView(dims=stack))),
+                "stack": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(**EXACT, view=stack)),
                 "adamw": mfx.scale_by_adam(),
             },
             labels(net),

@@ -15,11 +15,13 @@ from torch.func import stack_module_state, vmap
 
 import muonfx as mfx
 from muonfx.select import Labels, Route, default_labels, default_labels_by_name, labels, path
+from muonfx.select.matrix_view import STACK
 from muonfx.select.views import patterns
 from muonfx.tree.tracing import matches
 from tests.select.test_select import Conv1D, Holder
 
-STACK, TRANSPOSED_STACK = ((-2,), (-1,)), ((-1,), (-2,))
+TRANSPOSED_STACK = "... in out -> ... out in"
+THREE = "(part=3 out) in -> part out in"
 
 
 class Experts(Holder):
@@ -83,7 +85,7 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own(transposed):
 @pytest.mark.parametrize("lr_scaling", ["match_rms_adamw", "original", "spectral"])
 def test_a_transposed_matrix_is_scaled_and_cut_as_the_linear_layer_that_it_is(lr_scaling):
     model = held(c_fc=Conv1D(24, 8))
-    for view, rows in ((mfx.MatrixView(), 24), (mfx.MatrixView(blocks={"c_fc.weight": 3}), 8)):
+    for view, rows in ((mfx.MatrixView(), 24), (mfx.MatrixView({"c_fc.weight": "in (part=3 out) -> part out in"}), 8)):
         parts = [part.T for part in model.c_fc.weight.split(rows, dim=1)]
         wanted = as_matrices(model, {"c_fc.weight": parts}, lr_scaling=lr_scaling)["c_fc.weight"]
         found = stepped(model, view, lr_scaling=lr_scaling)
@@ -99,14 +101,15 @@ def test_layers_of_torch_that_hold_several_matrices_are_split():
         up=nn.ConvTranspose1d(8, 6, 3),
         plain=nn.Conv1d(8, 8, 3),
     )
-    assert {name: (view.dims, view.blocks) for name, view in default_labels(model).views.items()} == {
-        "attn.in_proj_weight": (None, 3),
-        "lstm.weight_ih_l0": (None, 4),
-        "lstm.weight_hh_l0": (None, 4),
-        "gru.weight_ih": (None, 3),
-        "gru.weight_hh": (None, 3),
-        "grouped.weight": (None, 4),
-        "up.weight": (((1,), (0, 2)), None),
+    four = "(part=4 out) in -> part out in"
+    assert {name: view.pattern for name, view in default_labels(model).views.items()} == {
+        "attn.in_proj_weight": THREE,
+        "lstm.weight_ih_l0": four,
+        "lstm.weight_hh_l0": four,
+        "gru.weight_ih": THREE,
+        "gru.weight_hh": THREE,
+        "grouped.weight": "(part=4 out) ... -> part out (...)",
+        "up.weight": "in out ... -> out (in ...)",
     }
 
 
@@ -129,30 +132,26 @@ def test_a_fused_layer_of_a_known_class_is_split_under_fsdp2_as_before_it():
     layer = _of_package("transformers", "ModernBertMLP")
     model = held(mlp=layer)
     before = default_labels(model)
-    assert before.views["mlp.Wi.weight"].blocks == 2
+    assert before.views["mlp.Wi.weight"].pattern == "(part=2 out) in -> part out in"
     layer.__class__ = type("FSDPModernBertMLP", (FSDPModule, type(layer)), {})
     after = default_labels(model)
     assert after.views["mlp.Wi.weight"] == before.views["mlp.Wi.weight"]
     assert not default_labels(held(mlp=_of_package("another", "ModernBertMLP"))).views
 
 
-def test_what_is_given_wins_over_what_is_found():
+def test_a_given_pattern_wins_over_a_found_one():
     model = held(experts=Experts(), attn=nn.MultiheadAttention(8, 2))
     found, view = default_labels(model).view, mfx.MatrixView
-    assert found() == view({"*experts.gate_up_proj": STACK, "*experts.down_proj": STACK}, {"*attn.in_proj_weight": 3})
-    assert found(view(STACK, 1)) == view(STACK, 1)
-    # Found blocks are of the rows that found dims say; with other dims they would cut something else.
+    stacks = {"*experts.gate_up_proj": STACK, "*experts.down_proj": STACK}
+    assert found() == view({**stacks, "*attn.in_proj_weight": THREE})
+    assert found(view(STACK)) == view(STACK)
     mine = {"*.gate_up_proj": TRANSPOSED_STACK}
-    assert found(view(mine)).dims == {**mine, "*experts.down_proj": STACK}
-    assert found(view(blocks={"*in_proj*": 6})).blocks == {"*in_proj*": 6}
-    # Found blocks are blocks of rows, whichever axis the given ones are along.
-    for axis in (-1, {"*.down_proj": -1}):
-        both = found(view(blocks={"*.down_proj": 2}, block_axis=axis)).of(["attn.in_proj_weight", "experts.down_proj"])
-        assert [(one.blocks, one.block_axis) for one in both] == [(3, -2), (2, -1)]
-    tx = mfx.muon_with_adamw(
-        labels=default_labels(model), orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(dims=mine))
-    ).arguments["transforms"]["muon"]
-    assert "'*.gate_up_proj': ((-1,), (-2,)), '*experts.down_proj': ((-2,), (-1,))" in repr(tx)
+    assert found(view(mine)).pattern == {**mine, "*experts.down_proj": STACK, "*attn.in_proj_weight": THREE}
+    heads = {"*in_proj*": "(heads=6 dim) in -> heads dim in"}
+    assert found(view(heads)).pattern == {**heads, **stacks}
+    orthogonalize = mfx.orthogonalize(view=view(mine))
+    tx = mfx.muon_with_adamw(labels=default_labels(model), orthogonalize=orthogonalize).arguments["transforms"]["muon"]
+    assert f"'*.gate_up_proj': {TRANSPOSED_STACK!r}, '*experts.down_proj': {STACK!r}" in " ".join(repr(tx).split())
 
 
 def test_labels_without_views_see_each_parameter_as_before():
@@ -168,9 +167,7 @@ def test_labels_without_views_see_each_parameter_as_before():
 
 def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
     model = held(odd=Holder(kernels=(4, 40, 64)))
-    said = (
-        r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon's orthogonalize, .*dims=.*\(\(-2,\), \(-1,\)\)"
-    )
+    said = r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon's orthogonalize, .*'\.\.\. out in -> "
     with pytest.warns(UserWarning, match=said) as caught:
         default_labels(model)
     assert caught[0].filename == __file__
@@ -183,7 +180,7 @@ def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
 
 
 @pytest.mark.filterwarnings("ignore:partition. by their names")
-def test_a_partition_that_does_not_use_the_dims_of_its_labels_is_warned_of():
+def test_a_partition_that_does_not_use_the_views_of_its_labels_is_warned_of():
     model = held(experts=Experts(), fc=nn.Linear(8, 8))
     params = {name: param.detach() for name, param in model.named_parameters()}
     labels = default_labels(model)
@@ -192,7 +189,7 @@ def test_a_partition_that_does_not_use_the_dims_of_its_labels_is_warned_of():
         match=r"'experts.gate_up_proj' \(hidden .* stack of 4 matrices.*Give the transform view=labels.view",
     ):
         mfx.partition({"muon": mfx.muon(), "adamw": mfx.adamw()}, labels).init(params)
-    with pytest.warns(UserWarning, match="the labels have dims"):
+    with pytest.warns(UserWarning, match="the labels have a view"):
         mfx.muon_with_adamw(labels=default_labels_by_name).init(params)
     for muon, chosen in (
         (mfx.muon(orthogonalize=mfx.orthogonalize(view=labels.view())), labels),
@@ -288,16 +285,16 @@ def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_spl
 
 def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
     model = nn.ModuleList([Block(qkv=12, other=8), held(experts=Experts(True), attn=nn.MultiheadAttention(8, 2))])
-    given = {"*.other.weight": 2}
+    given = {"*.other.weight": "(part=2 out) in -> part out in"}
     with pytest.warns(UserWarning, match="several matrices each") as caught:
-        mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(blocks=given)))
+        mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(given)))
     split, _ = lines_of(caught)
     labels = default_labels(model)
-    before = labels.view(mfx.MatrixView(blocks=given))
+    before = labels.view(mfx.MatrixView(given))
     mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=split))
-    for name, view, known in zip(labels, split.of(list(labels)), before.of(list(labels)), strict=True):
-        assert view.dims == known.dims
-        assert view.blocks == {"0.qkv.weight": 3, "1.experts.gate_up_proj": 2}.get(name, known.blocks)
+    suspected = {"0.qkv.weight": THREE, "1.experts.gate_up_proj": "... in (part=2 out) -> ... part out in"}
+    for name in labels:
+        assert split.text(name) == suspected.get(name, before.text(name))
 
 
 def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
@@ -316,8 +313,8 @@ def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
             warnings.filterwarnings("ignore", message="partition: no parameter")
             with pytest.warns(UserWarning, match="by their names, these parameters hold several matrices each"):
                 way()
-            for blocks in ({"*.qkv.*": 1}, 1, 4):
-                way(orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(blocks=blocks)))
+            for pattern in ({"*.qkv.*": THREE}, "out in -> out in", "(part=4 out) in -> part out in"):
+                way(orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(pattern)))
 
 
 def test_a_name_that_means_one_matrix_is_not_warned_of():
@@ -325,15 +322,33 @@ def test_a_name_that_means_one_matrix_is_not_warned_of():
     mfx.Muon(nn.ModuleList([Block(**dict.fromkeys(one_matrix, 12))]))
 
 
-def test_a_layer_that_is_known_to_be_interleaved_is_not_warned_of():
-    layer = _of_package("torchtitan", "FusedQKVLinear")
-    layer.wqkv = nn.Linear(6, 12, bias=False)
-    known = _of_package("transformers", "GPTNeoXAttention")
+def test_parts_that_are_interleaved_by_head_are_split_if_the_module_gives_the_number_of_heads():
+    known = _of_package("transformers", "BloomAttention")
     known.query_key_value = nn.Linear(6, 12, bias=False)
-    mfx.Muon(held(qkv=layer, attn=known))
-    text = str(mfx.describe(held(qkv=layer)))
-    assert "interleaved by head: not split" in text
-    assert "blocks=" not in text
+    known.num_heads = 2
+    model = held(attn=known)
+    labels = default_labels(model)
+    assert labels.views["attn.query_key_value.weight"].pattern == "(heads=2 part=3 dim) in -> part (heads dim) in"
+    weight = known.query_key_value.weight.detach().unflatten(0, (2, 3, 2))
+    parts = {n: [p] for n, p in model.named_parameters() if not n.endswith("bias")}
+    parts["attn.query_key_value.weight"] = [weight[:, at].flatten(0, 1) for at in range(3)]
+    wanted = as_matrices(model, parts)["attn.query_key_value.weight"]
+    found = stepped(model)["attn.query_key_value.weight"].detach().unflatten(0, (2, 3, 2))
+    for at in range(3):
+        torch.testing.assert_close(found[:, at].flatten(0, 1), wanted[at], rtol=1e-4, atol=1e-5)
+    del known.num_heads
+    assert "of sizes that do not fit 12 rows: not split" in default_labels(model).reason("attn.query_key_value.weight")
+
+
+def test_a_fused_layer_of_torchtitan_is_split_by_groups_of_heads():
+    layer = _of_package("torchtitan", "FusedQKVLinear")
+    layer.wqkv = nn.Linear(6, 24, bias=False)
+    layer.heads_per_kv, layer.head_dim = 2, 3
+    split = default_labels(held(qkv=layer)).views["qkv.wqkv.weight"].pattern
+    results = [f"(groups {part} dim) in" for part in ("query", "key", "value")]
+    assert split == f"(groups (query=2 + key=1 + value=1) dim=3) in -> {', '.join(results)}"
+    mfx.Muon(held(qkv=layer))  # without a warning
+    assert "(12 + 6 + 6) x 6" in str(mfx.describe(held(qkv=layer)))
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -359,8 +374,8 @@ MATRIXWISE = {
     "recipe": lambda chosen: mfx.muon_with_adamw(0.1, labels=chosen),
     "orthogonalize": lambda chosen: mfx.partition({"muon": mfx.orthogonalize(), "adamw": mfx.identity()}, chosen),
     "in a chain": lambda chosen: mfx.chain(mfx.clip_by_global_norm(1.0), mfx.muon_with_adamw(labels=chosen)),
-    "dims of others": lambda chosen: mfx.muon_with_adamw(
-        labels=chosen, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(dims={"another.*": STACK}))
+    "a view of others": lambda chosen: mfx.muon_with_adamw(
+        labels=chosen, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView({"another.*": STACK}))
     ),
     "by leaf": lambda chosen: mfx.partition({"muon": mfx.contrib.normalize_leaves(), "adamw": mfx.identity()}, chosen),
     "dion": lambda chosen: mfx.partition({"muon": mfx.contrib.dion(0.1), "adamw": mfx.adamw()}, chosen),
@@ -368,7 +383,7 @@ MATRIXWISE = {
 
 
 @pytest.mark.parametrize("made", MATRIXWISE.values(), ids=MATRIXWISE)
-@pytest.mark.filterwarnings("ignore:dims. 'another")
+@pytest.mark.filterwarnings("ignore:view. 'another")
 def test_a_stack_of_models_is_refused_where_labels_of_one_model_would_flatten_it(made):
     params, tx = stacked(), made(default_labels(model()))
     said = r"'0.weight' has shape \(3, 6, 4\), and its label 'muon' was chosen for shape \(6, 4\).*vmap.*MatrixView"
@@ -390,8 +405,7 @@ def test_each_model_of_a_stack_is_updated_as_alone_by_both_ways_that_the_error_s
     with pytest.raises(ValueError, match="vmap"):
         tx.init(params)
     got = vmap(tx.update)(params, vmap(tx.init)(params), params)[0]
-    dims = mfx.MatrixView(dims={"*": STACK})
-    together = recipe(view=dims)
+    together = recipe(view=mfx.MatrixView({"*": STACK}))
     whole = together.update(params, together.init(params), params)[0]
     for at in range(3):
         one = {key: param[at] for key, param in params.items()}

@@ -36,8 +36,8 @@ ALL = list(DRAWN.leaves)
 
 def chain_of(kind: str) -> mfx.Transform:
     stack = mfx.chain(
-        mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(dims=((-2,), (-1,)))),
-        mfx.normalize_neurons(view=mfx.MatrixView(dims=((-2,), (-1,)))),
+        mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView("... out in -> ... out in")),
+        mfx.normalize_neurons(view=mfx.MatrixView("... out in -> ... out in")),
     )
     matrices = mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float32), mfx.normalize_neurons())
     if kind == "compact":

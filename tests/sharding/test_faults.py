@@ -157,7 +157,8 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(here: Here, tmp_pa
     layout = sharding.replicated(params, here.group)
     local, tx = layout.shard(params), mfx.momentum()
     if what == "a pattern":
-        tx = mfx.masked(mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qvk": 3})), {"a": True, "b": False})
+        view = mfx.MatrixView({"*.qvk": "(part=3 out) in -> part out in"})
+        tx = mfx.masked(mfx.orthogonalize(view=view), {"a": True, "b": False})
     if what == "gathering":
         tx = mfx.stateless(halve)  # of the whole tree
     grads = {name: leaf + here.rank for name, leaf in local.items()} if what == "gradients" else local

@@ -366,7 +366,7 @@ def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(wor
 
 HALF = model(a=(9, 5), b=(4, 16), c=(33, 2), d=Leaf((7,)))
 BF16 = two_groups(HALF.labels, mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16)))
-BLOCKS = mfx.MatrixView(blocks={"qkv": 3})
+BLOCKS = mfx.MatrixView({"qkv": "(part=3 out) in -> part out in"})
 EXPERTS = Model({"up": Leaf((4, 5, 3), "muon"), "down": Leaf((6, 3, 7), "muon"), "router": Leaf((4, 3))}, 1)
 SILENT = Model({"a": Leaf((5, 4))}, 0, (frozenset(), frozenset({"a"})))
 FUSED = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32, view=BLOCKS), mfx.scale_by_shape(view=BLOCKS))
@@ -393,8 +393,8 @@ NAMED_CASES = {
         )
     ],
     "stacks of experts on the batch dim": [
-        Case(EXPERTS, two_groups(EXPERTS.labels, muon(view=mfx.MatrixView(dims))), layout, exact=False)
-        for dims in (((-2,), (-1,)), None)
+        Case(EXPERTS, two_groups(EXPERTS.labels, muon(view=mfx.MatrixView(pattern))), layout, exact=False)
+        for pattern in ("... out in -> ... out in", None)
         for layout in (Placed({"up": ("0",), "down": ("0",), "router": ("r",)}), Zero(3, "flat"))
     ],
     "an undeclared transform sees a step without any gradient": [

@@ -40,6 +40,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 LABELS = {name: "muon" if len(shape) == 2 and "embed" not in name else "adamw" for name, shape in SHAPES.items()}
 MATRICES = {name: label == "muon" for name, label in LABELS.items()}
+FUSED = mfx.MatrixView({"*.qkv.weight": "(part=3 out) in -> part out in"})
 
 
 def on_matrices(matrices: mfx.Transform, rest: mfx.Transform | None = None) -> mfx.Transform:
@@ -60,7 +61,7 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
     "muon_with_adamw": lambda: mfx.muon_with_adamw(
         0.05, 0.01, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)
     ),
-    "muon_in_blocks": lambda: on_matrices(muon(view=mfx.MatrixView(blocks={"*.qkv.weight": 3})), mfx.adamw(0.01)),
+    "muon_in_blocks": lambda: on_matrices(muon(view=FUSED), mfx.adamw(0.01)),
     "muon_in_bfloat16": lambda: on_matrices(
         mfx.muon(0.05, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), mfx.adamw(0.01)
     ),

@@ -17,14 +17,14 @@ from muonfx.contrib import recipes as variants
 from muonfx.core import schedules
 from muonfx.core.contract import NOTHING, within
 from muonfx.core.order import signs
+from muonfx.select.matrix_view import STACK
 from muonfx.testing.transforms import by_rank, halve, with_value
 from muonfx.tree import elementwise as ew
 from tests.public import NAMES, NO_MATCH
 
 pytestmark = NO_MATCH
 
-ROWS_AND_COLUMNS = ((-2,), (-1,))
-STACKS = mfx.MatrixView(ROWS_AND_COLUMNS)
+STACKS = mfx.MatrixView(STACK)
 A_SCHEDULE = mfx.linear_schedule(1.0, 0.1, 3)
 MOMENTUM = mfx.momentum(0.9)
 FP32 = mfx.orthogonalize(dtype=torch.float32)
@@ -114,7 +114,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "monitor": [mfx.monitor(), mfx.monitor("u", ("rms", "orthogonality_error"))],
     "normalize_columns": [mfx.contrib.normalize_columns()],
     "normalize_leaves": [mfx.contrib.normalize_leaves()],
-    "normalize_matrices": [mfx.contrib.normalize_matrices(view=mfx.MatrixView(blocks=1, block_axis=-1))],
+    "normalize_matrices": [mfx.contrib.normalize_matrices(view=mfx.MatrixView("out ... -> (...) out"))],
     "normalize_rows": [mfx.contrib.normalize_rows(view=STACKS)],
     "normalize_neurons": [
         mfx.normalize_neurons(),
@@ -123,8 +123,8 @@ CASES: dict[str, list[mfx.Transform]] = {
     "orthogonalize": [
         FP32,
         mfx.orthogonalize(coefficients="cubic", steps=3, view=STACKS),
-        mfx.orthogonalize(coefficients="aol", view=mfx.MatrixView(blocks=1, block_axis=-1)),
-        mfx.orthogonalize(view=mfx.MatrixView(dims={"*.k": ROWS_AND_COLUMNS}, blocks={"*.nowhere": 2, "*": 1})),
+        mfx.orthogonalize(coefficients="aol", view=mfx.MatrixView("out ... -> (...) out")),
+        mfx.orthogonalize(view=mfx.MatrixView({"*.k": STACK, "*.nowhere": "out in -> out in"})),
     ],
     "qk_clip": [mfx.qk_clip(())],
     "scale": [mfx.scale(-0.5)],
@@ -177,7 +177,9 @@ WITH_HEADS = {
         "qk_clip": mfx.qk_clip(HEADS, alpha=0.4),
         "muonclip": mfx.muonclip(
             HEADS,
-            orthogonalize=TWO_STEPS.replace(view=mfx.MatrixView(blocks={"*cross.qkv.weight": 3})),
+            orthogonalize=TWO_STEPS.replace(
+                view=mfx.MatrixView({"*cross.qkv.weight": "(part=3 out) in -> part out in"})
+            ),
             labels=mfx.select.default_labels_by_name,
         ),
     }.items()
@@ -264,7 +266,7 @@ def test_every_transform_compiles(name: str, tx: mfx.Transform):
 
 
 def test_settings_by_name_compile():
-    view = mfx.MatrixView(dims={"k": ROWS_AND_COLUMNS}, blocks={"*qkv": 3})
+    view = mfx.MatrixView({"k": STACK, "*qkv": "(part=3 out) in -> part out in"})
     tx = mfx.muon(0.1, orthogonalize=mfx.orthogonalize(steps=1, view=view), mask=mfx.select.path("*qkv"))
     example = kit.Example.of({"k": (2, 2, 3), "a.qkv": (6, 4)})
     kit.laws.compiled_update_equals_eager(tx, *example)
@@ -299,8 +301,8 @@ def test_every_chain_obeys_the_plain_laws(members: list[mfx.Transform], example:
 # --------------------------------------------------------------------------------------------------- patterns
 
 TYPO: dict[str, Any] = {
-    "view": mfx.MatrixView(dims={"typo*": ROWS_AND_COLUMNS}),
-    "orthogonalize": mfx.orthogonalize(view=mfx.MatrixView(blocks={"typo*": 2})),
+    "view": mfx.MatrixView({"typo*": STACK}),
+    "orthogonalize": mfx.orthogonalize(view=mfx.MatrixView({"typo*": STACK})),
     "mask": select.path("typo*"),
     "heads": mfx.AttentionHeads("typo*", heads=2),
 }
@@ -327,7 +329,7 @@ def test_a_pattern_that_matches_no_parameter_is_reported_at_init(factory: Callab
         with pytest.raises(ValueError, match=r"heads: 'typo\*.* matches none"):
             tx.init({"w": torch.ones(2, 2)})
     else:
-        with pytest.warns(UserWarning, match=rf"({argument}|dims|blocks): 'typo\*' matches none") as caught:
+        with pytest.warns(UserWarning, match=rf"({argument}|view): 'typo\*' matches none") as caught:
             tx.init({"w": torch.ones(2, 2)})
         assert {found.filename for found in caught} == {__file__}
 

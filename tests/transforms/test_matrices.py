@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonfx as mfx
 from muonfx import testing as kit
+from muonfx.select.matrix_view import STACK
 from muonfx.testing.examples import updates_of
 from muonfx.testing.violation import is_close
 from tests.public import NAMES
@@ -45,14 +46,17 @@ def fuse(values: dict[str, Tensor], axis: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", TAKE_BLOCKS)
 @given(st.integers(0, 99), st.sampled_from([(4, 4, 4), (6, 3, 2)]), st.booleans(), st.sampled_from((-2, -1)))
-def test_blocks_are_as_separate_parameters(name: str, seed: int, sizes: Any, counted: bool, axis: int):
+def test_parts_are_as_separate_parameters(name: str, seed: int, sizes: Any, counted: bool, axis: int):
     make = TAKE_BLOCKS[name]
-    equal = len(set(sizes)) == 1
     shapes = {n: (size, 5) if axis == -2 else (5, size) for n, size in zip("qkv", sizes, strict=True)} | {"out": (5, 5)}
     params, steps = kit.Example.of(shapes, steps=3, dtype=torch.float64, seed=seed)
     apart = updates_of(make(), params, steps)
-    blocks = 3 if counted and equal else sizes
-    view = mfx.MatrixView(blocks={"*.qkv": blocks}, block_axis=axis)
+    is_batch = counted and len(set(sizes)) == 1
+    parts = "(part=3 side)" if is_batch else "(q={} + k={} + v={})".format(*sizes)
+    results = ["side"] if is_batch else list("qkv")
+    sides = "{} in" if axis == -2 else "out {}"
+    right = ", ".join("part " * is_batch + sides.format(result) for result in results)
+    view = mfx.MatrixView({"*.qkv": f"{sides.format(parts)} -> {right}"})
     together = updates_of(make(view=view), fuse(params, axis), [fuse(grads, axis) for grads in steps])
     for step, (mine, expected) in enumerate(zip(together, apart, strict=True)):
         for leaf, want in fuse(expected, axis).items():
@@ -80,7 +84,7 @@ def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
 
 
 def test_a_step_that_builds_its_transforms_again_compiles_with_a_view():
-    view = mfx.MatrixView(dims={"*": ((-2,), (-1,))}, blocks={"qkv": 2})
+    view = mfx.MatrixView({"qkv": "... (part=2 out) in -> ... part out in", "*": STACK})
     table = torch.tensor(mfx.polar.coefficients("keller").steps)
     tx = mfx.chain(mfx.orthogonalize(view=view, coefficients=table), mfx.normalize_neurons(view=view))
     grads = {"qkv": torch.randn(4, 3), "out": torch.randn(3, 3)}
@@ -140,7 +144,7 @@ def returns_its_inputs(*, view: mfx.MatrixView = VIEW):
     return {"first": mfx.Slot(start="params"), "norm": mfx.MatrixSlot(lambda m: m.square().sum((-2, -1), True))}, step
 
 
-@pytest.mark.parametrize("tx", [with_both_slots(), returns_its_inputs(view=mfx.MatrixView(((-2,), (-1,))))])
+@pytest.mark.parametrize("tx", [with_both_slots(), returns_its_inputs(view=mfx.MatrixView(STACK))])
 def test_a_transform_of_ones_own_obeys_the_laws(tx: mfx.Transform):
     kit.check_transform(tx, max_examples=5)
 
@@ -148,7 +152,7 @@ def test_a_transform_of_ones_own_obeys_the_laws(tx: mfx.Transform):
 def test_blocks_of_any_sizes_have_the_state_that_they_have_as_parameters():
     torch.manual_seed(0)
     grads = [{"a": torch.randn(2, 5), "b": torch.randn(7, 5)} for _ in range(3)]
-    apart, whole = with_both_slots(), with_both_slots(view=mfx.MatrixView(blocks=(2, 7)))
+    apart, whole = with_both_slots(), with_both_slots(view=mfx.MatrixView("(a=2 + b=7) in -> a in, b in"))
     state, joined = apart.init(grads[0]), whole.init({"w": torch.zeros(9, 5)})
     for step in grads:
         updates, state = apart.update(step, state)
@@ -232,7 +236,7 @@ def test_weights_keep_their_norm_at_any_size(exponent: int):
 def test_nan_stays_in_its_matrix(name: str):
     grads = {"w": torch.ones(2, 3, 4)}
     grads["w"][1, 1, 1] = torch.nan
-    tx = EACH[name].replace(view=mfx.MatrixView(((-2,), (-1,))))
+    tx = EACH[name].replace(view=mfx.MatrixView(STACK))
     out = updated(tx, grads, {"w": torch.ones(2, 3, 4)})["w"]
     assert out[0].isfinite().all()
     assert out[1].isnan().any()
@@ -309,7 +313,9 @@ def only(values: dict[str, Any], names: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_leaves_of_one_shape_have_the_bits_that_each_has_alone(name: str, dtype: torch.dtype):
-    tx = STACKED[name](view=mfx.MatrixView(blocks={"qkv*": 3, "parts*": (2, 7)}))
+    tx = STACKED[name](
+        view=mfx.MatrixView({"qkv*": "(part=3 out) in -> part out in", "parts*": "(a=2 + b=7) in -> a in, b in"})
+    )
     kinds = {"w": (9, 33), "tall": (40, 5), "qkv": (9, 8), "parts": (9, 4), "row": (1, 7), "large": (200, 180)}
     shapes = {f"{kind}{n}": shape for kind, shape in kinds.items() for n in range(3)}
     params, steps = kit.Example.of(shapes, steps=2, dtype=dtype)

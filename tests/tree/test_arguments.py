@@ -72,7 +72,7 @@ NOT_ASKED = {
     schedules.schedule,  # a decorator, which looks at its name where it is used
     mfx.as_tensors,  # a device, which torch reads: an int is one too
     sharding.plan_for,
-    mfx.MatrixView,  # its tests look at blocks and axes, which are ints or containers of them
+    mfx.MatrixView,  # it checks its patterns itself
     mfx.default_labels,  # labels are looked up by who has transforms for them
     select.default_labels_by_name,
     select.ParamInfo,  # made by us, and not from what was typed
@@ -250,9 +250,9 @@ FOREIGN = [
     (mfx.Muon, "adjust_lr_fn", "'lr_scaling'"),
     (mfx.Muon, "learning_rate", "'lr'"),
     (mfx.Muon, "b1", "'betas'"),
-    (mfx.muon, "blocks", r"here: orthogonalize=muonfx.orthogonalize\(view=muonfx.MatrixView\(blocks=\.\.\.\)\)"),
+    (mfx.muon, "pattern", r"here: orthogonalize=muonfx.orthogonalize\(view=muonfx.MatrixView\(pattern=\.\.\.\)\)"),
     (mfx.orthogonalize, "ns_steps", "'steps'"),
-    (mfx.orthogonalize, "dims", r"here: view=muonfx.MatrixView\(dims=\.\.\.\)"),
+    (mfx.orthogonalize, "pattern", r"here: view=muonfx.MatrixView\(pattern=\.\.\.\)"),
     (mfx.muon, "momentum", "'decay'"),
     (mfx.muon, "lr", "'learning_rate'"),
     (mfx.muon, "weight_decay_mask", "'mask'"),

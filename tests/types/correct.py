@@ -64,7 +64,7 @@ def names_of_rules_and_sets() -> list[mfx.Transform]:
     return [
         mfx.orthogonalize(coefficients="keller", method="gram", products="auto"),
         mfx.orthogonalize(coefficients=((3.4445, -4.775, 2.0315),), steps=3, dtype=torch.float32),
-        mfx.orthogonalize(steps=3, view=mfx.MatrixView(blocks={"*.weight": 2})),
+        mfx.orthogonalize(steps=3, view=mfx.MatrixView({"*.weight": "(part=2 out) in -> part out in"})),
         mfx.scale_by_shape("spectral"),
         mfx.monitor("updates", ("norm", "orthogonality_error")),
     ]

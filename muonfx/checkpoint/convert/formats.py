@@ -11,6 +11,8 @@ import torch
 from muonfx.core import Transform, chain
 from muonfx.recipes import adamw, lion
 from muonfx.select import MatrixView
+from muonfx.select.matrix_view import STACK
+from muonfx.select.views import divided
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.transforms.scale import ShapeRule
 
@@ -46,7 +48,6 @@ class Format:
 
 # ------------------------------------------------------------------------------------------- parts of several formats
 
-_STACKED = ((-2,), (-1,))
 """The dims of a leaf whose leading dims index independent matrices."""
 
 
@@ -141,7 +142,7 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
         lr_scaling="original",
         coefficients="keller",
         **steps,
-        view=MatrixView(_STACKED if len(shape) == 3 else None),
+        view=MatrixView(STACK if len(shape) == 3 else None),
     )
 
 
@@ -189,7 +190,11 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
     if kind == "lion":
         return lion(float(group["lr"]), b1=betas[0], b2=betas[1], weight_decay=float(group["weight_decay"]))
     heads, sizes = group.get("num_heads"), group.get("split_sizes")
-    blocks = tuple(sizes) if sizes is not None else heads if heads is not None and heads > 1 else None
+    is_stack = len(shape) > 2 and not group["flatten"]
+    parts = None if sizes is None else {f"part_{at}": size for at, size in enumerate(sizes)}
+    if parts is None and heads is not None and heads > 1:
+        parts = heads
+    pattern = divided("... {out} in -> ... {out} in", parts) if parts else STACK if is_stack else None
     return _muon_chain(
         group,
         group["mu"],
@@ -197,7 +202,7 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
         options,
         heavy_ball=True,
         lr_scaling=_RULES[group["adjust_lr"]],
-        view=MatrixView(_STACKED if len(shape) > 2 and not group["flatten"] else None, blocks),
+        view=MatrixView(pattern),
     )
 
 

@@ -104,7 +104,7 @@ def _packed(falling: Sequence[float], before: dict[int, float], most: float) -> 
     `falling` are the items' costs in descending order, and `before` the load of each rank without them.
     """
     least = max((sum(falling) + sum(before.values())) / len(before), max(before.values()), max(falling, default=0.0))
-    # Packing more would take longer than a fraction of a second; so many items are balanced without it.
+    # More items are balanced without packing, which would take longer than a fraction of a second.
     if most <= 1.01 * least or len(falling) * len(before) > 200_000:
         return []
     order = sorted(before, key=lambda rank: (-before[rank], rank))

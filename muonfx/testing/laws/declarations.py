@@ -174,7 +174,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
-    >>> tx = mfx.orthogonalize(dtype=torch.float64, view=mfx.MatrixView(blocks=2))
+    >>> tx = mfx.orthogonalize(dtype=torch.float64, view=mfx.MatrixView("(part=2 out) in -> part out in"))
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}

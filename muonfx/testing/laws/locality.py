@@ -125,7 +125,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
-    >>> tx = mfx.orthogonalize(view=mfx.MatrixView(((-2,), (-1,))))
+    >>> tx = mfx.orthogonalize(view=mfx.MatrixView("... out in -> ... out in"))
     >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
     _check_halves("batch", tx, params, steps)

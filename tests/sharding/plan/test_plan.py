@@ -24,7 +24,7 @@ from muonfx.sharding.plan.balance import assign, assign_by_bytes
 from muonfx.sharding.plan.shares import Share
 from muonfx.tree import Spec
 
-EXPERTS = mfx.MatrixView(((-2,), (-1,)))
+EXPERTS = mfx.MatrixView("... out in -> ... out in")
 FP32 = mfx.orthogonalize(dtype=torch.float32)
 
 
@@ -82,7 +82,10 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
     params = {"qkv": torch.zeros(24, 6), "out": torch.zeros(6, 24)}
     # six rows of qkv on each, and out on the last
     layout = sharding.flat(params, 4, order=["qkv", "out"], cuts=[0, 36, 72, 108, 288])
-    heads = run_of(mfx.orthogonalize(view=mfx.MatrixView(blocks={"qkv": 12}), dtype=torch.float32), layout)
+    heads = run_of(
+        mfx.orthogonalize(view=mfx.MatrixView({"qkv": "(heads=12 dim) in -> heads dim in"}), dtype=torch.float32),
+        layout,
+    )
     assert [(s.name, s.shape, s.owner, s.route) for s in heads.shares] == [
         ("out", (6, 24), 3, "local"),
         *[("qkv", (3, 2, 6), rank, "local") for rank in range(4)],

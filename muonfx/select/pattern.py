@@ -1,0 +1,334 @@
+"""Patterns that divide a tensor into matrices, such as ``"(qkv=3 out) in -> qkv out in"``.
+
+The left side names the axes of each dim, as in einops; ``a + b`` names parts that are concatenated along an axis. The
+right side has one result, or one for each part: its last two dims are the rows and the columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Pattern", "parse"]
+
+_DOTS = "..."
+_TOKEN = re.compile(r"\s*([A-Za-z_]\w*(?:\s*=\s*\d+)?|\.\.\.|[()+])")
+
+
+class Axis(NamedTuple):
+    """A named axis, or one of several parts that are concatenated along one axis."""
+
+    name: str
+    size: int | None = None
+    """None: the size follows from the shape of the tensor."""
+
+    def __str__(self) -> str:
+        return self.name if self.size is None else f"{self.name}={self.size}"
+
+
+Parts = tuple[Axis, ...]
+"""The concatenated parts of an axis; an axis that is not divided is its only part."""
+Group = tuple[str, ...]
+"""The axes that form one dim of a result, outermost first."""
+
+
+class Units(NamedTuple):
+    """A tensor as a stack of equal units that are contiguous in memory and are updated independently."""
+
+    shape: tuple[int, int]
+    """The rows and the columns of a unit."""
+    pattern: str
+    """The pattern of a stack (units, rows, columns)."""
+    is_plain: bool
+    """True if a unit is one matrix, and the units are indexed by whole dims of the tensor."""
+
+
+class _Result(NamedTuple):
+    """One result of a pattern for a tensor of known shape."""
+
+    start: int
+    """Where the result begins on the divided axis."""
+    sizes: list[int]
+    """The size of each axis in memory order."""
+    order: list[int]
+    """The axes in the order of the result."""
+    shape: list[int]
+
+
+class _Bound(NamedTuple):
+    """A pattern for a tensor of known shape."""
+
+    sizes: list[int]
+    """The size of each axis in memory order."""
+    divided: int | None
+    """The axis that consists of several parts."""
+    results: list[_Result]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A parsed pattern."""
+
+    text: str
+    dims: tuple[tuple[Parts, ...], ...]
+    """The axes of each dim of the tensor, outermost first."""
+    results: tuple[tuple[Group, ...], ...]
+    """The dims of each result: batch dims, rows, columns."""
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Return a stack of matrices (..., rows, columns) for each result; ValueError if the shape does not fit."""
+        bound = self._bound(tensor.shape)
+        whole = tensor.reshape(bound.sizes)
+        found: list[Tensor] = []
+        for one in bound.results:
+            part = whole if bound.divided is None else whole.narrow(bound.divided, one.start, one.sizes[bound.divided])
+            found.append(part.permute(one.order).reshape(one.shape))
+        return found
+
+    def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """Undo `split`: return the tensor of this shape whose matrices are given."""
+        bound = self._bound(shape)
+        parts: dict[int, Tensor] = {}
+        for one, stack in zip(bound.results, matrices, strict=True):
+            axes = stack.reshape([one.sizes[at] for at in one.order])
+            parts[one.start] = axes.permute([one.order.index(at) for at in range(len(one.order))])
+        if bound.divided is None:
+            return parts[0].reshape(shape)
+        return torch.cat([parts[start] for start in sorted(parts)], dim=bound.divided).reshape(shape)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return True if a tensor of this shape can be split."""
+        try:
+            self._bound(shape)
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def is_stack(self) -> bool:
+        """True if all dims but the last two are batch dims, so that matrices consist of elements of these two."""
+        front = [axis.name for dim in self.dims[:-2] for parts in dim for axis in parts]
+        whole = all(len(dim) == 1 and len(dim[0]) == 1 for dim in self.dims[:-2])
+        return bool(front) and whole and all(set(front) <= set(_names(result[:-2])) for result in self.results)
+
+    @property
+    def is_transposed(self) -> bool:
+        """True if the tensor stores the columns of its matrices (input features) before their rows."""
+        place = {axis.name: at for at, dim in enumerate(self.dims) for parts in dim for axis in parts}
+        rows, columns = self.results[0][-2:]
+        return min(place[name] for name in rows) > min(place[name] for name in columns)
+
+    def independent(self, shape: Sequence[int]) -> Units | None:
+        """Return the units of a tensor of this shape; None if the whole tensor is one unit, or empty.
+
+        A rank that holds a unit updates it without other ranks. For ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads
+        v in"``, a unit is the 8 rows of a head.
+        """
+        if 0 in shape:
+            return None
+        dims, results = self._expanded(len(shape))
+        axes = [(at, axis) for at, dim in enumerate(dims) for axis in self._sized(dim, shape[at])]
+        in_matrices = {name for result in results for name in _names(result[-2:])}
+        count = next(number for number, (_, axis) in enumerate(axes) if not in_matrices.isdisjoint(axis))
+        first = axes[count][0]  # the dim whose remaining axes are the rows of a unit
+        stacked = {name for _, axis in axes[:count] for name in axis}
+        rest = {tuple(tuple(n for n in group if n not in stacked) for group in result): None for result in results}
+        has_parts = any(len(axis) > 1 for _, axis in axes[count:])
+        if count == 0 or first > len(shape) - 2 or (len(rest) > 1 and not has_parts):
+            return None
+        sides = [[axis for at, axis in axes[count:] if (at > first) == is_column] for is_column in (False, True)]
+        rows, columns = (prod([sum(axis.values()) for axis in side]) for side in sides)
+        left = [_dim_text([tuple(map(Axis, axis, axis.values())) for axis in side]) for side in sides]
+        right = [" ".join(["units", *map(_group_text, filter(None, result))]) for result in rest]
+        is_plain = axes[count - 1][0] < first and not has_parts and all(not any(result[:-2]) for result in rest)
+        return Units((rows, columns), f"units {' '.join(left)} -> {', '.join(right)}", is_plain)
+
+    def _expanded(self, ndim: int) -> tuple[list[tuple[Parts, ...]], list[list[Group]]]:
+        """Return the dims and the results for a tensor of `ndim` dims, with names for the dims of ``...``."""
+        dots = [f"dim_{at}" for at in range(ndim - len(self.dims) + 1)]
+        dims: list[tuple[Parts, ...]] = []
+        for dim in self.dims:
+            dims += [((Axis(name),),) for name in dots] if dim[0][0].name == _DOTS else [dim]
+        if len(dims) != ndim:
+            raise ValueError(f"it has {ndim} dims, and {self.text!r} is for tensors of {len(dims)}")
+        results: list[list[Group]] = []
+        for result in self.results:
+            groups: list[Group] = []
+            for group in result:
+                named = [(name,) if name != _DOTS else tuple(dots) for name in group]
+                groups += [(name,) for name in dots] if group == (_DOTS,) and group in result[:-2] else [sum(named, ())]
+            results.append(groups)
+        return dims, results
+
+    def _bound(self, shape: Sequence[int]) -> _Bound:
+        """Return the sizes of all axes and results; ValueError if the shape does not fit."""
+        dims, results = self._expanded(len(shape))
+        axes = [axis for dim, size in zip(dims, shape, strict=True) for axis in self._sized(dim, size)]
+        place = {name: at for at, sizes in enumerate(axes) for name in sizes}
+        divided = next((at for at, sizes in enumerate(axes) if len(sizes) > 1), None)
+        whole = [sum(sizes.values()) for sizes in axes]
+        bound: list[_Result] = []
+        for result in results:
+            sizes, start = list(whole), 0
+            if divided is not None:
+                names = list(axes[divided])
+                chosen = next(at for at, name in enumerate(names) if name in _names(result))
+                sizes[divided] = axes[divided][names[chosen]]
+                start = sum(axes[divided][name] for name in names[:chosen])
+            shape_of_result = [prod([sizes[place[name]] for name in group]) for group in result]
+            bound.append(_Result(start, sizes, [place[name] for name in _names(result)], shape_of_result))
+        return _Bound(whole, divided, bound)
+
+    def _sized(self, dim: tuple[Parts, ...], size: int) -> Iterator[dict[str, int]]:
+        """Yield the names and sizes of the parts of each axis in a dim of this size."""
+        sums = [sum(part.size or 0 for part in axis) for axis in dim]
+        is_open = [any(part.size is None for part in axis) for axis in dim]  # for one axis at most, as `parse` checks
+        known = prod([total for total, unknown in zip(sums, is_open, strict=True) if not unknown])
+        rest = size // max(known, 1) if any(is_open) else 1
+        missing = rest - sum(total for total, unknown in zip(sums, is_open, strict=True) if unknown)
+        if known * rest != size or missing < 0:
+            raise ValueError(f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}")
+        for axis in dim:
+            yield {part.name: missing if part.size is None else part.size for part in axis}
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Pattern:
+    """Parse a pattern.
+
+    Raises:
+        ValueError: the pattern is malformed; the message contains the pattern and the rule that it breaks.
+
+    >>> parse("(qkv=3 out) in -> qkv out in").independent((96, 32))
+    Units(shape=(32, 32), pattern='units out=32 in=32 -> units out in', is_plain=False)
+    """
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise ValueError(f"{text!r} must have one arrow, as in 'in out -> out in'")
+    try:
+        dims = tuple(map(_dim, _items(sides[0])))
+        results = tuple(map(_result, sides[1].split(",")))
+    except _Malformed as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    if problem := _problem(dims, results):
+        raise ValueError(f"{text!r}: {problem}")
+    return Pattern(text, dims, results)
+
+
+class _Malformed(Exception):
+    """A message about a pattern, without the pattern."""
+
+
+_Item = str | list["_Item"]
+
+
+def _items(text: str) -> list[_Item]:
+    """Return the names and signs of one side of a pattern, with a list for each pair of parentheses."""
+    stack: list[list[_Item]] = [[]]
+    at = 0
+    while text[at:].strip():
+        token = _TOKEN.match(text, at)
+        if token is None:
+            raise _Malformed(f"cannot read {text[at:].strip()!r}; expected names, name=size, '...', '+' or parentheses")
+        at = token.end()
+        if token[1] == "(":
+            stack.append([])
+        elif token[1] != ")":
+            stack[-1].append(token[1].replace(" ", ""))
+        elif len(stack) > 1:
+            inner = stack.pop()
+            stack[-1].append(inner)
+        else:
+            raise _Malformed("a closing parenthesis has no opening one")
+    if len(stack) > 1:
+        raise _Malformed("an opening parenthesis has no closing one")
+    return stack[0]
+
+
+def _dim(item: _Item) -> tuple[Parts, ...]:
+    """Return the axes of a dim: of a name, of a product ``(a b)``, or of the parts ``(a + b)`` of one axis."""
+    if isinstance(item, str):
+        return ((_axis(item),),)
+    if "+" in item:
+        return (_parts(item),)
+    return tuple([_parts(one) if isinstance(one, list) else (_axis(one),) for one in item])
+
+
+def _parts(items: list[_Item]) -> Parts:
+    if len(items) < 3 or items[1::2] != ["+"] * (len(items) // 2) or len(items) % 2 == 0:
+        raise _Malformed("parentheses within parentheses hold parts with '+' between them, as in (heads (k + v))")
+    return tuple(map(_axis, items[::2]))
+
+
+def _axis(item: _Item) -> Axis:
+    if not isinstance(item, str) or item == "+":
+        raise _Malformed(f"found {item if item == '+' else 'parentheses'!r} where the name of an axis must be")
+    name, _, size = item.partition("=")
+    return Axis(name, int(size) if size else None)
+
+
+def _result(text: str) -> tuple[Group, ...]:
+    """Return the dims of a result: batch dims, rows, columns."""
+    items = _items(text)
+    if len(items) < 2 or _DOTS in items[-2:] or [] in items[-2:]:
+        raise _Malformed("a result must end with the rows and the columns of a matrix; write '...' as '(...)' there")
+    return tuple(map(_group, items))
+
+
+def _group(item: _Item) -> Group:
+    """Return the axes of a dim of a result: of a name, or of a product ``(a b)``."""
+    axes = [_axis(one) for one in ([item] if isinstance(item, str) else item)]
+    if any(axis.size is not None for axis in axes):
+        raise _Malformed("a size is on the right; sizes belong to the left side")
+    return tuple(axis.name for axis in axes)
+
+
+def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group]]) -> str | None:
+    """Return the rule that a pattern breaks, if it breaks one."""
+    axes = [axis for dim in dims for axis in dim]
+    names = [part.name for axis in axes for part in axis]
+    divided = [axis for axis in axes if len(axis) > 1]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        return f"{repeated[0]!r} occurs twice on the left"
+    if any(part.size == 0 for axis in axes for part in axis):
+        return "a size is 0; sizes are at least 1"
+    if any(sum(part.size is None for axis in dim for part in axis) > 1 for dim in dims):
+        return "a dim has several axes without a size; only one size per dim follows from the shape"
+    if any(axis[0].name == _DOTS and len(dim) + len(axis) > 2 for dim in dims for axis in dim):
+        return "'...' stands for whole dims, and cannot be inside parentheses on the left"
+    if len(divided) > 1:
+        return "several axes are divided by '+'; expected at most one"
+    wanted = [{axis[0].name for axis in axes if len(axis) == 1}] * len(results)
+    if divided:
+        found = [[part.name for part in divided[0] if part.name in _names(result)] for result in results]
+        if sorted(map(tuple, found)) != sorted((part.name,) for part in divided[0]):
+            return f"each of {', '.join(part.name for part in divided[0])} must be in one result"
+        wanted = [own | {name} for own, (name,) in zip(wanted, found, strict=True)]
+    elif len(results) > 1:
+        return "several results, but no parts with '+' on the left"
+    for result, own in zip(results, wanted, strict=True):
+        if sorted(_names(result)) != sorted(own):
+            return f"the result {' '.join(map(_group_text, result))!r} must have each of {', '.join(sorted(own))} once"
+    return None
+
+
+def _names(groups: Sequence[Group]) -> list[str]:
+    return [name for group in groups for name in group]
+
+
+def _group_text(group: Group) -> str:
+    return group[0] if len(group) == 1 else f"({' '.join(group)})"
+
+
+def _dim_text(dim: Sequence[Parts]) -> str:
+    texts = [" + ".join(map(str, axis)) for axis in dim]
+    if len(dim) == 1 and len(dim[0]) == 1:
+        return texts[0]
+    return f"({texts[0] if len(dim) == 1 else ' '.join(f'({text})' if '+' in text else text for text in texts)})"
