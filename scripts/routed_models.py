@@ -28,6 +28,7 @@ LOCAL: Settings = TEXT | {"num_local_experts": 4}
 GPT2: Settings = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 96}
 DEEPSEEK: Settings = EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 DEEPSEEK |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+KIMI: Settings = DEEPSEEK | {"layer_types": ["linear_attention", "full_attention"]}
 LLAMA4: Settings = LOCAL | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
 JAMBA: Settings = EXPERTS | {"mamba_d_state": 4, "mamba_dt_rank": 4, "mamba_expand": 2, "attn_layer_period": 2}
 JAMBA |= {"attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
@@ -54,6 +55,9 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
     "Qwen3-MoE": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS),
     "Mixtral": ("MixtralConfig", "MixtralForCausalLM", LOCAL),
     "DeepSeek-V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK),
+    "DeepSeek-V3.2": ("DeepseekV32Config", "DeepseekV32ForCausalLM", DEEPSEEK),
+    "GLM-5": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", DEEPSEEK),
+    "Kimi Linear": ("KimiLinearConfig", "KimiLinearForCausalLM", KIMI),
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", LOCAL),
     "Llama 4": ("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4),
     "Jamba": ("JambaConfig", "JambaForCausalLM", JAMBA),
@@ -61,6 +65,7 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
     "Qwen3-Next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN_NEXT),
     "GPT-NeoX": ("GPTNeoXConfig", "GPTNeoXForCausalLM", BERT),
     "Falcon": ("FalconConfig", "FalconForCausalLM", BERT | {"multi_query": True}),
+    "Persimmon": ("PersimmonConfig", "PersimmonForCausalLM", BERT),
     "Bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_head": 4, "n_layer": 1, "vocab_size": 96}),
     "BERT, for pretraining": ("BertConfig", "BertForPreTraining", BERT),
     "ModernBERT": ("ModernBertConfig", "ModernBertForMaskedLM", BERT),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import muonfx as mfx
+from muonfx.select.pattern import parse
 
 pytestmark = [
     pytest.mark.engines,
@@ -44,27 +45,56 @@ def test_muon_can_be_made_for_each_model_as_it_is_routed(script):
         mfx.muon_with_adamw(labels=mfx.default_labels(model)).init(params)
 
 
+def patterns(model: nn.Module, leaf: str) -> dict[str, str]:
+    """The patterns of the parameters whose names contain `leaf`."""
+    return {name: view.pattern for name, view in mfx.default_labels(model).views.items() if leaf in name}
+
+
 def test_query_key_and_value_of_gpt2_are_three_matrices_stored_in_out(script):
-    view = mfx.default_labels(script.build("GPT-2")).views["transformer.h.0.attn.c_attn.weight"]
-    assert (view.dims, view.blocks) == (((1,), (0,)), 3)
+    assert set(patterns(script.build("GPT-2"), "c_attn.weight").values()) == {"in (part=3 out) -> part out in"}
 
 
-def test_parts_that_are_interleaved_are_reported_and_not_split(script):
-    for title, leaf in {"GPT-NeoX": "query_key_value", "Bloom": "query_key_value", "gpt-oss": "gate_up_proj"}.items():
-        routes = mfx.default_labels(script.build(title)).routes
-        found = [route for name, route in routes.items() if leaf in name and route.label == "muon"]
-        assert found
-        assert all(route.view.blocks is None and "interleaved by" in route.reason for route in found)
+def test_gate_and_up_of_gpt_oss_alternate(script):
+    found = set(patterns(script.build("gpt-oss"), "gate_up_proj").values())
+    assert found == {"... in (dim part=2) -> ... part dim in"}
 
 
-def test_falcon_is_split_only_where_its_configuration_puts_heads_side_by_side(script):
-    config, model, settings = script.MODELS["Falcon"]
-    for multi_query, new, blocks in ((True, False, (32, 8, 8)), (False, False, None), (True, True, None)):
-        changed = {**settings, "multi_query": multi_query, "new_decoder_architecture": new, "num_kv_heads": 2}
-        script.MODELS["changed"] = (config, model, changed)
-        routes = mfx.default_labels(script.build("changed")).routes
-        del script.MODELS["changed"]
-        assert routes["transformer.h.0.self_attention.query_key_value.weight"].view.blocks == blocks
+def test_keys_and_values_of_latent_attention_are_two_matrices(script):
+    for title in ("DeepSeek-V3", "DeepSeek-V3.2", "GLM-5", "Kimi Linear"):
+        found = set(patterns(script.build(title), "kv_b_proj").values())
+        assert found == {"(heads=4 (key=8 + value=8)) in -> (heads key) in, (heads value) in"}, title
+
+
+FALCON = [
+    {"multi_query": multi_query, "new_decoder_architecture": new, "num_kv_heads": 2}
+    for multi_query, new in ((True, False), (False, False), (True, True))
+]
+
+
+@pytest.mark.parametrize(
+    ("title", "changed", "leaf", "split"),
+    [
+        *[("Falcon", changed, "query_key_value", "_split_heads") for changed in FALCON],
+        ("Bloom", {}, "query_key_value", "_reshape"),
+        ("Persimmon", {}, "query_key_value", "_split_heads"),
+    ],
+)
+def test_query_key_and_value_are_those_that_the_model_computes(script, monkeypatch, title, changed, leaf, split):
+    """The model's own function splits the outputs of unit inputs, which are the columns of the weight."""
+    config, model, settings = script.MODELS[title]
+    monkeypatch.setitem(script.MODELS, title, (config, model, {**settings, **changed}))
+    built = script.build(title)
+    (name, text), *_ = patterns(built, leaf).items()
+    weight = torch.randn(built.get_parameter(name).shape)
+    heads_last = split == "_reshape"
+    parts = getattr(built.get_submodule(name.rpartition(".")[0].rpartition(".")[0]), split)(weight.T[None])
+    own = parse(text).split(weight)
+    own = list(own[0]) if len(own) == 1 else own
+    for found, part in zip(own, parts, strict=True):
+        rows = (part.transpose(1, 2) if heads_last else part)[0].flatten(1).T  # (heads * dim, inputs)
+        rows = rows.unflatten(0, (-1, part.shape[-1]))
+        distinct = rows[:: len(rows) * part.shape[-1] // len(found)]  # keys that several queries share are repeated
+        torch.testing.assert_close(found, distinct.flatten(0, 1), rtol=0, atol=0)
 
 
 class Net(nn.Module):
