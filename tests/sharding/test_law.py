@@ -370,7 +370,13 @@ BLOCKS = mfx.MatrixView({"qkv": "(part=3 out) in -> part out in"})
 EXPERTS = Model({"up": Leaf((4, 5, 3), "muon"), "down": Leaf((6, 3, 7), "muon"), "router": Leaf((4, 3))}, 1)
 SILENT = Model({"a": Leaf((5, 4))}, 0, (frozenset(), frozenset({"a"})))
 FUSED = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32, view=BLOCKS), mfx.scale_by_shape(view=BLOCKS))
+HEADS = mfx.MatrixView("(heads=3 (k=2 + v=4)) in -> heads k in, heads v in")
+LATENT = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32, view=HEADS), mfx.scale_by_shape(view=HEADS))
 NAMED_CASES = {
+    "keys and values of latent attention by head": [
+        Case(model(kv=(18, 6)), LATENT, layout, exact=False)
+        for layout in (Zero(1, "flat"), Zero(1, "whole"), Replicated(), Placed({"kv": ("0",)}))
+    ],
     "a fused qkv is cut into its blocks": [
         Case(model(qkv=(18, 6), out=(6, 7)), FUSED, layout, exact=True)
         for layout in (Zero(1, "flat"), Zero(1, "whole"), Replicated())

@@ -95,6 +95,16 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
     assert sum(whole.sent) == 2 * 3 * 36 * 4
 
 
+def test_unequal_parts_that_repeat_stay_on_the_rank_that_has_all_of_them():
+    layout = sharding.zero({"kv": torch.zeros(24, 5)}, 4, partition="each")
+    by_head = "(heads=4 (k=2 + v=4)) in -> heads k in, heads v in"
+    run = run_of(mfx.orthogonalize(view=mfx.MatrixView(by_head), dtype=torch.float32), layout)
+    assert [(s.shape, s.owner, s.route) for s in run.shares] == [((1, 6, 5), rank, "local") for rank in range(4)]
+    assert run.sent == [0] * 4
+    over_heads = "(heads=4 (k=2 + v=4)) in -> (heads k) in, (heads v) in"
+    assert sum(run_of(mfx.orthogonalize(view=mfx.MatrixView(over_heads), dtype=torch.float32), layout).sent)
+
+
 def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
     """Four experts a stack, dealt out over some parts, in each of which the rows of an expert are cut."""
     inner = size // parts
