@@ -201,8 +201,7 @@ def _listed(
 ) -> Leaf:
     """Record a function of lists, or ``each`` if operands may have another dtype or shape than their leaves."""
     record, places = operands[0]._record, [operand.place for operand in operands]
-    sources = [record[place] for place in places]
-    is_odd = None in [source.overwrites for source in sources if source is not None]
+    is_odd = None in [getattr(record[place], "overwrites", 0) for place in places]  # an input has no operation
     if is_odd or not all(map(_is_number, scalars)):
         return _each(each, *operands, *scalars)
     return Leaf(record, Operation(function, places, scalars, overwrites))
