@@ -22,14 +22,15 @@ from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
 from muonfx.contrib.recipes import *  # noqa: F403 - a recipe has the name of a module that it replaces here
 from muonfx.contrib.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
 from muonfx.contrib.sharpness import sam, sam_gradient
+from muonfx.contrib.soap import SoapState, scale_by_soap
 
 # fmt: off
 __all__ = [
     "DionState", "FactoredRmsState", "NamoState", "ProdigyState", "ReduceOnPlateauState", "ScheduleFreeState",
-    "WeightNormsState", "keep_weight_norms", "match_weight_norms", "normalize_columns",
+    "SoapState", "WeightNormsState", "keep_weight_norms", "match_weight_norms", "normalize_columns",
     "normalize_leaves", "normalize_matrices", "normalize_rows", "reduce_on_plateau", "sam", "sam_gradient",
     "scale_by_dion", "scale_by_dual_norm", "scale_by_factored_rms", "scale_by_namo", "scale_by_prodigy",
-    "schedule_free", "schedule_free_eval_params",
+    "scale_by_soap", "schedule_free", "schedule_free_eval_params",
 ]
 # fmt: on
 __all__ += recipes.__all__

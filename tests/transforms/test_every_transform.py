@@ -145,6 +145,10 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_rms(nu_dtype=mfx.int8(**TINY)),
     ],
     "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", view=STACKS)],
+    "scale_by_soap": [
+        mfx.contrib.scale_by_soap(),
+        mfx.contrib.scale_by_soap(0.5, 0.9, refresh=2, max_precondition_size=3, view=STACKS),
+    ],
     "scale_by_sign": [mfx.scale_by_sign()],
     "skip_nonfinite": [mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam()))],
     "sam": [mfx.contrib.sam(0.5, adaptive=True)],
