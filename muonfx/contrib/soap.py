@@ -18,6 +18,9 @@ from muonfx.tree import elementwise as ew
 
 __all__ = ["SoapState", "scale_by_soap"]
 
+_SHIFT = 2.0**-13
+"""Added to the eigenvalues of a factor whose largest element is in [1, 2), so that rounding does not choose a basis."""
+
 
 class SoapState(NamedTuple):
     """State of `scale_by_soap`, in fp32, or fp64 for fp64 parameters.
@@ -77,7 +80,7 @@ def scale_by_soap(
     The bases start as the identity, where the authors compute the eigenvectors of the first $L$ and $R$. These
     matrices often have a low rank, and the eigenvectors of equal eigenvalues depend on rounding, so the result would
     depend on the layout. With a refresh at every step, the bases are as near to the eigenvectors after two steps. For
-    the same reason, $\delta$ is the root of the machine epsilon, relative to the largest element of $L$.
+    the same reason $\delta$ is not zero: it is $2^{-13}$ of the largest element of $L$, rounded down to a power of two.
 
     The square of a gradient beyond 1.8e19 overflows fp32, and the matrix is then lost. `clip_by_global_norm` in front
     keeps squares finite.
@@ -144,9 +147,9 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor) -> tuple[Tensor, Tensor]:
     """Do one power iteration where it is due. Return the basis and the old indices of its columns, (..., 1, n)."""
-    shift = torch.finfo(factor.dtype).eps ** 0.5
-    product = (factor * unit_power(factor)) @ basis + shift * basis
-    eigenvalues = (basis * product).sum(-2, keepdim=True)
+    product = (factor * unit_power(factor)) @ basis + _SHIFT * basis
+    # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding.
+    eigenvalues = ((basis * product).sum(-2, keepdim=True) / _SHIFT).round()
     same = torch.arange(basis.shape[-1], device=basis.device).expand_as(eigenvalues)
     order = torch.where(is_due, eigenvalues.argsort(dim=-1, descending=True, stable=True), same)
     q, r = torch.linalg.qr(product.take_along_dim(order, -1))

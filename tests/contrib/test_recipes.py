@@ -140,3 +140,53 @@ def test_a_dual_norm_is_that_of_the_inner_direction():
     grads = {"w": torch.tensor([[1e-30, -2e-30], [0.0, 3e-30]])}
     tx = mfx.contrib.scale_by_dual_norm(mfx.scale_by_sign())
     torch.testing.assert_close(tx.update(grads, tx.init(grads))[0]["w"], 6e-30 * grads["w"].sign(), rtol=1e-6, atol=0)
+
+
+def power_iterated(factor: Tensor, basis: Tensor, shift: float = 2.0**-13) -> tuple[Tensor, Tensor]:
+    """The next basis, and the order of the old columns in it."""
+    largest = 2.0 ** factor.abs().max().log2().floor()
+    product = factor @ basis + largest * shift * basis
+    order = (basis.T @ product).diagonal().argsort(descending=True)
+    q, r = torch.linalg.qr(product[:, order])
+    return q * r.diagonal().sign(), order
+
+
+@pytest.mark.parametrize(("refresh", "longest"), [(1, 100), (3, 100), (2, 4), (1, 2)])
+def test_soap(refresh: int, longest: int):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        sides = [side for side in (0, 1) if x.shape[side] <= longest]
+        bases = memory.setdefault("bases", [torch.eye(side, dtype=x.dtype) for side in x.shape])
+        update = torch.zeros_like(x)
+        if t > 1:
+            m = average(memory, "m", g)
+            v = average(memory, "v", (bases[0].T @ g @ bases[1]).square(), 0.8) / (1 - 0.8 ** (t - 1))
+            adam = bases[0].T @ m @ bases[1] / (1 - BETA ** (t - 1)) / (v.sqrt() + 1e-8)
+            update = bases[0] @ adam @ bases[1].T
+        for side in sides:
+            factor = average(memory, f"factor{side}", g @ g.T if side == 0 else g.T @ g, 0.8)
+            if (t - 1) % refresh == 0:
+                bases[side], order = power_iterated(factor, bases[side])
+                memory["v"] = memory["v"].index_select(side, order) if "v" in memory else torch.zeros_like(x)
+        return x - RATE * (update + DECAY * x)
+
+    tx = mfx.chain(
+        mfx.contrib.scale_by_soap(BETA, 0.8, refresh=refresh, max_precondition_size=longest),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(RATE),
+    )
+    formulas.assert_follows(tx, step, kit.Example.of(SHAPES, steps=9, dtype=torch.float64), rtol=1e-8, atol=1e-9)
+
+
+def test_the_bases_of_soap_become_the_eigenvectors():
+    draw = torch.Generator().manual_seed(0)
+    shape = {"w": torch.zeros(12, 8, dtype=torch.float64)}
+    rows, columns = (torch.randn(n, n, generator=draw, dtype=torch.float64) for n in shape["w"].shape)
+    tx = mfx.contrib.scale_by_soap(b2=0.99)
+    state = tx.init(shape)
+    for _ in range(200):
+        noise = torch.randn(12, 8, generator=draw, dtype=torch.float64)
+        _, state = tx.update({"w": rows @ noise @ columns}, state)
+    for factor, basis in ((state.left, state.left_basis), (state.right, state.right_basis)):
+        values, vectors = torch.linalg.eigh(factor["w"])
+        cosines = (vectors.flip(1) * basis["w"]).sum(0).abs()
+        assert cosines[values.flip(0) > 1e-3 * values.max()].min() > 0.98
