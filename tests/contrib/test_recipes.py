@@ -177,6 +177,19 @@ def test_soap(refresh: int, longest: int):
     formulas.assert_follows(tx, step, kit.Example.of(SHAPES, steps=9, dtype=torch.float64), rtol=1e-8, atol=1e-9)
 
 
+def test_soap_muon_orthogonalizes_the_direction_of_soap():
+    params, steps = kit.Example.of(SHAPES, steps=3, dtype=torch.float64)
+    both = mfx.contrib.soap_muon(RATE, lr_scaling="spectral", orthogonalize=EXACT), mfx.contrib.soap(1.0, weight_decay=0.0)
+    states = [tx.init(params) for tx in both]
+    for t, grads in enumerate(steps):
+        (ours, states[0]), (direction, states[1]) = (
+            tx.update(grads, state, params) for tx, state in zip(both, states, strict=True)
+        )
+        for name, (rows, columns) in SHAPES.items():
+            wanted = RATE * (rows / columns) ** 0.5 * polar(direction[name]) if t else torch.zeros(rows, columns)
+            torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-10, check_dtype=False)
+
+
 def test_the_bases_of_soap_become_the_eigenvectors():
     draw = torch.Generator().manual_seed(0)
     shape = {"w": torch.zeros(12, 8, dtype=torch.float64)}

@@ -1,6 +1,7 @@
 """Variants of Muon, QK-clip and adaptive SAM, compared with pytorch_optimizer."""
 
 import copy
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_adamuon():
 @pytest.mark.parametrize("refresh", [1, 5])
 def test_soap(refresh: int, longest: int, monkeypatch: pytest.MonkeyPatch):
     shift = 1e-9  # theirs is zero
-    monkeypatch.setattr("muonfx.contrib.soap._SHIFT", shift)
+    monkeypatch.setattr(import_module("muonfx.contrib.soap"), "_SHIFT", shift)
 
     def start(factors: list[Any]) -> list[Any]:
         """The bases after the first gradient, where theirs are the eigenvectors."""
