@@ -155,4 +155,5 @@ def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor) -> tuple[Tensor, T
     q, r = torch.linalg.qr(product.take_along_dim(order, -1))
     # A positive diagonal of R makes the decomposition unique.
     signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
-    return torch.where(is_due, q * signs, basis), order
+    # The columns of `q` are contiguous; the state keeps the strides that `init` and `load` give it.
+    return torch.where(is_due, q * signs, basis).contiguous(), order

@@ -335,7 +335,7 @@ BY_MATRICES = {
     "polar": mfx.contrib.scale_by_dual_norm(muon()),
     "namo": mfx.contrib.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
     "dion": mfx.contrib.scale_by_dion(2),
-    "soap": mfx.contrib.soap_muon(0.1, weight_decay=0.1, orthogonalize=EXACT),
+    "soap": mfx.chain(mfx.contrib.scale_by_soap(), mfx.orthogonalize(dtype=torch.float32)),
     "sum": mfx.add_updates(muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))),
     "sphere": mfx.chain(muon(), mfx.contrib.match_weight_norms(), mfx.scale(-0.1), mfx.contrib.keep_weight_norms()),
     "rest": mfx.chain(mfx.contrib.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
