@@ -176,6 +176,9 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.ema_params: {"dtype": _STATE},
     tfs.master_params: {"dtype": st.sampled_from(("auto", torch.float32))},
     tfs.monitor: {"metrics": st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error")))},
+    contrib.ema_nesterov: {"lookahead": _SHARES | schedules()},
+    contrib.floor_by_weight_norms: {"floor": _POSITIVE},
+    contrib.radial_brake: {"outward": _SHARES, "inward": _SHARES},
     tfs.normalize_neurons: {"axis": st.sampled_from(("rows", "longer"))},
     tfs.orthogonalize: {
         "coefficients": st.sampled_from(("polar_express_5", "keller", "cubic")),

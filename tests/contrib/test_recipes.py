@@ -142,6 +142,32 @@ def test_a_dual_norm_is_that_of_the_inner_direction():
     torch.testing.assert_close(tx.update(grads, tx.init(grads))[0]["w"], 6e-30 * grads["w"].sign(), rtol=1e-6, atol=0)
 
 
+def test_radial_brake_and_floor():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        size = torch.linalg.matrix_norm
+        moved = x - RATE * g * max(1.0, 0.9 * float(size(x) / size(g)))
+        growth = size(moved) - size(x)
+        return normed(moved) * (size(x) + growth * (0.3 if growth > 0 else 0.7))
+
+    brake = mfx.contrib.radial_brake(0.3, 0.7)
+    tx = mfx.chain(mfx.contrib.floor_by_weight_norms(0.9), mfx.scale_by_learning_rate(RATE), brake)
+    assert_follows(tx, step)
+
+
+def test_ema_nesterov():
+    factors = mfx.linear_schedule(0.8, 0.0, 3)
+
+    def step(t: int, y: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        old = memory.get("iterate", y)
+        memory["iterate"] = y - RATE * g - RATE * DECAY * y
+        return memory["iterate"] + factors(t - 1) * average(memory, "m", memory["iterate"] - old)
+
+    tx = mfx.chain(
+        mfx.add_decayed_weights(DECAY), mfx.scale_by_learning_rate(RATE), mfx.contrib.ema_nesterov(BETA, factors)
+    )
+    assert_follows(tx, step)
+
+
 def power_iterated(factor: Tensor, basis: Tensor, shift: float = 2.0**-13) -> tuple[Tensor, Tensor]:
     """The next basis, and the order of the old columns in it."""
     largest = 2.0 ** factor.abs().max().log2().floor()
