@@ -26,9 +26,7 @@ class EmaNesterovState(NamedTuple):
 
 
 @transform(locality=Locality.ELEMENT, reads_params=False, position="last")
-def ema_nesterov(
-    decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0.5, *, dtype: WideStateDtype = "auto"
-):
+def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0.5, *, dtype: WideStateDtype = "auto"):
     r"""Move the parameters ahead of the iterates by a multiple of the average motion of the iterates.
 
     The parameters of the training loop are $y_t = \theta_t + \beta_t m_t$. The update $u_t$ of the chain before it, for

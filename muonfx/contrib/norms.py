@@ -213,8 +213,8 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
 def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = MatrixView()):
     r"""Scale each matrix's update up if its Frobenius norm is below a fraction of the norm of its weight.
 
-    $u \leftarrow u \max(1, \rho \|w\|_F / \|u\|_F)$. Updates at or above the floor do not change, and a zero update stays
-    zero.
+    $u \leftarrow u \max(1, \rho \|w\|_F / \|u\|_F)$. Updates at or above the floor do not change, and a zero update
+    stays zero.
 
     Args:
         floor: $\rho$, not negative; a norm before the learning rate, relative to the norm of the weight.
@@ -245,13 +245,12 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
 
 
 @matrixwise(reads_params=True, position="last")
-def radial_brake(
-    outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()
-):
+def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()):
     r"""Reduce the change of each weight's Frobenius norm to a fraction.
 
-    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is ``outward``
-    if the norm grows, else ``inward``. Put it after `scale_by_learning_rate`. A matrix that is zero is not constrained.
+    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is
+    ``outward`` if the norm grows, else ``inward``. Put it after `scale_by_learning_rate`. A matrix that is zero is not
+    constrained.
 
     Args:
         outward: the fraction of a growth of the norm that is kept, not negative.

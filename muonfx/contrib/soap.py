@@ -61,7 +61,7 @@ def scale_by_soap(
     the bias correction of Adam. Then $L_t = \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^T$, $P$ becomes the orthogonal
     factor of the QR decomposition of $(L_t + \delta I) P$, with columns and $v_t$ sorted by falling $P^T L_t P$, and
     $R_t$ and $Q$ follow in the same way from $G_t^T G_t$. The first gradient of a matrix only initializes $L$, $R$ and
-    the bases; its update is zero.
+    the bases, without sorting; its update is zero.
 
     Args:
         b1: $\beta_1$, in [0, 1).
@@ -70,8 +70,8 @@ def scale_by_soap(
         refresh: the number of steps from one new basis to the next. The QR decompositions run at every step for any
             value, because no branch may depend on a count, so larger values save no time. They reproduce runs of
             optimizers whose default is 10.
-        max_precondition_size: sides longer than this keep the identity as their basis. The QR decomposition of a side of
-            length n takes about $8 n^3 / 3$ operations.
+        max_precondition_size: sides longer than this keep the identity as their basis. The QR decomposition of a side
+            of length n takes about $8 n^3 / 3$ operations.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
@@ -127,11 +127,11 @@ def scale_by_soap(
         left, right, left_basis, right_basis = s.left, s.right, s.left_basis, s.right_basis
         if left.shape[-1]:
             left = left + (1.0 - b2) * (u @ u.mT - left)
-            left_basis, order = _refreshed(left, left_basis, is_due)
+            left_basis, order = _refreshed(left, left_basis, is_due, is_first)
             nu = nu.take_along_dim(order.mT, -2)
         if right.shape[-1]:
             right = right + (1.0 - b2) * (u.mT @ u - right)
-            right_basis, order = _refreshed(right, right_basis, is_due)
+            right_basis, order = _refreshed(right, right_basis, is_due, is_first)
             nu = nu.take_along_dim(order, -1)
         return out, SoapState(s.count + 1.0, mu, nu, left, right, left_basis, right_basis)
 
@@ -145,13 +145,14 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return x @ right if right.shape[-1] else x
 
 
-def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor) -> tuple[Tensor, Tensor]:
+def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
     """Do one power iteration where it is due. Return the basis and the old indices of its columns, (..., 1, n)."""
     product = (factor * unit_power(factor)) @ basis + _SHIFT * basis
-    # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding.
+    # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding. The identity is
+    # not sorted: the order of its columns says nothing yet, and each change of order is a jump.
     eigenvalues = ((basis * product).sum(-2, keepdim=True) / _SHIFT).round()
     same = torch.arange(basis.shape[-1], device=basis.device).expand_as(eigenvalues)
-    order = torch.where(is_due, eigenvalues.argsort(dim=-1, descending=True, stable=True), same)
+    order = torch.where(is_due & ~is_first, eigenvalues.argsort(dim=-1, descending=True, stable=True), same)
     q, r = torch.linalg.qr(product.take_along_dim(order, -1))
     # A positive diagonal of R makes the decomposition unique.
     signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
