@@ -140,7 +140,7 @@ def scale_by_soap(
 
 
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left.mT @ x @ right``, where an empty matrix stands for the identity."""
+    """Return ``left.mT @ x @ right``, with an empty matrix for the identity."""
     x = left.mT @ x if left.shape[-1] else x
     return x @ right if right.shape[-1] else x
 
