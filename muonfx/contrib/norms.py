@@ -244,7 +244,7 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
     return EmptyState(), step
 
 
-@matrixwise(reads_params=True, position="last")
+@matrixwise(reads_params=True, position="after_learning_rate")
 def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()):
     r"""Reduce the change of each weight's Frobenius norm to a fraction.
 
