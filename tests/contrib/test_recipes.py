@@ -1,6 +1,7 @@
 """Variants of Muon follow the formulas of their papers, each written out in float64 with exact polar factors."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +218,20 @@ def test_soap_muon_orthogonalizes_the_direction_of_soap():
         for name, (rows, columns) in SHAPES.items():
             wanted = RATE * (rows / columns) ** 0.5 * polar(direction[name]) if t else torch.zeros(rows, columns)
             torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-10, check_dtype=False)
+
+
+@pytest.mark.parametrize("longest", [100, 4])
+def test_soap_resumes_from_a_checkpoint_with_the_same_bits(longest: int, tmp_path: Path):
+    params, steps = kit.Example.of(SHAPES | {"stack": (2, 3, 5)}, steps=4)
+    tx = mfx.contrib.scale_by_soap(max_precondition_size=longest)
+    state = tx.init(params)
+    for grads in steps[:-1]:
+        _, state = tx.update(grads, state)
+    mfx.checkpoint.save(tmp_path / "state", state)
+    loaded = mfx.checkpoint.load(tmp_path / "state", tx.init(params))
+    found, expected = tx.update(steps[-1], loaded), tx.update(steps[-1], state)
+    pairs = zip(mfx.tree.tensors(found), mfx.tree.tensors(expected), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def test_the_bases_of_soap_become_the_eigenvectors():
