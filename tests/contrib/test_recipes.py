@@ -169,6 +169,30 @@ def test_ema_nesterov():
     assert_follows(tx, step)
 
 
+@mfx.core.schedules.schedule
+def at_every(period: int, at: float, between: float):
+    return lambda count: torch.where(count % period == 0, at, between)
+
+
+def test_blocks_at_most_steps_are_a_sum_of_two_chains():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        m = average(memory, "m", g)
+        if t in (1, 4):
+            return x - RATE * 0.5 * polar(m)
+        return x - RATE * 0.25 * torch.cat([polar(block) for block in m.chunk(3)])
+
+    blocks = EXACT.replace(view=mfx.MatrixView("(part=3 out) in -> part out in"))
+    both = (
+        ("whole", mfx.chain(EXACT, mfx.scale(at_every(3, 0.5, 0.0)))),
+        (
+            "blocks",
+            mfx.chain(blocks, mfx.scale(at_every(3, 0.0, 0.25))),
+        ),
+    )
+    tx = mfx.chain(mfx.momentum(BETA, nesterov=False), mfx.add_updates(*both), mfx.scale_by_learning_rate(RATE))
+    assert_follows(tx, step)
+
+
 def power_iterated(factor: Tensor, basis: Tensor, shift: float = 2.0**-13) -> tuple[Tensor, Tensor]:
     """The next basis, and the order of the old columns in it."""
     largest = 2.0 ** factor.abs().max().log2().floor()
