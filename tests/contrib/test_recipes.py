@@ -170,7 +170,7 @@ def test_ema_nesterov():
 
 
 @mfx.core.schedules.schedule
-def at_every(period: int, at: float, between: float):
+def at_every(period: int, at: float, between: float) -> Callable[[Tensor], Tensor]:
     return lambda count: torch.where(count % period == 0, at, between)
 
 
@@ -182,14 +182,15 @@ def test_blocks_at_most_steps_are_a_sum_of_two_chains():
         return x - RATE * 0.25 * torch.cat([polar(block) for block in m.chunk(3)])
 
     blocks = EXACT.replace(view=mfx.MatrixView("(part=3 out) in -> part out in"))
-    both = (
-        ("whole", mfx.chain(EXACT, mfx.scale(at_every(3, 0.5, 0.0)))),
-        (
-            "blocks",
-            mfx.chain(blocks, mfx.scale(at_every(3, 0.0, 0.25))),
-        ),
+    whole, by_blocks = (
+        mfx.chain(direction, mfx.scale(at_every(3, *factors)))
+        for direction, factors in ((EXACT, (0.5, 0.0)), (blocks, (0.0, 0.25)))
     )
-    tx = mfx.chain(mfx.momentum(BETA, nesterov=False), mfx.add_updates(*both), mfx.scale_by_learning_rate(RATE))
+    tx = mfx.chain(
+        mfx.momentum(BETA, nesterov=False),
+        mfx.add_updates(("whole", whole), ("blocks", by_blocks)),
+        mfx.scale_by_learning_rate(RATE),
+    )
     assert_follows(tx, step)
 
 
