@@ -272,3 +272,31 @@ def test_the_bases_of_soap_become_the_eigenvectors():
         values, vectors = torch.linalg.eigh(factor["w"])
         cosines = (vectors.flip(1) * basis["w"]).sum(0).abs()
         assert cosines[values.flip(0) > 1e-3 * values.max()].min() > 0.98
+
+
+def off_diagonal(factor: Tensor, basis: Tensor) -> float:
+    rotated = basis.T @ factor @ basis
+    return float((rotated - rotated.diagonal().diag()).norm() / rotated.norm())
+
+
+def test_the_start_of_the_bases_of_soap_matters_less_than_frequent_refreshes():
+    tx, at = mfx.contrib.scale_by_soap(), (3, 10, 20)
+    scale = torch.logspace(0, -2, 24, dtype=torch.float64)
+    from_identity, from_eigenvectors, seldom = (dict.fromkeys(at, 0.0) for _ in range(3))
+    for seed in range(20):
+        draw = torch.Generator().manual_seed(seed)
+        turn = torch.linalg.qr(torch.randn(24, 24, generator=draw, dtype=torch.float64))[0]
+        state, often, rarely = tx.init({"w": torch.zeros(24, 32, dtype=torch.float64)}), None, None
+        for t in range(1, 21):
+            noise = torch.randn(24, 32, generator=draw, dtype=torch.float64)
+            _, state = tx.update({"w": (turn * scale) @ noise}, state)
+            factor = state.left["w"]
+            start = torch.linalg.eigh(factor)[1].flip(1)
+            often = start if often is None else power_iterated(factor, often)[0]
+            rarely = start if rarely is None else power_iterated(factor, rarely)[0] if t % 10 == 1 else rarely
+            if t in at:
+                from_identity[t] += off_diagonal(factor, state.left_basis["w"])
+                from_eigenvectors[t] += off_diagonal(factor, often)
+                seldom[t] += off_diagonal(factor, rarely)
+    assert all(from_identity[t] < 0.6 * seldom[t] for t in at)
+    assert from_identity[20] < 1.05 * from_eigenvectors[20]
