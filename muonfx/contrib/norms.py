@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.core import EmptyState, Locality, transform
+from muonfx.core import EmptyState, Locality, checks, transform
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
 from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import WideStateDtype
@@ -18,6 +19,7 @@ from muonfx.tree import elementwise as ew
 
 __all__ = [
     "WeightNormsState",
+    "floor_by_weight_norms",
     "keep_weight_norms",
     "match_weight_norms",
     "norm",
@@ -25,6 +27,7 @@ __all__ = [
     "normalize_leaves",
     "normalize_matrices",
     "normalize_rows",
+    "radial_brake",
 ]
 
 
@@ -204,6 +207,84 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
         return torch.where(fixed, u, moved * (target / torch.where(fixed, 1.0, found)) - p), s
 
     return WeightNormsState(MatrixSlot(norm, dtype)), step
+
+
+@matrixwise(reads_params=True, position="before_learning_rate")
+def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = MatrixView()):
+    r"""Scale each matrix's update up if its Frobenius norm is below a fraction of the norm of its weight.
+
+    $u \leftarrow u \max(1, \rho \|w\|_F / \|u\|_F)$. Updates at or above the floor do not change, and a zero update
+    stays zero.
+
+    Args:
+        floor: $\rho$, not negative; a norm before the learning rate, relative to the norm of the weight.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: ``floor`` is negative; at `init`, a leaf is not a matrix or does not fit the view; at `update`,
+            ``params`` is missing.
+
+    Follows the u/w floor of Skylight, a record of May 2026 of the optimization track of modded-nanogpt. It follows
+    `orthogonalize` and `normalize_neurons` in a chain.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> params = {"w": torch.tensor([[6.0, 8.0]])}
+        >>> tx = mfx.contrib.floor_by_weight_norms(0.5)
+        >>> tx.update({"w": torch.tensor([[0.0, 2.0]])}, tx.init(params), params)[0]["w"]
+        tensor([[0., 5.]])
+    """
+    floor = checks.at_least("floor", floor, 0.0)
+
+    def step(u: Tensor, s: EmptyState, p: Tensor):
+        least, found = floor * norm(p), norm(u)
+        is_small = (found > 0) & (found < least)
+        return torch.where(is_small, u * (least / torch.where(is_small, found, 1.0)), u), s
+
+    return EmptyState(), step
+
+
+@matrixwise(reads_params=True, position="after_learning_rate")
+def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()):
+    r"""Reduce the change of each weight's Frobenius norm to a fraction.
+
+    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is
+    ``outward`` if the norm grows, else ``inward``. Put it after `scale_by_learning_rate`. A matrix that is zero is not
+    constrained.
+
+    Args:
+        outward: the fraction of a growth of the norm that is kept, not negative.
+        inward: the fraction of a decrease of the norm that is kept, not negative.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: a number is negative; at `init`, a leaf is not a matrix or does not fit the view; at `update`,
+            ``params`` is missing.
+
+    Follows the radial brake of the records of May 2026 of the optimization track of modded-nanogpt, and the hook of
+    this name in Emerging-Optimizers. With both fractions at zero, each weight keeps its norm, as in
+    `keep_weight_norms`.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.scale_by_learning_rate(1.0), mfx.contrib.radial_brake())
+        >>> params = {"w": torch.tensor([[3.0, 4.0]])}
+        >>> updates, _ = tx.update({"w": torch.tensor([[-3.0, -4.0]])}, tx.init(params), params)
+        >>> mfx.apply_updates(params, updates)["w"]
+        tensor([[4.5000, 6.0000]])
+    """
+    outward = checks.at_least("outward", outward, 0.0)
+    inward = checks.at_least("inward", inward, 0.0)
+
+    def step(u: Tensor, s: EmptyState, p: Tensor):
+        moved = p + u
+        before, after = norm(p), norm(moved)
+        kept = torch.where(after > before, ew.scalar_like(outward, after), ew.scalar_like(inward, after))
+        target = before + (after - before) * kept
+        fixed = (before == 0) | (after == 0)
+        return torch.where(fixed, u, moved * (target / torch.where(fixed, 1.0, after)) - p), s
+
+    return EmptyState(), step
 
 
 def norm(matrix: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from muonfx.contrib.norms import (
     normalize_rows,
 )
 from muonfx.contrib.prodigy import scale_by_prodigy
+from muonfx.contrib.soap import scale_by_soap
 from muonfx.core import Transform, add_updates, chain
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.recipes import view_of
@@ -36,6 +37,7 @@ from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["adamuon", "dion", "muon_hyperball", "musgd", "namo", "polargrad", "prodigy", "scion"]
+__all__ += ["soap", "soap_muon"]
 
 Norms = Mapping[str, tuple[str, float]]
 
@@ -339,3 +341,78 @@ def prodigy(
     """
     scaled = scale_by_prodigy(learning_rate, b1, b2, eps, estim_lr0=estim_lr0, weight_decay=weight_decay)
     return chain(scaled, scale(-1.0))
+
+
+@plain_arguments
+def soap(
+    learning_rate: ScalarOrSchedule = 3e-3,
+    *,
+    b1: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.95,
+    eps: ScalarOrSchedule = 1e-8,
+    weight_decay: ScalarOrSchedule = 1e-2,
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """SOAP, for parameters that are all matrices: AdamW in the eigenbases of Shampoo's factors.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay rate of the momentum.
+        b2: decay rate of the second moment and of the factors.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, as in `muon`.
+        view: which matrices a leaf consists of.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows SOAP (arXiv 2409.11321). `scale_by_soap` has more options.
+
+    >>> list(soap(1e-3).init({"w": torch.zeros(4, 4)}))[:2]
+    ['scale_by_soap', 'add_decayed_weights']
+    """
+    return chain(
+        scale_by_soap(b1, b2, eps, view=view),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def soap_muon(
+    learning_rate: ScalarOrSchedule = 2e-3,
+    *,
+    b1: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.95,
+    eps: ScalarOrSchedule = 1e-8,
+    orthogonalize: Transform = orthogonalize(),
+    lr_scaling: ShapeRule = "match_rms_adamw",
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Mask = None,
+) -> Transform:
+    """SOAP with Muon, for parameters that are all matrices: Muon with SOAP in place of the momentum.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay rate of the momentum.
+        b2: decay rate of the second moment and of the factors.
+        eps: added to the root of the second moment.
+        orthogonalize: as in `muon`. Its view is also the view of `scale_by_soap`.
+        lr_scaling: as in `scale_by_shape`.
+        weight_decay: decoupled, as in `muon`.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows the records of the optimization track of modded-nanogpt since May 2026, of which the first does this in
+    feed-forward layers only. Their second moment is computed from the Nesterov momentum. The first update is zero, as
+    in `scale_by_soap`.
+
+    >>> list(soap_muon(0.02).init({"w": torch.zeros(4, 4)}))[:3]
+    ['scale_by_soap', 'orthogonalize', 'scale_by_shape']
+    """
+    view = view_of(orthogonalize)
+    return chain(
+        scale_by_soap(b1, b2, eps, view=view),
+        orthogonalize,
+        scale_by_shape(lr_scaling, view=view),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )

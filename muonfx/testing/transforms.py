@@ -176,6 +176,9 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.ema_params: {"dtype": _STATE},
     tfs.master_params: {"dtype": st.sampled_from(("auto", torch.float32))},
     tfs.monitor: {"metrics": st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error")))},
+    contrib.ema_nesterov: {"lookahead": _SHARES | schedules()},
+    contrib.floor_by_weight_norms: {"floor": _POSITIVE},
+    contrib.radial_brake: {"outward": _SHARES, "inward": _SHARES},
     tfs.normalize_neurons: {"axis": st.sampled_from(("rows", "longer"))},
     tfs.orthogonalize: {
         "coefficients": st.sampled_from(("polar_express_5", "keller", "cubic")),
@@ -189,6 +192,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
     contrib.scale_by_dion: {"rank": _COUNTS},
     contrib.scale_by_prodigy: {"estim_lr0": st.sampled_from((1e-6, 1e-2))},
+    contrib.scale_by_soap: {"refresh": _COUNTS, "max_precondition_size": st.sampled_from((10_000, 3))},
     contrib.schedule_free: {
         "inner": _WITHOUT_MOMENTUM,
         "b1": st.sampled_from((0.9, 1.0, 0.5)),

@@ -1,6 +1,7 @@
 """Variants of Muon follow the formulas of their papers, each written out in float64 with exact polar factors."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +141,162 @@ def test_a_dual_norm_is_that_of_the_inner_direction():
     grads = {"w": torch.tensor([[1e-30, -2e-30], [0.0, 3e-30]])}
     tx = mfx.contrib.scale_by_dual_norm(mfx.scale_by_sign())
     torch.testing.assert_close(tx.update(grads, tx.init(grads))[0]["w"], 6e-30 * grads["w"].sign(), rtol=1e-6, atol=0)
+
+
+def test_radial_brake_and_floor():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        size = torch.linalg.matrix_norm
+        moved = x - RATE * g * max(1.0, 0.9 * float(size(x) / size(g)))
+        growth = size(moved) - size(x)
+        return normed(moved) * (size(x) + growth * (0.3 if growth > 0 else 0.7))
+
+    brake = mfx.contrib.radial_brake(0.3, 0.7)
+    tx = mfx.chain(mfx.contrib.floor_by_weight_norms(0.9), mfx.scale_by_learning_rate(RATE), brake)
+    assert_follows(tx, step)
+
+
+def test_ema_nesterov():
+    factors = mfx.linear_schedule(0.8, 0.0, 3)
+
+    def step(t: int, y: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        old = memory.get("iterate", y)
+        memory["iterate"] = y - RATE * g - RATE * DECAY * y
+        return memory["iterate"] + factors(t - 1) * average(memory, "m", memory["iterate"] - old)
+
+    tx = mfx.chain(
+        mfx.add_decayed_weights(DECAY), mfx.scale_by_learning_rate(RATE), mfx.contrib.ema_nesterov(BETA, factors)
+    )
+    assert_follows(tx, step)
+
+
+@mfx.core.schedules.schedule
+def at_every(period: int, at: float, between: float) -> Callable[[Tensor], Tensor]:
+    return lambda count: torch.where(count % period == 0, at, between)
+
+
+def test_blocks_at_most_steps_are_a_sum_of_two_chains():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        m = average(memory, "m", g)
+        if t in (1, 4):
+            return x - RATE * 0.5 * polar(m)
+        return x - RATE * 0.25 * torch.cat([polar(block) for block in m.chunk(3)])
+
+    blocks = EXACT.replace(view=mfx.MatrixView("(part=3 out) in -> part out in"))
+    whole, by_blocks = (
+        mfx.chain(direction, mfx.scale(at_every(3, *factors)))
+        for direction, factors in ((EXACT, (0.5, 0.0)), (blocks, (0.0, 0.25)))
+    )
+    tx = mfx.chain(
+        mfx.momentum(BETA, nesterov=False),
+        mfx.add_updates(("whole", whole), ("blocks", by_blocks)),
+        mfx.scale_by_learning_rate(RATE),
+    )
+    assert_follows(tx, step)
+
+
+def power_iterated(factor: Tensor, basis: Tensor, shift: float = 2.0**-13) -> tuple[Tensor, Tensor]:
+    """The next basis, and the order of the old columns in it."""
+    largest = 2.0 ** factor.abs().max().log2().floor()
+    product = factor @ basis + largest * shift * basis
+    order = (basis.T @ product).diagonal().argsort(descending=True)
+    if torch.equal(basis, torch.eye(len(basis)).to(basis)):
+        order = torch.arange(len(basis))
+    q, r = torch.linalg.qr(product[:, order])
+    return q * r.diagonal().sign(), order
+
+
+@pytest.mark.parametrize(("refresh", "longest"), [(1, 100), (3, 100), (2, 4), (1, 2)])
+def test_soap(refresh: int, longest: int):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        sides = [side for side in (0, 1) if x.shape[side] <= longest]
+        bases = memory.setdefault("bases", [torch.eye(side, dtype=x.dtype) for side in x.shape])
+        update = torch.zeros_like(x)
+        if t > 1:
+            m = average(memory, "m", g)
+            v = average(memory, "v", (bases[0].T @ g @ bases[1]).square(), 0.8) / (1 - 0.8 ** (t - 1))
+            adam = bases[0].T @ m @ bases[1] / (1 - BETA ** (t - 1)) / (v.sqrt() + 1e-8)
+            update = bases[0] @ adam @ bases[1].T
+        for side in sides:
+            factor = average(memory, f"factor{side}", g @ g.T if side == 0 else g.T @ g, 0.8)
+            if (t - 1) % refresh == 0:
+                bases[side], order = power_iterated(factor, bases[side])
+                memory["v"] = memory["v"].index_select(side, order) if "v" in memory else torch.zeros_like(x)
+        return x - RATE * (update + DECAY * x)
+
+    tx = mfx.chain(
+        mfx.contrib.scale_by_soap(BETA, 0.8, refresh=refresh, max_precondition_size=longest),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(RATE),
+    )
+    formulas.assert_follows(tx, step, kit.Example.of(SHAPES, steps=9, dtype=torch.float64), rtol=1e-8, atol=1e-9)
+
+
+def test_soap_muon_orthogonalizes_the_direction_of_soap():
+    params, steps = kit.Example.of(SHAPES, steps=3, dtype=torch.float64)
+    muon = mfx.contrib.soap_muon(RATE, lr_scaling="spectral", orthogonalize=EXACT)
+    both = muon, mfx.contrib.soap(1.0, weight_decay=0.0)
+    states = [tx.init(params) for tx in both]
+    for t, grads in enumerate(steps):
+        (ours, states[0]), (direction, states[1]) = (
+            tx.update(grads, state, params) for tx, state in zip(both, states, strict=True)
+        )
+        for name, (rows, columns) in SHAPES.items():
+            wanted = RATE * (rows / columns) ** 0.5 * polar(direction[name]) if t else torch.zeros(rows, columns)
+            torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-10, check_dtype=False)
+
+
+@pytest.mark.parametrize("longest", [100, 4])
+def test_soap_resumes_from_a_checkpoint_with_the_same_bits(longest: int, tmp_path: Path):
+    params, steps = kit.Example.of(SHAPES | {"stack": (2, 3, 5)}, steps=4)
+    tx = mfx.contrib.scale_by_soap(max_precondition_size=longest)
+    state = tx.init(params)
+    for grads in steps[:-1]:
+        _, state = tx.update(grads, state)
+    mfx.checkpoint.save(tmp_path / "state", state)
+    loaded = mfx.checkpoint.load(tmp_path / "state", tx.init(params))
+    found, expected = tx.update(steps[-1], loaded), tx.update(steps[-1], state)
+    pairs = zip(mfx.tree.tensors(found), mfx.tree.tensors(expected), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def test_the_bases_of_soap_become_the_eigenvectors():
+    draw = torch.Generator().manual_seed(0)
+    shape = {"w": torch.zeros(12, 8, dtype=torch.float64)}
+    rows, columns = (torch.randn(n, n, generator=draw, dtype=torch.float64) for n in shape["w"].shape)
+    tx = mfx.contrib.scale_by_soap(b2=0.99)
+    state = tx.init(shape)
+    for _ in range(200):
+        noise = torch.randn(12, 8, generator=draw, dtype=torch.float64)
+        _, state = tx.update({"w": rows @ noise @ columns}, state)
+    for factor, basis in ((state.left, state.left_basis), (state.right, state.right_basis)):
+        values, vectors = torch.linalg.eigh(factor["w"])
+        cosines = (vectors.flip(1) * basis["w"]).sum(0).abs()
+        assert cosines[values.flip(0) > 1e-3 * values.max()].min() > 0.98
+
+
+def off_diagonal(factor: Tensor, basis: Tensor) -> float:
+    rotated = basis.T @ factor @ basis
+    return float((rotated - rotated.diagonal().diag()).norm() / rotated.norm())
+
+
+def test_the_start_of_the_bases_of_soap_matters_less_than_frequent_refreshes():
+    tx, at = mfx.contrib.scale_by_soap(), (3, 10, 20)
+    scale = torch.logspace(0, -2, 24, dtype=torch.float64)
+    from_identity, from_eigenvectors, seldom = (dict.fromkeys(at, 0.0) for _ in range(3))
+    for seed in range(20):
+        draw = torch.Generator().manual_seed(seed)
+        turn = torch.linalg.qr(torch.randn(24, 24, generator=draw, dtype=torch.float64))[0]
+        state, often, rarely = tx.init({"w": torch.zeros(24, 32, dtype=torch.float64)}), None, None
+        for t in range(1, 21):
+            noise = torch.randn(24, 32, generator=draw, dtype=torch.float64)
+            _, state = tx.update({"w": (turn * scale) @ noise}, state)
+            factor = state.left["w"]
+            start = torch.linalg.eigh(factor)[1].flip(1)
+            often = start if often is None else power_iterated(factor, often)[0]
+            rarely = start if rarely is None else power_iterated(factor, rarely)[0] if t % 10 == 1 else rarely
+            if t in at:
+                from_identity[t] += off_diagonal(factor, state.left_basis["w"])
+                from_eigenvectors[t] += off_diagonal(factor, often)
+                seldom[t] += off_diagonal(factor, rarely)
+    assert all(from_identity[t] < 0.6 * seldom[t] for t in at)
+    assert from_identity[20] < 1.05 * from_eigenvectors[20]

@@ -86,6 +86,9 @@ CASES: dict[str, list[mfx.Transform]] = {
     "subtract_decayed_weights": [mfx.subtract_decayed_weights(A_SCHEDULE, mfx.select.ndim(min=2), cautious=True)],
     "cautious": [mfx.cautious(MOMENTUM)],
     "add_updates": [mfx.add_updates(MOMENTUM, ("sign", mfx.scale_by_lion()), mfx.scale(0.5))],
+    "ema_nesterov": [mfx.contrib.ema_nesterov(), mfx.contrib.ema_nesterov(0.5, A_SCHEDULE, dtype=None)],
+    "floor_by_weight_norms": [mfx.contrib.floor_by_weight_norms(1e-3, view=STACKS)],
+    "radial_brake": [mfx.contrib.radial_brake(view=STACKS), mfx.contrib.radial_brake(0.0, A_SCHEDULE)],
     "keep_weight_norms": [mfx.contrib.keep_weight_norms(dtype=None, view=STACKS)],
     "match_weight_norms": [mfx.contrib.match_weight_norms(view=STACKS)],
     "scale_by_dion": [
@@ -145,6 +148,10 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_rms(nu_dtype=mfx.int8(**TINY)),
     ],
     "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", view=STACKS)],
+    "scale_by_soap": [
+        mfx.contrib.scale_by_soap(),
+        mfx.contrib.scale_by_soap(0.5, 0.9, refresh=2, max_precondition_size=3, view=STACKS),
+    ],
     "scale_by_sign": [mfx.scale_by_sign()],
     "skip_nonfinite": [mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam()))],
     "sam": [mfx.contrib.sam(0.5, adaptive=True)],

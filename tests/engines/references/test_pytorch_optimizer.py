@@ -1,6 +1,7 @@
 """Variants of Muon, QK-clip and adaptive SAM, compared with pytorch_optimizer."""
 
 import copy
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 import muonfx as mfx
 from muonfx.testing import Example
 from tests import formulas
-from tests.contrib.test_recipes import BETA, DECAY, RATE, SHAPES
+from tests.contrib.test_recipes import BETA, DECAY, RATE, SHAPES, power_iterated
 from tests.formulas import EXACT
 
 pytestmark = pytest.mark.engines
@@ -29,7 +30,7 @@ def drawn(draw: torch.Generator, shapes: dict[str, tuple[int, ...]]) -> dict[str
     return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def assert_equal(tx: mfx.Transform, make: Any, bound: float) -> None:
+def assert_equal(tx: mfx.Transform, make: Any, bound: float, steps: int = 4) -> None:
     def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
         if t == 1:
             memory["param"] = torch.nn.Parameter(x.clone())
@@ -38,7 +39,7 @@ def assert_equal(tx: mfx.Transform, make: Any, bound: float) -> None:
         memory["optimizer"].step()
         return memory["param"].detach().clone()
 
-    formulas.assert_follows(tx, step, Example.of(SHAPES, steps=4, dtype=torch.float64), rtol=bound, atol=bound)
+    formulas.assert_follows(tx, step, Example.of(SHAPES, steps=steps, dtype=torch.float64), rtol=bound, atol=bound)
 
 
 NORMS = {
@@ -72,6 +73,25 @@ def test_adamuon():
         RATE, decay=BETA, second_decay=0.8, eps=1e-10, nesterov=False, weight_decay=DECAY, orthogonalize=EXACT
     )
     assert_equal(tx, make, 1e-8)
+
+
+@pytest.mark.parametrize("longest", [100, 4])
+@pytest.mark.parametrize("refresh", [1, 5])
+def test_soap(refresh: int, longest: int, monkeypatch: pytest.MonkeyPatch):
+    shift = 1e-9  # theirs is zero
+    monkeypatch.setattr(import_module("muonfx.contrib.soap"), "_SHIFT", shift)
+
+    def start(factors: list[Any]) -> list[Any]:
+        """The bases after the first gradient, where theirs are the eigenvectors."""
+        return [power_iterated(f, torch.eye(len(f)).to(f), shift)[0] if len(f) else f for f in factors]
+
+    monkeypatch.setattr(theirs.SOAP, "get_orthogonal_matrix", staticmethod(start))
+    more = {"betas": (BETA, 0.8), "weight_decay": 0.0, "eps": 1e-10}
+    more |= {"precondition_frequency": refresh, "max_precondition_dim": longest}
+    direction = mfx.contrib.scale_by_soap(BETA, 0.8, 1e-10, refresh=refresh, max_precondition_size=longest)
+    tx = mfx.chain(direction, mfx.scale_by_learning_rate(RATE))
+    # They decompose in fp32.
+    assert_equal(tx, lambda params: theirs.SOAP(params, lr=RATE, **more), 1e-5, steps=16)
 
 
 def test_adaptive_sam():

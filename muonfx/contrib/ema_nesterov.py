@@ -1,0 +1,75 @@
+"""EMA-Nesterov: gradients at a point ahead of the iterates, in the direction of their average motion."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from muonfx.core import Donation, Locality, checks, transform
+from muonfx.core.contract import NOTHING
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms.leafwise import WideStateDtype, zeros
+from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import elementwise as ew
+
+__all__ = ["EmaNesterovState", "ema_nesterov"]
+
+
+class EmaNesterovState(NamedTuple):
+    """State of `ema_nesterov`."""
+
+    lookahead: Tensor
+    """The factor $\\beta$ of the average in the current parameters, 0-d."""
+    average: PyTree
+    """The average motion of the iterates, like the parameters, in ``dtype``."""
+
+
+@transform(locality=Locality.ELEMENT, reads_params=False, position="last")
+def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0.5, *, dtype: WideStateDtype = "auto"):
+    r"""Move the parameters ahead of the iterates by a multiple of the average motion of the iterates.
+
+    The parameters of the training loop are $y_t = \theta_t + \beta_t m_t$. The update $u_t$ of the chain before it, for
+    the gradient at $y_t$, gives the next iterate $\theta_{t+1} = y_t + u_t$. The average motion is
+    $m_{t+1} = \gamma m_t + (1 - \gamma) (\theta_{t+1} - \theta_t)$, and the new parameters are
+    $\theta_{t+1} + \beta_{t+1} m_{t+1}$. Put it at the end of the chain.
+
+    Args:
+        decay: $\gamma$, in [0, 1).
+        lookahead: $\beta$, not negative. The authors use a schedule that is zero in the first and in the last steps. At
+            zero, the parameters are the iterates. A schedule assumes that every parameter has a gradient at every step.
+        dtype: storage dtype of the average, as for `MatrixSlot`.
+
+    Raises:
+        ValueError: a number is out of range, or ``dtype`` is a string other than "auto".
+
+    Follows EMA-Nesterov (Yau et al., arXiv 2605.25395).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.scale_by_learning_rate(1.0), mfx.contrib.ema_nesterov(0.5, 0.5))
+        >>> grads = {"w": torch.ones(1)}
+        >>> first, state = tx.update(grads, tx.init(grads))
+        >>> second, state = tx.update(grads, state)
+        >>> first["w"], second["w"]
+        (tensor([-1.2500]), tensor([-1.4375]))
+    """
+    decay = checks.in_unit_interval("decay", decay)
+    lookahead = checks.at_least("lookahead", lookahead, 0.0)
+    checks.state_dtype("dtype", dtype)
+
+    def init(params: PyTree) -> EmaNesterovState:
+        return EmaNesterovState(ew.new_number(0.0, device_of(params)), zeros(params, dtype))
+
+    def update(updates: PyTree, state: EmaNesterovState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        given, held = at.pick(updates), at.pick(state.average)
+        u, average = ew.widest(given, held)
+        motion = ew.add(u, average, state.lookahead)
+        average = ew.lerp(average, motion, 1.0 - decay)
+        ahead = ew.new_number(lookahead, state.lookahead.device)
+        out = ew.cast_like(ew.add(u, average, ahead), given)
+        new = at.fill(ew.store(average, held, reuse=donate.state), state.average)
+        return at.fill(out), EmaNesterovState(ahead, new)
+
+    return init, update

@@ -1,0 +1,162 @@
+"""SOAP: Adam in the eigenbases of the Kronecker factors of Shampoo."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.core import checks
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.polar.iteration import unit_power
+from muonfx.select import MatrixView
+from muonfx.transforms.leafwise import Slot
+from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
+from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
+
+__all__ = ["SoapState", "scale_by_soap"]
+
+_SHIFT = 2.0**-13
+"""Added to the eigenvalues of a factor whose largest element is in [1, 2), so that rounding does not choose a basis."""
+
+
+class SoapState(NamedTuple):
+    """State of `scale_by_soap`, in fp32, or fp64 for fp64 parameters.
+
+    A side that is longer than ``max_precondition_size`` has no factor and no basis: their shape is (..., 0, 0).
+    """
+
+    count: PyTree  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The number of gradients of each matrix so far, of shape (..., 1, 1)."""
+    mu: PyTree
+    """Averages of the gradient, like the parameters."""
+    nu: PyTree
+    """Averages of the squared gradient in the bases, like the parameters."""
+    left: PyTree
+    """The average of $G G^T$ of each matrix, (..., rows, rows)."""
+    right: PyTree
+    """The average of $G^T G$ of each matrix, (..., columns, columns)."""
+    left_basis: PyTree
+    """An orthogonal matrix near the eigenvectors of ``left``, by falling eigenvalue."""
+    right_basis: PyTree
+    """An orthogonal matrix near the eigenvectors of ``right``, by falling eigenvalue."""
+
+
+@matrixwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
+def scale_by_soap(
+    b1: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.95,
+    eps: ScalarOrSchedule = 1e-8,
+    *,
+    refresh: int = 1,
+    max_precondition_size: int = 10_000,
+    view: MatrixView = MatrixView(),
+):
+    r"""Apply Adam in the eigenbases of the averages of $G G^T$ and $G^T G$.
+
+    With bases $P$ and $Q$, the update is $P \frac{P^T \hat m_t Q}{\sqrt{\hat v_t} + \epsilon} Q^T$, where
+    $m_t = \beta_1 m_{t-1} + (1 - \beta_1) G_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) (P^T G_t Q)^2$, and hats mark
+    the bias correction of Adam. Then $L_t = \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^T$, $P$ becomes the orthogonal
+    factor of the QR decomposition of $(L_t + \delta I) P$, with columns and $v_t$ sorted by falling $P^T L_t P$, and
+    $R_t$ and $Q$ follow in the same way from $G_t^T G_t$. The first gradient of a matrix only initializes $L$, $R$ and
+    the bases, without sorting; its update is zero.
+
+    Args:
+        b1: $\beta_1$, in [0, 1).
+        b2: $\beta_2$, in [0, 1).
+        eps: added to the root, not negative.
+        refresh: the number of steps from one new basis to the next. The QR decompositions run at every step for any
+            value, because no branch may depend on a count, so larger values save no time. They reproduce runs of
+            optimizers whose default is 10.
+        max_precondition_size: sides longer than this keep the identity as their basis. The QR decomposition of a side
+            of length n takes about $8 n^3 / 3$ operations.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: an argument is out of range; at `init`, a leaf is not a matrix or does not fit the view.
+
+    The bases start as the identity, where the authors compute the eigenvectors of the first $L$ and $R$. These
+    matrices often have a low rank, and the eigenvectors of equal eigenvalues depend on rounding, so the result would
+    depend on the layout. For the same reason $\delta$ is not zero: it is $2^{-13}$ of the largest element of $L$,
+    rounded down to a power of two. With a refresh at every step, the bases are nearer to the eigenvectors from the
+    third gradient on than after a start at eigenvectors with a refresh at every tenth step, and after 20 steps the
+    start makes no difference.
+
+    The square of a gradient beyond 1.8e19 overflows fp32, and the matrix is then lost. `clip_by_global_norm` in front
+    keeps squares finite.
+
+    Follows SOAP (Vyas et al., arXiv 2409.11321).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.scale_by_soap()
+        >>> grads = {"w": torch.tensor([[3.0, 0.0], [0.0, 1.0]])}
+        >>> first, state = tx.update(grads, tx.init(grads))
+        >>> second, state = tx.update(grads, state)
+        >>> first["w"], second["w"]
+        (tensor([[0., 0.],
+                [0., 0.]]), tensor([[1., 0.],
+                [0., 1.]]))
+    """
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
+    eps = checks.at_least("eps", eps, 0.0)
+    checks.positive_int("refresh", refresh)
+    checks.positive_int("max_precondition_size", max_precondition_size)
+
+    def square(matrix: Tensor, side: int) -> Tensor:
+        size = matrix.shape[side] if matrix.shape[side] <= max_precondition_size else 0
+        return matrix.new_zeros((*matrix.shape[:-2], size, size))
+
+    def identity(matrix: Tensor, side: int) -> Tensor:
+        zeros = square(matrix, side)
+        return zeros + torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
+
+    def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
+        is_first, is_due = s.count == 0, s.count.remainder(refresh) == 0
+        steps = s.count.clamp(min=1.0)  # the first gradient is not averaged
+        rotated = _rotate(u, s.left_basis, s.right_basis)
+        mu = torch.where(is_first, s.mu, s.mu + (1.0 - b1) * (u - s.mu))
+        nu = torch.where(is_first, s.nu, s.nu + (1.0 - b2) * (rotated.square() - s.nu))
+
+        c1, c2 = 1.0 - torch.pow(b1, steps), 1.0 - torch.pow(b2, steps)
+        divisor = ew.safe_sqrt(nu / c2) + eps
+        scaled = _rotate(mu, s.left_basis, s.right_basis) / torch.where(is_first, 1.0, divisor) / c1
+        out = torch.where(is_first, 0.0, _rotate(scaled, s.left_basis.mT, s.right_basis.mT))
+
+        left, right, left_basis, right_basis = s.left, s.right, s.left_basis, s.right_basis
+        if left.shape[-1]:
+            left = left + (1.0 - b2) * (u @ u.mT - left)
+            left_basis, order = _refreshed(left, left_basis, is_due, is_first)
+            nu = nu.take_along_dim(order.mT, -2)
+        if right.shape[-1]:
+            right = right + (1.0 - b2) * (u.mT @ u - right)
+            right_basis, order = _refreshed(right, right_basis, is_due, is_first)
+            nu = nu.take_along_dim(order, -1)
+        return out, SoapState(s.count + 1.0, mu, nu, left, right, left_basis, right_basis)
+
+    slots = [MatrixSlot(lambda m, i=i, of=of: of(m, i)) for of in (square, identity) for i in (-2, -1)]
+    return SoapState(MatrixSlot(), Slot(), Slot(), *slots), step
+
+
+def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left.mT @ x @ right``, with an empty matrix for the identity."""
+    x = left.mT @ x if left.shape[-1] else x
+    return x @ right if right.shape[-1] else x
+
+
+def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+    """Do one power iteration where it is due. Return the basis and the old indices of its columns, (..., 1, n)."""
+    product = (factor * unit_power(factor)) @ basis + _SHIFT * basis
+    # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding. The identity is
+    # not sorted: the order of its columns says nothing yet, and each change of order is a jump.
+    eigenvalues = ((basis * product).sum(-2, keepdim=True) / _SHIFT).round()
+    same = torch.arange(basis.shape[-1], device=basis.device).expand_as(eigenvalues)
+    order = torch.where(is_due & ~is_first, eigenvalues.argsort(dim=-1, descending=True, stable=True), same)
+    q, r = torch.linalg.qr(product.take_along_dim(order, -1))
+    # A positive diagonal of R makes the decomposition unique.
+    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
+    # The columns of `q` are contiguous; the state keeps the strides that `init` and `load` give it.
+    return torch.where(is_due, q * signs, basis).contiguous(), order
