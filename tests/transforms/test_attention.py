@@ -195,7 +195,7 @@ def test_what_cannot_be_seen_is_said():
     model = nn.ModuleDict({"attn": torch.compile(Attention(), backend="eager")})
     with pytest.raises(ValueError, match=r"'attn' is compiled.*before torch\.compile"):
         attention.collect_max_logits(model).__enter__()
-    with pytest.raises(NotImplementedError, match=r"torch.func.vmap would merge"):
+    with pytest.raises(NotImplementedError, match=r"batched by torch.func.vmap"):
         torch.func.vmap(lambda x: attention.max_logits(x, x))(torch.ones(2, 2, 3, 4))
     with pytest.raises(ValueError, match=r"one number a head, found a tensor of shape \(2, 3\)"):
         attention.record_max_logits(torch.ones(2, 3))
