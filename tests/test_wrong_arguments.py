@@ -46,7 +46,7 @@ WRONG = {
     "contrib.schedule_free(scale(-0.1), 0.1, b1=0.0)": "b1",
     "contrib.sam(-1.0)": "rho must be at least 0",
     "contrib.scion(norms={'muon': ('sign', -1.0)})": r"scion: norms\['muon'\]: .*found -1.0",
-    "contrib.scion(norms={'muon': ('spectrum', 1.0)})": r"scion: norms\['muon'\]: .*unknown norm 'spectrum'; there are",
+    "contrib.scion(norms={'muon': ('spectrum', 1.0)})": r"scion: norms\['muon'\] has the norm 'spectrum', expected",
     "AttentionHeads('*', 3, 2)": "heads must be a multiple of key_heads, found 3 and 2",
     "AttentionHeads('*', 2, query_dims=(2, 2))": "query_dims must be .* with 0 <= first < end",
     "AttentionHeads('*', 0)": "heads must be an int of 1 or more",
@@ -117,7 +117,7 @@ WRONG = {
     "add_updates()": "add_updates: give at least one transform",
     "qk_clip(AttentionHeads('*', 5)).init(HEADS)": "expected equal blocks",
     "qk_clip(AttentionHeads('*', 5, query='qkv', key='qkv')).init(HEADS)": "equal",
-    "qk_clip(AttentionHeads('*', 2, axis=2)).init(HEADS)": "no dim 2",
+    "qk_clip(AttentionHeads('*', 2, axis=2)).init(HEADS)": "expected a dim 2",
     # something else in the place of a transform, a state, labels or parameters
     "contrib.schedule_free_eval_params(momentum().init(W), W)": "no ScheduleFreeState",
     "describe(default_labels(MODEL))": r"describe\(labels, model\)",
