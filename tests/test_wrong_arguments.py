@@ -45,7 +45,7 @@ WRONG = {
     "contrib.reduce_on_plateau(rtol=0.0, atol=0.0)": "rtol",
     "contrib.schedule_free(scale(-0.1), 0.1, b1=0.0)": "b1",
     "contrib.sam(-1.0)": "rho must be at least 0",
-    "contrib.scion(norms={'muon': ('sign', -1.0)})": r"scion: norms\['muon'\]: .*found -1.0",
+    "contrib.scion(norms={'muon': ('sign', -1.0)})": r"scion: norms\['muon'\] has the radius -1.0",
     "contrib.scion(norms={'muon': ('spectrum', 1.0)})": r"scion: norms\['muon'\] has the norm 'spectrum', expected",
     "AttentionHeads('*', 3, 2)": "heads must be a multiple of key_heads, found 3 and 2",
     "AttentionHeads('*', 2, query_dims=(2, 2))": "query_dims must be .* with 0 <= first < end",
