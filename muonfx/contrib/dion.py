@@ -21,7 +21,7 @@ __all__ = ["DionState", "scale_by_dion"]
 
 
 class DionState(NamedTuple):
-    """State of `scale_by_dion`."""
+    """State of the transform `scale_by_dion`."""
 
     trace: PyTree
     """The sum $M$ of past gradients minus the part that updates have applied: a tree like the parameters."""

@@ -25,7 +25,7 @@ __all__ = ["NamoState", "scale_by_dual_norm", "scale_by_namo"]
 
 
 class NamoState(NamedTuple):
-    """State of `scale_by_namo`."""
+    """State of the transform `scale_by_namo`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""

@@ -138,7 +138,7 @@ def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
 
 
 class WeightNormsState(NamedTuple):
-    """State of `keep_weight_norms`."""
+    """State of the transform `keep_weight_norms`."""
 
     radius: PyTree
     """The Frobenius norm of each matrix at `init`, which the matrix keeps; of shape (..., 1, 1)."""

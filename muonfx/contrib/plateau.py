@@ -19,10 +19,10 @@ __all__ = ["ReduceOnPlateauState", "reduce_on_plateau"]
 
 
 class ReduceOnPlateauState(NamedTuple):
-    """State of `reduce_on_plateau`."""
+    """State of the transform `reduce_on_plateau`."""
 
     scale: Tensor
-    """The current factor of the updates, 0-d."""
+    """The current scale, by which updates are multiplied, 0-d."""
     best_value: Tensor
     """The lowest loss so far, 0-d."""
     plateau_count: Tensor

@@ -28,7 +28,7 @@ Rate = Scalar | Schedule | Callable[[Tensor], Tensor]
 
 
 class ScheduleFreeState(NamedTuple):
-    """State of `schedule_free`."""
+    """State of the transform `schedule_free`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -172,7 +172,7 @@ def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
 
 
 def _number_of(value: object) -> object:
-    """Return the number of a constant schedule; return any other value unchanged."""
+    """Return the value of a schedule that is constant; return any other object unchanged."""
     if not isinstance(value, Schedule):
         return value
     first = value(0)

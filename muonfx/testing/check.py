@@ -56,7 +56,7 @@ class LawReport:
 
 
 def laws_for(tx: Transform) -> dict[str, str | None]:
-    """Return a dict from the name of each law to None, or to the reason why it does not apply to the transform.
+    """Return a dict by the name of each law: None if the law applies to the transform, else the reason why not.
 
     >>> import muonfx as mfx
     >>> found = laws_for(mfx.clip_by_global_norm(1.0))

@@ -100,7 +100,7 @@ class Example(NamedTuple):
         return Example(tree.map(away, params), [tree.map(away, params) for _ in range(steps)])
 
     def in_every_dtype(self) -> list[Example]:
-        """Return one example for each floating dtype of the first leaf; later leaves have the next dtypes in turn."""
+        """Return four versions with mixed dtypes: leaves have the dtypes of `DTYPES` in turn from another start."""
         leaves, treedef = tree.flatten(self.params)
         places = tree.unflatten(treedef, list(range(len(leaves))))
 

@@ -114,7 +114,7 @@ def _compare(
 
 
 def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
-    """Raise `Breach` unless two trees are bitwise equal."""
+    """Raise `Breach` unless two trees are bitwise equal; ``what`` and ``expected_is`` describe them in the message."""
     _compare(what, found, expected, expected_is, bits_equal)
 
 

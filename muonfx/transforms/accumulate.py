@@ -20,7 +20,7 @@ __all__ = ["AccumulateState", "accumulate"]
 
 
 class AccumulateState(NamedTuple):
-    """State of `accumulate`."""
+    """State of the transform `accumulate`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of micro-batches since the last update: int64, in CPU memory, so that reading it does not sync."""

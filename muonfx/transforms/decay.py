@@ -1,4 +1,4 @@
-"""Weight decay, and cautious updates and decay."""
+"""Weight decay, and cautious updates, which keep only elements with the sign of the gradient."""
 
 from __future__ import annotations
 

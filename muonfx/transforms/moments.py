@@ -27,14 +27,14 @@ __all__ = [
 
 
 class MomentumState(NamedTuple):
-    """State of `momentum`."""
+    """State of the transform `momentum`."""
 
     trace: PyTree
     """The average of the gradients: a tree like the parameters in the storage dtype, or a `QuantizedState`."""
 
 
 class DebiasedMomentumState(NamedTuple):
-    """State of `momentum` with ``debias=True``."""
+    """State of the transform `momentum` with ``debias=True``."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -197,14 +197,14 @@ def scale_by_adam(
 
 
 class RmsState(NamedTuple):
-    """State of `scale_by_rms`."""
+    """State of the transform `scale_by_rms`."""
 
     nu: PyTree
     """The average of the squared gradients: a tree like the parameters in ``nu_dtype``, or a `QuantizedState`."""
 
 
 class DebiasedRmsState(NamedTuple):
-    """State of `scale_by_rms` with ``debias=True``."""
+    """State of the transform `scale_by_rms` with ``debias=True``."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -274,7 +274,7 @@ def scale_by_rms(
 
 
 class LionState(NamedTuple):
-    """State of `scale_by_lion`."""
+    """State of the transform `scale_by_lion`."""
 
     mu: PyTree
     """The average of the gradients: a tree like the parameters in ``mu_dtype``, or a `QuantizedState`."""

@@ -19,7 +19,7 @@ __all__ = ["METRICS", "Metric", "MonitorState", "metrics", "monitor"]
 
 
 class MonitorState(NamedTuple):
-    """State of `monitor`."""
+    """State of the transform `monitor`."""
 
     values: dict[str, Tensor]
     """The latest value of each metric, 0-d fp32, by the key "name/metric", or "name/leaf/metric" with ``by_leaf``."""

@@ -20,7 +20,7 @@ __all__ = ["NeuronsState", "normalize_neurons"]
 
 
 class NeuronsState(NamedTuple):
-    """State of `normalize_neurons`."""
+    """State of the transform `normalize_neurons`."""
 
     nu: PyTree
     """For each parameter the running mean square of each row, (..., rows, 1), or of each column, (..., 1, columns)."""

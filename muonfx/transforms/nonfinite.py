@@ -17,7 +17,7 @@ __all__ = ["SkipNonfiniteState", "skip_nonfinite"]
 
 
 class SkipNonfiniteState(NamedTuple):
-    """State of `skip_nonfinite`."""
+    """State of the transform `skip_nonfinite`."""
 
     skipped: Tensor
     """The number of skipped steps so far, 0-d int64."""

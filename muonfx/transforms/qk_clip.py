@@ -24,7 +24,7 @@ from muonfx.tree.wrappers import unwrapped
 __all__ = ["AttentionHeads", "qk_clip"]
 
 Span = tuple[int, int]
-"""The first index of a range and its end (exclusive)."""
+"""A range of rows within the block of a head: the first row and the end (exclusive)."""
 
 _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 
@@ -96,7 +96,7 @@ class AttentionHeads:
 
     @property
     def keys(self) -> int:
-        """The number of key heads."""
+        """The number of key heads; equal to ``heads`` if ``key_heads`` is None."""
         return self.heads if self.key_heads is None else self.key_heads
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
@@ -142,7 +142,7 @@ class AttentionHeads:
 
 
 class _Member(NamedTuple):
-    """A parameter that holds queries or keys."""
+    """A parameter that holds query or key weights of an attention module."""
 
     name: str
     module: str

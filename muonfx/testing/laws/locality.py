@@ -72,7 +72,7 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless a transform commutes with splitting leaves, and with permuting their elements."""
+    """Raise `Breach` unless halves of leaves, or permuted elements, have the same updates as in whole leaves."""
     _check_halves("leaf", tx, params, steps)
     whole = updates_of(tx, params, steps)
     shuffled = updates_of(tx, *Example(params, steps).map(_shuffled))

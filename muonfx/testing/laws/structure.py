@@ -136,7 +136,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
 
 @law()
 def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`init` on meta tensors returns a state on the meta device with the same structure, shapes and dtypes.
+    """`init` with parameters on the meta device returns a meta state of the same structure, shapes and dtypes.
 
     >>> import muonfx as mfx
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
