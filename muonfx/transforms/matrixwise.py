@@ -35,8 +35,7 @@ __all__ = [
 ]
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
-"""The pair that a constructor under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step of a stack
-of matrices."""
+"""The pair that a constructor under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step function."""
 
 P = ParamSpec("P")
 
