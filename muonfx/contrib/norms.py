@@ -215,19 +215,20 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
 def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = MatrixView()):
     r"""Scale each matrix's update up if its Frobenius norm is below a fraction of the norm of its weight.
 
-    $u \leftarrow u \max(1, \rho \|w\|_F / \|u\|_F)$. Updates at or above the floor do not change, and a zero update
-    stays zero.
+    The update $u$ of a weight $w$ becomes $u \max(1, \rho \|w\|_F / \|u\|_F)$. Larger updates do not change, and an
+    update of zero stays zero.
 
     Args:
-        floor: $\rho$, not negative; a norm before the learning rate, relative to the norm of the weight.
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        floor: $\rho$, the smallest norm of an update relative to the norm of its weight, before the learning rate; not
+            negative.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: ``floor`` is negative; at `init`, a leaf is not a matrix or does not fit the view; at `update`,
             ``params`` is missing.
 
-    Follows the u/w floor of Skylight, a record of May 2026 of the optimization track of modded-nanogpt. It follows
-    `orthogonalize` and `normalize_neurons` in a chain.
+    Follows the u/w floor of Skylight, a record of May 2026 in the optimization track of modded-nanogpt. There, it comes
+    after `orthogonalize` and `normalize_neurons` in the chain.
 
     Example:
         >>> import muonfx as mfx
@@ -248,24 +249,23 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
 
 @matrixwise(reads_params=True, position="after_learning_rate")
 def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()):
-    r"""Reduce the change of each weight's Frobenius norm to a fraction.
+    r"""Change each matrix's update so that the Frobenius norm of its weight changes by only a fraction.
 
-    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is
-    ``outward`` if the norm grows, else ``inward``. Put it after `scale_by_learning_rate`. A matrix that is zero is not
-    constrained.
+    The update $u$ of a weight $w$ becomes $R\,(w + u) / \|w + u\|_F - w$ with
+    $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is ``outward`` if the norm grows, else ``inward``. Put it
+    after `scale_by_learning_rate`. A weight that is zero is not constrained.
 
     Args:
-        outward: the fraction of a growth of the norm that is kept, not negative.
+        outward: the fraction of an increase of the norm that is kept, not negative.
         inward: the fraction of a decrease of the norm that is kept, not negative.
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: a number is negative; at `init`, a leaf is not a matrix or does not fit the view; at `update`,
             ``params`` is missing.
 
-    Follows the radial brake of the records of May 2026 of the optimization track of modded-nanogpt, and the hook of
-    this name in Emerging-Optimizers. With both fractions at zero, each weight keeps its norm, as in
-    `keep_weight_norms`.
+    Follows the radial brake in records of May 2026 in the optimization track of modded-nanogpt, and the hook of this
+    name in Emerging-Optimizers. If both fractions are zero, each weight keeps its norm, as with `keep_weight_norms`.
 
     Example:
         >>> import muonfx as mfx

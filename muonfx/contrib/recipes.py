@@ -363,9 +363,9 @@ def soap(
         b1: decay rate of the momentum.
         b2: decay rate of the second moment and of the factors.
         eps: added to the root of the second moment.
-        weight_decay: decoupled, as in `muon`.
-        view: which matrices a leaf consists of.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        weight_decay: decoupled weight decay, as in `muon`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows SOAP (arXiv 2409.11321). `scale_by_soap` has more options.
 
@@ -398,14 +398,14 @@ def soap_muon(
         b1: decay rate of the momentum.
         b2: decay rate of the second moment and of the factors.
         eps: added to the root of the second moment.
-        orthogonalize: as in `muon`. Its view is also the view of `scale_by_soap`.
-        lr_scaling: as in `scale_by_shape`.
-        weight_decay: decoupled, as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. Its view is also the view of `scale_by_soap`.
+        lr_scaling: how the update of a matrix is scaled by its shape, as in `scale_by_shape`.
+        weight_decay: decoupled weight decay, as in `muon`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
-    Follows the records of the optimization track of modded-nanogpt since May 2026, of which the first does this in
-    feed-forward layers only. Their second moment is computed from the Nesterov momentum. The first update is zero, as
-    in `scale_by_soap`.
+    Follows the records of the optimization track of modded-nanogpt since May 2026, whose second moment is computed from
+    the Nesterov momentum. The first of these records uses it in feed-forward layers only. As in `scale_by_soap`, the
+    first update is zero.
 
     >>> list(soap_muon(0.02).init({"w": torch.zeros(4, 4)}))[:3]
     ['scale_by_soap', 'orthogonalize', 'scale_by_shape']
