@@ -29,16 +29,16 @@ __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
 
 
 def view_of(orthogonalize: Transform) -> MatrixView:
-    """Return the first ``view`` of a transform or of the transforms inside it; the default view if there is none."""
+    """Return the first `MatrixView` among the arguments of a transform and of transforms inside it, or a default."""
     require_transform("orthogonalize", orthogonalize)
     views = (tx.arguments.get("view") for tx in within(orthogonalize))
     return next((view for view in views if isinstance(view, MatrixView)), MatrixView())
 
 
 def with_views(tx: Transform, labels: Labels) -> Transform:
-    """Add the parameter views of the labels to every transform inside ``tx`` that has a ``view`` argument.
+    """Return the transform with the views of the labels added to each transform inside it that has a ``view`` argument.
 
-    The settings that a transform's own view has for a parameter take precedence.
+    A view (a `MatrixView`) divides parameters into matrices. A pattern of the transform's own view takes precedence.
     """
     if not labels.views:
         return tx
@@ -61,15 +61,15 @@ def muon(
     """Muon, for parameters that are all matrices: orthogonalized momentum with decoupled weight decay.
 
     Args:
-        learning_rate: a number or a schedule. With ``lr_scaling="match_rms_adamw"``, AdamW's values are
+        learning_rate: a number or a schedule. With ``lr_scaling="match_rms_adamw"``, learning rates of AdamW are
             suitable; with "original", 0.02 is usual.
-        decay: decay rate of the momentum; a number or a schedule.
-        nesterov: whether to use Nesterov momentum.
+        decay: decay rate of the momentum, a number or a schedule.
+        nesterov: use Nesterov momentum.
         orthogonalize: the transform that orthogonalizes the momentum, such as ``orthogonalize(coefficients="keller")``.
-            Its view is also the view of `scale_by_shape`.
+            Its view (a `MatrixView`, which divides parameters into matrices) is also used for ``lr_scaling``.
         lr_scaling: how the update of a matrix is scaled by its shape, as in `scale_by_shape`.
-        weight_decay: decoupled; each step multiplies parameters by ``1 - learning_rate * weight_decay``.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        weight_decay: decoupled weight decay: each step multiplies parameters by ``1 - learning_rate * weight_decay``.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows Keller Jordan's Muon and Moonlight (arXiv 2502.16982). ``torch.optim.Muon(lr, weight_decay)`` is
     ``muon(lr, weight_decay=weight_decay, orthogonalize=orthogonalize(coefficients="keller"), lr_scaling="original")``.
@@ -103,9 +103,9 @@ def normuon(
         learning_rate: a number or a schedule.
         decay: decay rate of the momentum.
         neuron_decay: decay rate of each row's running mean square.
-        orthogonalize: as in `muon`. Each block of its view is normalized as a separate matrix.
-        weight_decay: decoupled, as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. Each matrix of its view is normalized alone.
+        weight_decay: decoupled weight decay, as in `muon`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows NorMuon (arXiv 2510.05491).
 
@@ -136,8 +136,8 @@ def adamw(
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         nesterov: whether to use Nesterov momentum, as in `scale_by_adam`.
-        weight_decay: decoupled, as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        weight_decay: decoupled weight decay, as in `muon`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     >>> adamw(1e-3)
     chain(scale_by_adam(), add_decayed_weights(weight_decay=0.01), scale_by_learning_rate(learning_rate=0.001))
@@ -158,14 +158,14 @@ def lion(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """Lion: the sign of a mean of momentum and gradient, with decoupled weight decay.
+    """Lion: steps by the sign of a mean of momentum and gradient, with decoupled weight decay.
 
     Args:
-        learning_rate: a number or a schedule. Usual values are a third to a tenth of AdamW's.
+        learning_rate: a number or a schedule. Usual values are a tenth to a third of AdamW's learning rate.
         b1: weight of the momentum in the update; the gradient has weight ``1 - b1``.
         b2: decay rate of the momentum.
-        weight_decay: decoupled, as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        weight_decay: decoupled weight decay, as in `muon`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows Chen et al. (arXiv 2302.06675).
 
@@ -196,17 +196,18 @@ def muon_with_adamw(
         adamw_learning_rate: AdamW's learning rate, a number or a schedule. None uses Muon's learning rate, which is
             suitable with ``lr_scaling="match_rms_adamw"``.
         decay: decay rate of Muon's momentum.
-        orthogonalize: as in `muon`. Parameters without an entry in its view use the views that `Labels` contain
-            (``labels.view()``); ``labels=Labels(labels)`` removes these views.
-        lr_scaling: how Muon's updates are scaled by shape, as in `scale_by_shape`.
-        weight_decay: Muon's decoupled weight decay.
-        adam: the transform that computes AdamW's direction. Muon always uses Nesterov momentum here; for Nesterov
-            momentum in AdamW too, give ``scale_by_adam(0.9, 0.95, nesterov=True)``.
-        adamw_weight_decay: AdamW's decoupled weight decay.
-        labels: "muon", "adamw" or None for each parameter, as in `partition`. Give ``default_labels(model)`` to label
-            by module type. The default labels by name and shape alone, and warns about this;
-            ``muonfx.select.default_labels_by_name`` gives the same labels without a warning.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. If ``labels`` are `Labels`, their views are
+            added to its view for parameters that its view does not mention; ``Labels(labels)`` has no views.
+        lr_scaling: how Muon's updates are scaled by the shape of a matrix, as in `scale_by_shape`.
+        weight_decay: decoupled weight decay of the Muon parameters.
+        adam: the transform that computes AdamW's updates before weight decay and learning rate. Muon always uses
+            Nesterov momentum here; for Nesterov momentum in AdamW too, give
+            ``scale_by_adam(0.9, 0.95, nesterov=True)``.
+        adamw_weight_decay: decoupled weight decay of the AdamW parameters.
+        labels: "muon", "adamw" or None for each parameter, as in `partition`. To label by module type, give
+            ``default_labels(model)``. The default labels by name and shape, with a warning;
+            ``muonfx.select.default_labels_by_name`` returns the same labels without a warning.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     >>> from muonfx.select import default_labels_by_name
     >>> tx = muon_with_adamw(0.02, 3e-4, labels=default_labels_by_name)
@@ -243,16 +244,15 @@ def muonclip(
 ) -> Transform:
     """MuonClip: `muon_with_adamw` followed by `qk_clip`, which keeps attention logits small.
 
-    Each step requires the largest attention logits of its forward pass, which
-    `muonfx.transforms.attention.collect_max_logits` returns: ``update(..., max_logits=...)`` or
-    ``optimizer.step(max_logits=...)``.
+    Each step requires the largest attention logits of its forward pass as an argument: ``update(..., max_logits=...)``
+    or ``optimizer.step(max_logits=...)``. `muonfx.attention.collect_max_logits` collects them.
 
     Args:
-        heads: which parameters hold queries and keys, as in `qk_clip`.
+        heads: the parameters that hold queries and keys, as in `qk_clip`.
         learning_rate: Muon's learning rate, as in `muon_with_adamw`.
         adamw_learning_rate: AdamW's learning rate, as in `muon_with_adamw`.
-        tau: the bound of the logits; weights of heads with larger logits are scaled down.
-        alpha: the exponent of the query's share in the scaling, as in `qk_clip`.
+        tau: the bound of the logits. If a head has larger logits, its query and key weights are scaled down.
+        alpha: the exponent of the queries' part of the factor, as in `qk_clip`.
         options: further arguments of `muon_with_adamw`.
 
     Follows Kimi K2 (arXiv 2507.20534), whose Muon is Moonlight's (arXiv 2502.16982).

@@ -398,7 +398,7 @@ def a_rate_of_ones_own():
     ],
 )
 def test_cautious_refuses_what_turns_the_update_that_it_compares_with_the_gradient(inner):
-    with pytest.raises(ValueError, match="cautious: inner turns downhill"):
+    with pytest.raises(ValueError, match="cautious: the inner transform reverses the sign"):
         mfx.cautious(inner)
 
 

@@ -1,7 +1,7 @@
 """Variants of Muon, their parts, and further transforms from Optax; imported on first use.
 
-`recipes` contains whole optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Prodigy and SOAP. Each
-other module contains one family of transforms.
+`recipes` contains complete optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Prodigy and SOAP.
+Each other module contains one family of transforms.
 """
 
 from muonfx.contrib import recipes

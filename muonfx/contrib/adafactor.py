@@ -18,19 +18,19 @@ __all__ = ["FactoredRmsState", "scale_by_factored_rms"]
 
 
 class FactoredRmsState(NamedTuple):
-    """State of `scale_by_factored_rms`. Of each leaf either the first two trees or the third have elements."""
+    """State of `scale_by_factored_rms`. A factored parameter uses ``v_row`` and ``v_col``, any other one ``v``."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
+    """The number of updates so far, 0-d int64."""
     v_row: PyTree
-    """Mean squares over the largest dim, in the pinned dtype, without that dim; shape (0,) where not factored."""
+    """Running mean squares over the parameter's largest dim, without this dim; shape (0,) if not factored."""
     v_col: PyTree
-    """Mean squares over the second largest dim, without that dim; shape (0,) where not factored."""
+    """Running mean squares over the second largest dim, without this dim; shape (0,) if not factored."""
     v: PyTree
-    """Mean squares, like the parameters; shape (0,) where factored."""
+    """Running squares of all elements, like the parameters; shape (0,) if factored."""
 
 
-# LEAF even if nothing is factored, since this depends on the shape of the whole leaf.
+# LEAF even if nothing is factored, because this choice depends on the shape of the whole leaf.
 @transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
 def scale_by_factored_rms(
     *,
@@ -39,22 +39,24 @@ def scale_by_factored_rms(
     eps: ScalarOrSchedule = 1e-30,
     dtype: WideStateDtype = "auto",
 ):
-    r"""Divide by the root of a running mean square that is kept for rows and columns only, as Adafactor does.
+    r"""Divide gradients by the root of a running mean square, stored for rows and columns only, as in Adafactor.
 
-    The mean square of an element is estimated as $r_i c_j / \bar r$, from running means $r$ over each row and $c$ over
-    each column. Their decay grows with the steps: $1 - t^{-\rho}$.
+    The mean square of element (i, j) is estimated as $r_i c_j / \bar r$ from the running mean squares $r$ of the rows
+    and $c$ of the columns. Their decay rate grows with the step t: $1 - t^{-\rho}$.
 
     Args:
         decay_rate: $\rho$, not negative.
-        min_dim_size_to_factor: leaves are factored along their two largest dims where both are at least this long.
+        min_dim_size_to_factor: a parameter is factored along its two largest dims if both are at least this long.
+            Otherwise the mean square of every element is stored.
         eps: added to each square, not negative.
-        dtype: pinned dtype of the state, as for `MatrixSlot`.
+        dtype: storage dtype of the mean squares. "auto" is float32, or float64 for float64 parameters; None is the
+            dtype of each parameter.
 
     Raises:
         ValueError: an argument is out of range, or the dtype is a string other than "auto".
 
-    Follows Shazeer and Stern (arXiv 1804.04235) and Optax's transform of this name, where ``eps`` is ``epsilon``. With
-    `clip_by_block_rms` after it, it is Adafactor.
+    Follows Shazeer and Stern (arXiv 1804.04235) and Optax's ``scale_by_factored_rms``, where ``eps`` is ``epsilon``.
+    With `clip_by_block_rms` after it, it is Adafactor.
 
     Example:
         >>> import muonfx as mfx
@@ -70,14 +72,14 @@ def scale_by_factored_rms(
     checks.state_dtype("dtype", dtype)
 
     def dims_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """The second largest dim and the largest; of equal ones the later counts as the larger."""
+        """Return the second largest dim and the largest, or None if the parameter is not factored."""
         if len(shape) < 2:
             return None
         *_, second, largest = sorted(range(len(shape)), key=shape.__getitem__)
         return (second, largest) if shape[second] >= min_dim_size_to_factor else None
 
     def shapes_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the three mean squares of a leaf."""
+        """Return the shapes of ``v_row``, ``v_col`` and ``v`` for a parameter."""
         found = dims_of(shape)
         return ((0,), (0,), shape) if found is None else (_without(shape, found[1]), _without(shape, found[0]), (0,))
 

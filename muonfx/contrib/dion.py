@@ -21,12 +21,12 @@ __all__ = ["DionState", "scale_by_dion"]
 
 
 class DionState(NamedTuple):
-    """State of `scale_by_dion`."""
+    """State of the transform `scale_by_dion`."""
 
     trace: PyTree
-    """The sum of past gradients minus the part that updates have applied, like the parameters, in ``dtype``."""
+    """The sum $M$ of past gradients minus the part that updates have applied: a tree like the parameters."""
     basis: PyTree
-    """The right factor $Q$ of the last update of each matrix, (..., columns, rank), in ``dtype``."""
+    """The right factor $Q$ of the last update of each matrix, of shape (..., columns, rank)."""
 
 
 @matrixwise(short_names={"momentum": "decay"}, position="sets_size")
@@ -35,25 +35,27 @@ def scale_by_dion(
 ):
     r"""Replace each matrix by a low-rank matrix $P Q^T$; $P$ has orthonormal columns and $Q$ has unit columns.
 
-    Each step adds the gradient to the state, $M = M_{t-1} + G$, and does one step of power iteration from the last
-    right factor: $P = \mathrm{qr}(M Q_{t-1})$, $R = M^T P$, and $Q$ is $R$ with unit columns. The state then loses most
-    of its low-rank part: $M_t = M - (1 - \beta) P R^T$. Put ``scale_by_shape("spectral")`` after it.
+    Each step adds the gradient to the sum in the state, $M = M_{t-1} + G$, and does one step of power iteration from
+    the last right factor: $P = \mathrm{qr}(M Q_{t-1})$, $R = M^T P$, and $Q$ is $R$ with normalized columns. Then most
+    of the low-rank part is removed from the sum: $M_t = M - (1 - \beta) P R^T$. Put ``scale_by_shape("spectral")``
+    after it.
 
-    The initial $Q$ is uniform in [-1, 1), and the same for all matrices of one shape. If a column of $R$ is zero, $Q$
-    keeps its old column in the state, and the update does not contain it.
+    The initial $Q$ is uniform in [-1, 1), and the same for all matrices of one shape. If a column of $R$ is zero, the
+    update does not contain this column, and the state keeps the old column of $Q$.
 
     Args:
         rank: the maximal rank of the update; the rank is lower if a side of the matrix is shorter.
         decay: $\beta$, in [0, 1).
         dtype: storage dtype of both states. "auto" is float32, or float64 for float64 parameters; None is the dtype of
             each parameter.
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
             matrix or does not fit the view.
 
-    Follows Dion (Ahn et al., arXiv 2504.05295). Here one rank computes on the whole matrix.
+    Follows Dion (Ahn et al., arXiv 2504.05295). Unlike the paper's distributed form, one process computes on the whole
+    matrix.
 
     Example:
         >>> import muonfx as mfx
@@ -82,7 +84,7 @@ def scale_by_dion(
         lengths = ew.safe_sqrt(right.square().sum(-2, keepdim=True))
         unit = torch.where(lengths > 0, right / torch.where(lengths > 0, lengths, 1.0), 0.0)
         trace = total - (1.0 - decay) * ((left @ right.mT) / power)
-        # NaN stays visible in the update of its matrix; the state of this matrix is lost, as with any average.
+        # NaN stays visible in the update of its matrix. As in any running average, the matrix's state remains NaN.
         return left @ unit.mT, DionState(trace, torch.where(lengths > 0, unit, s.basis))
 
     return DionState(Slot(dtype), MatrixSlot(first_basis, dtype)), step

@@ -1,4 +1,4 @@
-"""Scaling of another transform's update of each matrix: by the noise of gradients (NAMO), or by a dual norm."""
+"""Scaling of another transform's update of each matrix: by the noise of the gradients (NAMO), or by a dual norm."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["NamoState", "scale_by_dual_norm", "scale_by_namo"]
 
 
 class NamoState(NamedTuple):
-    """State of `scale_by_namo`."""
+    """State of the transform `scale_by_namo`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
+    """The number of updates so far, 0-d int64."""
     mu: PyTree
-    """The average gradient, like the parameters, in ``dtype``."""
+    """The running average of the gradients: a tree like the parameters."""
     nu: PyTree
-    """The average squared norm of the gradient of each matrix, of shape (..., 1, 1), in ``dtype``."""
+    """The running average of the squared Frobenius norm of each matrix's gradient, of shape (..., 1, 1)."""
     inner: PyTree
-    """The inner transform's state."""
+    """The state of the inner transform."""
 
 
 @transform(
@@ -54,22 +54,22 @@ def scale_by_namo(
     dtype: WideStateDtype = "auto",
     view: MatrixView = MatrixView(),
 ):
-    r"""Average gradients, apply a transform to the average, and scale each matrix down if its gradients are noisy.
+    r"""Apply a transform to the averaged gradients, and scale each matrix's update down if its gradients are noisy.
 
-    With $M_t = \beta_1 M_{t-1} + (1 - \beta_1) G_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \|G_t\|_F^2$, the update
-    is $\alpha_t D(M_t)$ with $\alpha_t = \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{\|M_t\|_F}{\sqrt{v_t} +
-    \epsilon}$ for the inner transform $D$. The factor $\alpha_t$ is near 1 if gradients agree, and small if they are
-    noise.
+    The averages of the gradients $G_t$ of a matrix are $M_t = \beta_1 M_{t-1} + (1 - \beta_1) G_t$ and
+    $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \|G_t\|_F^2$. The update is $\alpha_t D(M_t)$ for the inner transform $D$,
+    with the factor $\alpha_t = \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{\|M_t\|_F}{\sqrt{v_t} + \epsilon}$. It
+    is near 1 if the gradients of the last steps agree, and small if they are noise.
 
     Args:
-        inner: the transform $D$, usually `orthogonalize`. If it is a chain with `add_decayed_weights`, $\alpha_t$
-            scales the decay too, as in the paper.
+        inner: the transform $D$, usually `orthogonalize`. If it is a chain that contains `add_decayed_weights`,
+            $\alpha_t$ also scales the weight decay, as in the paper.
         b1: decay rate of the average, in [0, 1).
         b2: decay rate of the squared norm, in [0, 1).
         eps: added to the root in the divisor, not negative.
         dtype: storage dtype of both averages. "auto" is float32, or float64 for float64 parameters; None is the dtype
             of each parameter.
-        view: which matrices a leaf consists of; give the same view as to the inner transform.
+        view: a `MatrixView`, which divides each parameter into matrices; give the same view as to the inner transform.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
@@ -117,8 +117,8 @@ def scale_by_namo(
         for (name, own), update in zip(tree.named_leaves(out), tree.leaves(updates), strict=True):
             if own is not None and update is None:
                 raise ValueError(
-                    f"scale_by_namo: inner returns an update for {name!r}, whose gradient is None, so it has no scale; "
-                    "put the transform that accumulates gradients around it: accumulate(scale_by_namo(...), every)"
+                    f"scale_by_namo: the inner transform returned an update for {name!r}, expected None as its "
+                    "gradient is None: accumulate outside, accumulate(scale_by_namo(...), every)"
                 )
         multiply = ew.by_stacks(lambda x, alpha: (x * alpha).to(x.dtype))
         (scaled,) = matrices.map(multiply, matrices.split(at.pick(out)), alphas)
@@ -130,7 +130,7 @@ def scale_by_namo(
 def _size(
     gradient: Tensor, average: Tensor, moment: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the new average of a matrix's squared gradient norm, and the factor of its update."""
+    """Return the new running average of each matrix's squared gradient norm, and the factor of the matrix's update."""
     wide = ew.wide_dtype(gradient.dtype, moment.dtype)
     old, square = moment.to(wide), norm(gradient).to(wide).square()
     new = old + (1.0 - b2) * (square.clamp(max=torch.finfo(moment.dtype).max) - old)
@@ -148,14 +148,14 @@ def _size(
 def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
     r"""Multiply a transform's update of each matrix by its inner product with the incoming gradient.
 
-    The update is $\langle G, D(G) \rangle\, D(G)$. If the inner transform $D$ gives the steepest direction of length 1
-    in a norm, the inner product is the dual norm of the gradient, and the update is the steepest descent in this norm.
-    The dual norm is the sum of singular values for `orthogonalize`, and the sum of magnitudes for the sign. Updates
-    then shrink with the gradient.
+    The update is $\langle G, D(G) \rangle\, D(G)$ for the inner transform $D$. If $D$ returns the direction of steepest
+    ascent of length 1 in some norm, the inner product is the dual norm of the gradient, and the update is the step of
+    steepest descent in this norm. The dual norm is the nuclear norm (the sum of singular values) for `orthogonalize`,
+    and the sum of magnitudes for `scale_by_sign`. The size of the updates then follows the size of the gradients.
 
     Args:
         inner: the transform whose updates are scaled.
-        view: which matrices a leaf consists of; the same as for the inner transform.
+        view: a `MatrixView`, which divides each parameter into matrices; give the same view as to the inner transform.
 
     Raises:
         ValueError: at `update`, a leaf is not a matrix or does not fit the view.

@@ -17,28 +17,29 @@ __all__ = ["EmaNesterovState", "ema_nesterov"]
 
 
 class EmaNesterovState(NamedTuple):
-    """State of `ema_nesterov`."""
+    """State of the transform `ema_nesterov`."""
 
     lookahead: Tensor
-    """The factor $\\beta$ of the average in the current parameters, 0-d."""
+    """The factor $\\beta$ with which the current parameters contain the average motion, 0-d."""
     average: PyTree
-    """The average motion of the iterates, like the parameters, in ``dtype``."""
+    """The average motion $m$ of the iterates: a tree like the parameters."""
 
 
 @transform(locality=Locality.ELEMENT, reads_params=False, position="last")
 def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0.5, *, dtype: WideStateDtype = "auto"):
-    r"""Move the parameters ahead of the iterates by a multiple of the average motion of the iterates.
+    r"""Move the parameters ahead of the iterates by a multiple of the iterates' average motion.
 
-    The parameters of the training loop are $y_t = \theta_t + \beta_t m_t$. The update $u_t$ of the chain before it, for
-    the gradient at $y_t$, gives the next iterate $\theta_{t+1} = y_t + u_t$. The average motion is
-    $m_{t+1} = \gamma m_t + (1 - \gamma) (\theta_{t+1} - \theta_t)$, and the new parameters are
-    $\theta_{t+1} + \beta_{t+1} m_{t+1}$. Put it at the end of the chain.
+    The parameters of the training loop are $y_t = \theta_t + \beta_t m_t$, with the iterate $\theta_t$ and the average
+    motion $m_t$. Let $u_t$ be the update that the transforms before this one return for the gradient at $y_t$. The next
+    iterate is $\theta_{t+1} = y_t + u_t$, and the average motion is
+    $m_{t+1} = \gamma m_t + (1 - \gamma) (\theta_{t+1} - \theta_t)$. Put it at the end of the chain.
 
     Args:
         decay: $\gamma$, in [0, 1).
         lookahead: $\beta$, not negative. The authors use a schedule that is zero in the first and in the last steps. At
             zero, the parameters are the iterates. A schedule assumes that every parameter has a gradient at every step.
-        dtype: storage dtype of the average, as for `MatrixSlot`.
+        dtype: storage dtype of the average motion. "auto" is float32, or float64 for float64 parameters; None is the
+            dtype of each parameter.
 
     Raises:
         ValueError: a number is out of range, or ``dtype`` is a string other than "auto".

@@ -1,4 +1,4 @@
-"""Norms of matrices and leaves: updates of a root mean square of 1, and weights that keep their Frobenius norm."""
+"""Normalization: updates with a root mean square of 1, and weights that keep their Frobenius norm."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ __all__ = [
 def normalize_rows(*, view: MatrixView = MatrixView()):
     r"""Divide each row of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_j(u_{ij}^2)}$.
 
-    A row belongs to an output feature; in an embedding, to a token. Zero rows stay zero. The result is bitwise the same
-    for $2^k u$, and NaN stays in its row.
+    A row belongs to an output feature; in an embedding, to a token. Rows of zeros stay zero, and a NaN affects only its
+    row. Multiplying the input by a power of two does not change a bit of the result.
 
     Args:
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: at `init`, a leaf is not a matrix or does not fit the view.
 
-    Follows Scion (arXiv 2502.07529). This is its ColNorm of a transposed embedding; its RowNorm is this followed by
-    ``scale_by_shape("fan_in")``.
+    Follows Scion (arXiv 2502.07529). It is Scion's ColNorm of a transposed embedding. Scion's RowNorm is this transform
+    followed by ``scale_by_shape("fan_in")``.
 
     Example:
         >>> import muonfx as mfx
@@ -61,15 +61,15 @@ def normalize_rows(*, view: MatrixView = MatrixView()):
 def normalize_columns(*, view: MatrixView = MatrixView()):
     r"""Divide each column of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_i(u_{ij}^2)}$.
 
-    A column belongs to an input feature. Zero columns stay zero, and NaN stays in its column.
+    A column belongs to an input feature. Columns of zeros stay zero, and a NaN affects only its column.
 
     Args:
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: at `init`, a leaf is not a matrix or does not fit the view.
 
-    Follows Scion (arXiv 2502.07529): its ColNorm.
+    Follows the ColNorm of Scion (arXiv 2502.07529).
 
     Example:
         >>> import muonfx as mfx
@@ -83,13 +83,13 @@ def normalize_columns(*, view: MatrixView = MatrixView()):
 
 @matrixwise(position="sets_size")
 def normalize_matrices(*, view: MatrixView = MatrixView()):
-    """Divide each matrix by its root mean square.
+    """Divide each matrix by the root mean square of its elements.
 
-    With ``scale(0.2)`` after it, updates have the usual size of AdamW's. A zero matrix stays zero, and NaN stays in its
-    matrix.
+    With ``scale(0.2)`` after it, updates have the usual size of AdamW's updates. A zero matrix stays zero, and a NaN
+    affects only its matrix.
 
     Args:
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: at `init`, a leaf is not a matrix or does not fit the view.
@@ -108,11 +108,11 @@ def normalize_matrices(*, view: MatrixView = MatrixView()):
 
 @transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
 def normalize_leaves():
-    """Divide each leaf by its root mean square: vectors and scalars too.
+    """Divide each leaf of the updates, of any shape, by the root mean square of its elements.
 
-    A zero leaf stays zero, and NaN stays in its leaf.
+    A leaf of zeros stays zero, and a NaN affects only its leaf.
 
-    Follows Scion (arXiv 2502.07529): its norm for biases.
+    Follows the norm that Scion (arXiv 2502.07529) uses for biases.
 
     Example:
         >>> import muonfx as mfx
@@ -127,7 +127,7 @@ def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
 
 
 def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Divide by the root mean square over some dims; zeros stay zero."""
+    """Divide a tensor by its root mean square over the dims ``dim``; zeros stay zero."""
     if x.numel() == 0:
         return x
     wide = x.to(ew.wide_dtype(x.dtype))
@@ -138,26 +138,27 @@ def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
 
 
 class WeightNormsState(NamedTuple):
-    """State of `keep_weight_norms`."""
+    """State of the transform `keep_weight_norms`."""
 
     radius: PyTree
-    """The Frobenius norm that each matrix keeps, of shape (..., 1, 1), in ``dtype``."""
+    """The Frobenius norm of each matrix at `init`, which the matrix keeps; of shape (..., 1, 1)."""
 
 
 @matrixwise(reads_params=True, position="sets_size")
 def match_weight_norms(*, view: MatrixView = MatrixView()):
-    """Scale each matrix's update to the Frobenius norm of its weight, so that the learning rate is a relative step.
+    """Scale each matrix's update to the Frobenius norm of its weight.
 
-    The update of a matrix that is zero stays as it is, and a zero update is zero.
+    The learning rate is then the relative size of a step. If the weight is zero, its update is not scaled. An update of
+    zero stays zero.
 
     Args:
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: at `init`, a leaf is not a matrix or does not fit the view; at `update`, ``params`` is missing.
 
-    Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025); the trust ratio
-    of LARS (arXiv 1708.03888), matrix by matrix.
+    Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025). It is the trust
+    ratio of LARS (arXiv 1708.03888), for each matrix.
 
     Example:
         >>> import muonfx as mfx
@@ -177,19 +178,20 @@ def match_weight_norms(*, view: MatrixView = MatrixView()):
 def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()):
     r"""Change each matrix's update so that its weight keeps the Frobenius norm that it had at `init`.
 
-    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w_0\|_F$. Put it after
-    `scale_by_learning_rate`. A matrix that was zero at `init` is not constrained.
+    For a weight $w$ with the initial value $w_0$, the update $u$ becomes $R\,(w + u) / \|w + u\|_F - w$ with
+    $R = \|w_0\|_F$. Put it after `scale_by_learning_rate`. A matrix that was zero at `init` is not constrained.
 
     Args:
-        dtype: storage dtype of the norms, as for `MatrixSlot`.
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        dtype: storage dtype of the norms. "auto" is float32, or float64 for float64 parameters; None is the dtype of
+            each parameter.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: ``dtype`` is a string other than "auto"; at `init`, a leaf is not a matrix or does not fit the view;
             at `update`, ``params`` is missing.
 
-    Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025), as ``MuonH`` of
-    Dion's repository has it, which refuses a zero matrix.
+    Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025) as implemented
+    by ``MuonH`` in Dion's repository, which raises an error for a zero matrix.
 
     Example:
         >>> import muonfx as mfx
@@ -213,19 +215,20 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
 def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = MatrixView()):
     r"""Scale each matrix's update up if its Frobenius norm is below a fraction of the norm of its weight.
 
-    $u \leftarrow u \max(1, \rho \|w\|_F / \|u\|_F)$. Updates at or above the floor do not change, and a zero update
-    stays zero.
+    The update $u$ of a weight $w$ becomes $u \max(1, \rho \|w\|_F / \|u\|_F)$. Larger updates do not change, and an
+    update of zero stays zero.
 
     Args:
-        floor: $\rho$, not negative; a norm before the learning rate, relative to the norm of the weight.
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        floor: $\rho$, the smallest norm of an update relative to the norm of its weight, before the learning rate; not
+            negative.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: ``floor`` is negative; at `init`, a leaf is not a matrix or does not fit the view; at `update`,
             ``params`` is missing.
 
-    Follows the u/w floor of Skylight, a record of May 2026 of the optimization track of modded-nanogpt. It follows
-    `orthogonalize` and `normalize_neurons` in a chain.
+    Follows the u/w floor of Skylight, a record of May 2026 in the optimization track of modded-nanogpt. There, it comes
+    after `orthogonalize` and `normalize_neurons` in the chain.
 
     Example:
         >>> import muonfx as mfx
@@ -246,24 +249,23 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
 
 @matrixwise(reads_params=True, position="after_learning_rate")
 def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()):
-    r"""Reduce the change of each weight's Frobenius norm to a fraction.
+    r"""Change each matrix's update so that the Frobenius norm of its weight changes by only a fraction.
 
-    $u \leftarrow R\,(w + u) / \|w + u\|_F - w$ with $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is
-    ``outward`` if the norm grows, else ``inward``. Put it after `scale_by_learning_rate`. A matrix that is zero is not
-    constrained.
+    The update $u$ of a weight $w$ becomes $R\,(w + u) / \|w + u\|_F - w$ with
+    $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is ``outward`` if the norm grows, else ``inward``. Put it
+    after `scale_by_learning_rate`. A weight that is zero is not constrained.
 
     Args:
-        outward: the fraction of a growth of the norm that is kept, not negative.
+        outward: the fraction of an increase of the norm that is kept, not negative.
         inward: the fraction of a decrease of the norm that is kept, not negative.
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: a number is negative; at `init`, a leaf is not a matrix or does not fit the view; at `update`,
             ``params`` is missing.
 
-    Follows the radial brake of the records of May 2026 of the optimization track of modded-nanogpt, and the hook of
-    this name in Emerging-Optimizers. With both fractions at zero, each weight keeps its norm, as in
-    `keep_weight_norms`.
+    Follows the radial brake in records of May 2026 in the optimization track of modded-nanogpt, and the hook of this
+    name in Emerging-Optimizers. If both fractions are zero, each weight keeps its norm, as with `keep_weight_norms`.
 
     Example:
         >>> import muonfx as mfx
@@ -288,7 +290,7 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """Return Frobenius norms as (..., 1, 1) in at least fp32, without overflow or underflow."""
+    """Return the Frobenius norm of each matrix of a stack, of shape (..., 1, 1), in at least fp32, without overflow."""
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))

@@ -1,4 +1,4 @@
-"""Scaling of updates that is reduced when the loss stops falling."""
+"""A factor of the updates that is reduced when the loss stops falling."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["ReduceOnPlateauState", "reduce_on_plateau"]
 
 
 class ReduceOnPlateauState(NamedTuple):
-    """State of `reduce_on_plateau`."""
+    """State of the transform `reduce_on_plateau`."""
 
     scale: Tensor
-    """The current factor of the updates, 0-d."""
+    """The current scale, by which updates are multiplied, 0-d."""
     best_value: Tensor
     """The lowest loss so far, 0-d."""
     plateau_count: Tensor
@@ -35,11 +35,11 @@ def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
     value = extras.get("value", 0.0)
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real and (not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool):
-        raise TypeError(f"reduce_on_plateau: value must be the loss, a real number or a real tensor, found {value!r}")
+        raise TypeError(f"reduce_on_plateau: found value={value!r}, expected the loss as a real number or real tensor")
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
-            f"reduce_on_plateau: value must have one element, found a tensor of shape {tuple(value.shape)}; reduce it "
-            "first, as with .mean()"
+            f"reduce_on_plateau: found a value of shape {tuple(value.shape)}, expected one element: reduce the loss "
+            "first, for example with .mean()"
         )
 
 
@@ -52,16 +52,16 @@ def reduce_on_plateau(
     cooldown: int = 0,
     min_scale: ScalarOrSchedule = 0.0,
 ):
-    """Scale updates down when the loss has not improved for some time.
+    """Multiply updates by a scale, which starts at 1 and is reduced when the loss has not improved for some time.
 
-    Give the loss at every step: ``update(updates, state, params, value=loss)`` or ``optimizer.step(value=loss)``. It is
-    a number or a 0-d tensor, the same on all ranks, and is not read on the host.
+    Pass the loss at every step: ``update(updates, state, params, value=loss)`` or ``optimizer.step(value=loss)``. It is
+    a number or a 0-d tensor with the same value on all ranks. A tensor is not read back to the CPU.
 
     Args:
-        factor: the factor by which the scale is multiplied at each reduction, in (0, 1).
+        factor: the number by which the scale is multiplied at each reduction, in (0, 1).
         patience: the number of losses without improvement after which the scale is reduced, 1 or more.
-        rtol: a loss is an improvement if it is below ``(1 - rtol) * best - atol``; in [0, 1].
-        atol: the absolute part of this threshold, 0 or more. ``rtol`` or ``atol`` must be positive.
+        rtol: the relative threshold, in [0, 1]: a loss is an improvement if it is below ``(1 - rtol) * best - atol``.
+        atol: the absolute threshold, 0 or more. ``rtol`` or ``atol`` must be positive.
         cooldown: the number of losses after a reduction that are not counted towards ``patience``, 0 or more.
         min_scale: the lower bound of the scale, 0 or more.
 
@@ -69,7 +69,7 @@ def reduce_on_plateau(
         TypeError: ``patience`` or ``cooldown`` is not an int; at `update`, ``value`` is missing or not a real number.
         ValueError: an argument is out of range; at `update`, ``value`` has more than one element.
 
-    Follows Optax's ``contrib.reduce_on_plateau``, and so ``torch.optim.lr_scheduler.ReduceLROnPlateau``.
+    Follows Optax's ``contrib.reduce_on_plateau``, which follows ``torch.optim.lr_scheduler.ReduceLROnPlateau``.
 
     Example:
         >>> import muonfx as mfx

@@ -20,20 +20,20 @@ __all__ = ["ProdigyState", "scale_by_prodigy"]
 
 
 class ProdigyState(NamedTuple):
-    """State of `scale_by_prodigy`."""
+    """State of the transform `scale_by_prodigy`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
+    """The number of updates so far, 0-d int64."""
     estim_lr: Tensor
     """The estimate of the learning rate, 0-d. It never decreases."""
     numerator: Tensor
     """The numerator of the estimate, 0-d."""
     mu: PyTree
-    """First moments, like the parameters, in ``dtype``."""
+    """The first moment, a weighted average of the gradients: a tree like the parameters."""
     nu: PyTree
-    """Second moments, like the parameters, in ``dtype``."""
+    """The second moment, a weighted average of the squared gradients: a tree like the parameters."""
     grad_sum: PyTree
-    """Weighted sums of the gradients, like the parameters, in ``dtype``."""
+    """The weighted sum of the gradients in the estimate's denominator: a tree like the parameters."""
     start: PyTree
     """The initial parameters, in their own dtypes."""
 
@@ -57,21 +57,22 @@ def scale_by_prodigy(
 ):
     r"""Scale gradients as Adam does, and multiply them by an estimate of the learning rate.
 
-    The estimate is the largest ratio so far of two sums over all leaves on all ranks. The numerator is a weighted
-    average of $\langle g_t, p_0 - p_t \rangle$, where $p_0$ are the initial parameters; the denominator is the sum of
-    magnitudes of a weighted average of the gradients.
+    The estimate is the largest value so far of a ratio of two sums over all parameters on all ranks. The numerator is a
+    weighted average of $\langle g_t, p_0 - p_t \rangle$, where $p_0$ are the initial parameters. The denominator is the
+    sum of magnitudes of a weighted average of the gradients.
 
     Args:
-        learning_rate: a factor of the estimated rate, usually 1 or a schedule that falls from 1 to 0. It affects the
-            estimate, so it is applied here. The updates still point uphill: put ``scale(-1.0)`` after this transform.
+        learning_rate: a factor of the estimated rate, usually 1 or a schedule that falls from 1 to 0. It is applied
+            here because it affects the estimate. It does not reverse the updates: put ``scale(-1.0)`` after this
+            transform.
         b1: decay rate of the first moment, in [0, 1).
         b2: decay rate of the second moment, in [0, 1); its root is the decay rate of the averages in the estimate.
-        eps: multiplied by the estimate and added outside the root, not negative.
+        eps: added outside the root after multiplication by the estimate, not negative.
         estim_lr0: the initial estimate, positive and small.
-        estim_lr_coef: a factor of new estimates, positive.
-        weight_decay: decoupled: the parameters times this factor are added to Adam's step, before the sum is multiplied
-            by the rate.
-        safeguard_warmup: leave the learning rate out of the denominator of the estimate; use it with a warmup.
+        estim_lr_coef: a factor of the estimates after the first, positive.
+        weight_decay: decoupled weight decay: this factor times the parameters is added to Adam's step before
+            multiplication by the rate.
+        safeguard_warmup: leave the learning rate out of the denominator of the estimate. Use it with a warmup.
         dtype: storage dtype of the moments and sums. "auto" is float32, or float64 for float64 parameters; None is the
             dtype of each parameter.
 
@@ -117,7 +118,7 @@ def scale_by_prodigy(
         g, p, start, mu, nu, grad_sum = ew.widest(given, at.pick(params), at.pick(state.start), *held)
 
         count, old = state.count + 1, state.estim_lr
-        decay = ew.new_number(b2, old.device).sqrt()  # Python's power has other bits than torch's
+        decay = ew.new_number(b2, old.device).sqrt()  # Python's power rounds differently than torch's
         correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
         step = ew.new_number(old * learning_rate * correction, old.device)
 
@@ -130,7 +131,7 @@ def scale_by_prodigy(
         mu = ew.add(ew.mul(mu, b1, reuse=reuse), g, (1.0 - b1) * old, reuse=True)
         nu = ew.addcmul(ew.mul(nu, b2, reuse=reuse), g, g, (1.0 - b2) * old * old, reuse=True)
         new_sum = at.fill(ew.store(grad_sum, held[2], reuse=reuse), state.grad_sum)
-        # Sum over all leaves, including leaves without a gradient now, which have contributed to the numerator.
+        # Sum over all leaves, also those without a gradient in this step: they have contributed to the numerator.
         length = _like(old, sum_over_leaves(tree.map(lambda leaf: _sum(leaf.abs()), new_sum)))
         estimate = estim_lr_coef * numerator / torch.where(length > 0, length, 1.0)
         estim_lr = torch.where(length > 0, torch.maximum(old, estimate), old)

@@ -52,26 +52,27 @@ def scion(
     orthogonalize: Transform = orthogonalize(),
     labels: Any = default_labels,
 ) -> Transform:
-    """Scion: step in the direction of steepest descent in a norm that is chosen for each kind of parameter.
+    """Scion: take steps of steepest descent in a norm that is chosen for each kind of parameter.
 
     Args:
         learning_rate: a number or a schedule.
-        norms: for each label a norm and a radius (the factor of the direction). None is ``{"muon": ("spectral", 50.0),
-            "adamw": ("sign", 3000.0)}``, the authors' values for a GPT with shared embeddings. The norms are "spectral"
-            for hidden matrices, "sign" for heads, "rows" (the authors' RowNorm), "columns" (their ColNorm, for matrices
-            that see the input) and "embedding" (their ColNorm of a transposed matrix, for embeddings stored as tokens
-            by features). Vectors and scalars of every label get the root mean square 1.
-        decay: decay of the momentum; 1 minus the authors' ``momentum``.
-        constrained: decay the parameters by the learning rate, so that they stay within the radius (Frank-Wolfe). If
-            False, there is no decay.
-        orthogonalize: as in `muon`.
+        norms: a dict from each label (the name of a group of parameters) to a norm and a radius, which multiplies the
+            direction. None is ``{"muon": ("spectral", 50.0), "adamw": ("sign", 3000.0)}``, the authors' values for a
+            GPT with shared embeddings. The norms are "spectral" for hidden matrices, "sign" for heads, "rows" (the
+            authors' RowNorm), "columns" (their ColNorm, for the first layer) and "embedding" (their ColNorm of a
+            transposed matrix, for embeddings stored as tokens by features). The update of a vector or scalar has the
+            root mean square 1, whatever its label.
+        decay: decay rate of the momentum; 1 minus the authors' ``momentum``.
+        constrained: use weight decay with the factor 1, so that parameters stay within the radius (Frank-Wolfe). If
+            False, there is no weight decay.
+        orthogonalize: the transform that orthogonalizes, as in `muon`.
         labels: a label in ``norms``, or None, for each parameter, as in `partition`.
 
     Raises:
-        ValueError: an unknown norm, or a negative radius; the message names the label.
+        ValueError: a norm is unknown, or a radius is negative; the message names the label.
 
-    Follows Scion (arXiv 2502.07529). A convolution is one flattened matrix here; the authors also divide its factor by
-    the root of the kernel's size.
+    Follows Scion (arXiv 2502.07529). A convolution kernel is one flattened matrix here; the authors also divide its
+    factor by the root of the kernel's size.
 
     >>> labels = {"up.weight": "hidden", "head.weight": "head"}
     >>> tx = scion(norms={"hidden": ("spectral", 50.0), "head": ("sign", 3000.0)}, labels=labels)
@@ -93,10 +94,10 @@ def scion(
     for label, (norm, radius) in chosen.items():
         if norm not in directions:
             raise ValueError(
-                f"scion: norms[{label!r}]: unknown norm {norm!r}; there are {', '.join(map(repr, directions))}"
+                f"scion: norms[{label!r}] has the norm {norm!r}, expected one of {', '.join(map(repr, directions))}"
             )
         if radius < 0:
-            raise ValueError(f"scion: norms[{label!r}]: the radius must be 0 or more, found {radius!r}")
+            raise ValueError(f"scion: norms[{label!r}] has the radius {radius!r}, expected 0 or more")
         parts[label] = chain(
             ("matrices", masked(chain(*directions[norm], scale(radius)), ndim(min=2))),
             ("vectors", masked(chain(average, normalize_leaves()), ndim(max=1))),
@@ -124,16 +125,17 @@ def adamuon(
 
     Args:
         learning_rate: a number or a schedule; AdamW's values are suitable.
-        decay: decay of the momentum.
+        decay: decay rate of the momentum.
         second_decay: decay rate of the running mean square of each element.
-        eps: added to the root.
-        nesterov: whether to use Nesterov momentum.
-        weight_decay: decoupled, as in `muon`.
-        orthogonalize: as in `muon`. Each matrix of its view is then rescaled to a root mean square of 0.2.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        eps: added to the root mean square in the divisor.
+        nesterov: use Nesterov momentum.
+        weight_decay: decoupled weight decay, as in `muon`.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. The update of each matrix of its view is then
+            rescaled to a root mean square of 0.2.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
-    Follows the authors' code of AdaMuon (arXiv 2507.11005). The paper's later version orthogonalizes the signs of the
-    momentum: put `scale_by_sign` after the momentum.
+    Follows the authors' code of AdaMuon (arXiv 2507.11005). A later version of the paper orthogonalizes the signs of
+    the momentum; for this, write the chain with `scale_by_sign` after the momentum.
 
     >>> adamuon(1e-3)  # doctest: +NORMALIZE_WHITESPACE
     chain(momentum(), orthogonalize(), scale_by_rms(decay=0.95, eps_in_sqrt=False, debias=True), normalize_matrices(),
@@ -159,14 +161,14 @@ def polargrad(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """PolarGrad, for parameters that are all matrices: Muon times the nuclear norm of the momentum.
+    """PolarGrad, for parameters that are all matrices: Muon's update times the nuclear norm of the momentum.
 
     Args:
         learning_rate: a number or a schedule.
-        decay: decay of the momentum.
-        weight_decay: decoupled, as in `muon`.
-        orthogonalize: as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        decay: decay rate of the momentum.
+        weight_decay: decoupled weight decay, as in `muon`.
+        orthogonalize: the transform that orthogonalizes, as in `muon`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows PolarGrad (arXiv 2505.21799).
 
@@ -197,15 +199,15 @@ def namo(
 
     Args:
         learning_rate: a number or a schedule.
-        b1: decay of the momentum.
-        b2: decay of the squared norm of gradients.
-        eps: added to the root.
-        weight_decay: decoupled, and scaled as the update is.
-        lr_scaling: as in `scale_by_shape`.
-        orthogonalize: as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        b1: decay rate of the momentum.
+        b2: decay rate of the running average of the squared gradient norm.
+        eps: added to the root of this average.
+        weight_decay: decoupled weight decay, which is scaled down together with the update.
+        lr_scaling: how the update of a matrix is scaled by its shape, as in `scale_by_shape`.
+        orthogonalize: the transform that orthogonalizes, as in `muon`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
-    Follows NAMO (arXiv 2602.17080), which has no rule for shapes.
+    Follows NAMO (arXiv 2602.17080), which does not scale updates by shape.
 
     >>> list(namo(0.02).init({"w": torch.zeros(4, 4)}))
     ['scale_by_namo', 'scale_by_learning_rate']
@@ -230,15 +232,15 @@ def musgd(
 
     Args:
         learning_rate: the learning rate of both steps, a number or a schedule.
-        muon: factor of Muon's part.
-        sgd: factor of SGD's part.
-        decay: decay of both momenta, which are Nesterov momenta.
-        weight_decay: an L2 penalty, in SGD's part only.
-        orthogonalize: as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        muon: factor of the Muon step.
+        sgd: factor of the SGD step.
+        decay: decay rate of both momenta, which are Nesterov momenta.
+        weight_decay: factor of an L2 penalty, in the SGD step only.
+        orthogonalize: the transform that orthogonalizes, as in `muon`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
-    Follows Ultralytics' MuSGD for YOLO26, whose shape rule uses a convolution kernel's height and width as rows and
-    columns.
+    Follows Ultralytics' MuSGD for YOLO26. There, the updates of convolution kernels are scaled by the height and width
+    of the kernel instead of the rows and columns of its matrix.
 
     >>> list(musgd(0.02).init({"w": torch.zeros(4, 4)})["add_updates"])
     ['muon', 'sgd']
@@ -260,13 +262,13 @@ def muon_hyperball(
     """Hyperball with Muon, for parameters that are all matrices: each matrix keeps its initial Frobenius norm.
 
     Args:
-        learning_rate: the norm of a step relative to the norm of its weight, a number or a schedule.
-        decay: decay of the momentum.
-        nesterov: whether to use Nesterov momentum.
-        orthogonalize: as in `muon`. Each matrix of its view keeps its own norm.
+        learning_rate: the norm of a step relative to the norm of the weight, a number or a schedule.
+        decay: decay rate of the momentum.
+        nesterov: use Nesterov momentum.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. Each matrix of its view keeps its own norm.
 
     Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025). A matrix that
-    starts at zero is not constrained, and takes steps of Muon times the learning rate.
+    starts at zero is not constrained: its update is the orthogonalized momentum times the learning rate.
 
     >>> list(muon_hyperball(0.02).init({"w": torch.ones(4, 4)}))[2:]
     ['match_weight_norms', 'scale_by_learning_rate', 'keep_weight_norms']
@@ -296,10 +298,10 @@ def dion(
     Args:
         learning_rate: a number or a schedule.
         rank: the maximal rank of the update.
-        decay: the fraction of the applied update that stays in the sum of gradients.
-        weight_decay: decoupled, as in `muon`.
-        view: which matrices a leaf consists of, without blocks.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        decay: the fraction of the low-rank part that stays in the sum of gradients after each step.
+        weight_decay: decoupled weight decay, as in `muon`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows Dion (arXiv 2504.05295).
 
@@ -324,15 +326,15 @@ def prodigy(
     estim_lr0: ScalarOrSchedule = 1e-6,
     weight_decay: ScalarOrSchedule = 0.0,
 ) -> Transform:
-    """Prodigy: AdamW with an estimated learning rate.
+    """Prodigy: AdamW with a learning rate that is estimated during training.
 
     Args:
-        learning_rate: a factor of the estimate, a number or a schedule that falls from 1.
-        b1: decay of the first moment.
-        b2: decay of the second moment.
-        eps: added to the root.
-        estim_lr0: the initial estimate.
-        weight_decay: decoupled, as in `muon`.
+        learning_rate: a factor of the estimated rate: usually 1, or a schedule that falls from 1 to 0.
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment.
+        eps: added to the root of the second moment, after multiplication by the estimate.
+        estim_lr0: the initial estimate, positive and small.
+        weight_decay: decoupled weight decay, as in `muon`.
 
     Follows Mishchenko and Defazio (arXiv 2306.06101). `scale_by_prodigy` has more options.
 
@@ -361,9 +363,9 @@ def soap(
         b1: decay rate of the momentum.
         b2: decay rate of the second moment and of the factors.
         eps: added to the root of the second moment.
-        weight_decay: decoupled, as in `muon`.
-        view: which matrices a leaf consists of.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        weight_decay: decoupled weight decay, as in `muon`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows SOAP (arXiv 2409.11321). `scale_by_soap` has more options.
 
@@ -396,14 +398,14 @@ def soap_muon(
         b1: decay rate of the momentum.
         b2: decay rate of the second moment and of the factors.
         eps: added to the root of the second moment.
-        orthogonalize: as in `muon`. Its view is also the view of `scale_by_soap`.
-        lr_scaling: as in `scale_by_shape`.
-        weight_decay: decoupled, as in `muon`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. Its view is also the view of `scale_by_soap`.
+        lr_scaling: how the update of a matrix is scaled by its shape, as in `scale_by_shape`.
+        weight_decay: decoupled weight decay, as in `muon`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
-    Follows the records of the optimization track of modded-nanogpt since May 2026, of which the first does this in
-    feed-forward layers only. Their second moment is computed from the Nesterov momentum. The first update is zero, as
-    in `scale_by_soap`.
+    Follows the records of the optimization track of modded-nanogpt since May 2026, whose second moment is computed from
+    the Nesterov momentum. The first of these records uses it in feed-forward layers only. As in `scale_by_soap`, the
+    first update is zero.
 
     >>> list(soap_muon(0.02).init({"w": torch.zeros(4, 4)}))[:3]
     ['scale_by_soap', 'orthogonalize', 'scale_by_shape']

@@ -1,4 +1,4 @@
-"""Schedule-Free learning: interpolation and averaging instead of momentum and a decaying schedule."""
+"""Schedule-Free learning: averaging of the iterates instead of momentum and a decaying learning rate."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Rate = Scalar | Schedule | Callable[[Tensor], Tensor]
 
 
 class ScheduleFreeState(NamedTuple):
-    """State of `schedule_free`."""
+    """State of the transform `schedule_free`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
+    """The number of updates so far, 0-d int64."""
     b1: Tensor
-    """The weight of the average in the current parameters, 0-d; the weight of ``z`` is the rest."""
+    """The weight of the average in the current parameters, 0-d; the weight of ``z`` is 1 minus this."""
     max_lr: Tensor
     """The largest learning rate so far, 0-d."""
     weight_sum: Tensor
-    """The sum of the weights of the average, 0-d."""
+    """The sum of the weights of all iterates in the average, 0-d."""
     z: PyTree
-    """The iterates that the inner transform moves, like the parameters, in the pinned dtype."""
+    """The iterate, to which the inner transform's updates are added: a tree like the parameters."""
     inner: PyTree
-    """The inner transform's state."""
+    """The state of the inner transform."""
 
 
 @transform(locality=lambda inner, *_, **__: inner.locality, combinator=Combinator(Locality.ELEMENT), position="last")
@@ -57,31 +57,33 @@ def schedule_free(
 ):
     r"""Replace momentum and a decaying learning rate by averaging the iterates of a transform.
 
-    The parameters of the training loop are $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The inner transform moves
-    $z_{t+1} = z_t + u_t$ by its updates for the gradient at $y_t$, and $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$
-    is their average, with weights $c$ in proportion to a power of the largest learning rate so far. Evaluate the model
-    with the average, which `schedule_free_eval_params` computes. The interpolation replaces momentum, so switch off the
-    inner transform's momentum, and needs no decay of the learning rate.
+    The iterate is $z_{t+1} = z_t + u_t$, where $u_t$ is the inner transform's update for the gradient at the parameters
+    $y_t$ of the training loop. The average of the iterates is $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$, with
+    weights in proportion to a power of the largest learning rate so far. The parameters are
+    $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. This interpolation replaces momentum, so switch off the momentum of the
+    inner transform. The learning rate need not decay. Evaluate the model with the average $x$, which
+    `schedule_free_eval_params` returns.
 
     Args:
-        inner: the whole chain, the learning rate included, without momentum: ``scale_by_adam(b1=0.0)``.
-        learning_rate: the inner chain's learning rate, a number or a schedule, which weights the average. Updates are
-            counted from 1 here, as in Optax, so that the first iterate of a warmup from zero has a weight. A scheduler
-            of ``torch.optim`` changes only the inner chain's rate (``lr`` of a group) and not this one
-            (``learning_rate`` of the group), so give both the same schedule of `muonfx.core.schedules`.
+        inner: the whole chain, with the learning rate and without momentum, such as ``scale_by_adam(b1=0.0)``.
+        learning_rate: the learning rate of the inner chain, a number or a schedule. It weights the average. As in
+            Optax, a schedule is called with 1 for the first update, so that the first iterate of a warmup from zero has
+            a weight. Schedulers of ``torch.optim`` change only the inner chain's rate (``lr`` of a group), not this
+            argument: give both the same schedule of `muonfx.core.schedules` instead.
         b1: the weight $\beta_1$ of the average in the parameters, in (0, 1].
         weight_lr_power: the power of the learning rate that weights the average, 0 or more.
-        dtype: pinned dtype of z; "auto" is float32, but float64 for a float64 parameter; None is each parameter's own.
+        dtype: storage dtype of $z$. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
+            parameter.
 
-    The average is computed from the parameters and z, and rounded with them: put `master_params` around it for
-    parameters in bf16.
+    The average is not stored but computed from the parameters and $z$. With bf16 parameters it would be rounded to
+    bf16, so put `master_params` around this transform.
 
     Raises:
         ValueError: a number is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
             missing.
 
     Warns:
-        UserWarning: ``learning_rate`` is not one of the inner chain's, or the inner chain has a momentum.
+        UserWarning: ``learning_rate`` is not a learning rate of the inner chain, or the inner chain has a momentum.
 
     Follows Defazio et al. (arXiv 2405.15682) and Optax's ``contrib.schedule_free``.
 
@@ -147,14 +149,14 @@ def schedule_free(
 
 
 def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
-    """Warn if the inner transform has other learning rates than the average, which must be known, or a momentum."""
+    """Warn if the inner transform has a momentum, or learning rates that all differ from ``learning_rate``."""
     rates = [_number_of(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
     given = _number_of(learning_rate)
     known = all(isinstance(rate, float | Schedule) for rate in (*rates, given))
     if rates and known and given not in rates:
         warn_caller(
-            f"schedule_free: learning_rate is {learning_rate!r}, but the inner transform has {rates[0]!r}: the average "
-            "is weighted by another rate than the steps are taken with. Give both the same"
+            f"schedule_free: found learning_rate={learning_rate!r}, expected the rate of the inner transform, "
+            f"{rates[0]!r}, because it weights the average: give both the same"
         )
     for tx in within(inner):
         short = tx.declaration.short_names
@@ -170,7 +172,7 @@ def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
 
 
 def _number_of(value: object) -> object:
-    """Return the number of a constant schedule; return any other value unchanged."""
+    """Return the value of a schedule that is constant; return any other object unchanged."""
     if not isinstance(value, Schedule):
         return value
     first = value(0)
@@ -178,14 +180,14 @@ def _number_of(value: object) -> object:
 
 
 def schedule_free_eval_params(state: PyTree, params: T) -> T:
-    """Return the parameters to evaluate under `schedule_free`: the average of the iterates.
+    """Return the parameters with which to evaluate a model trained with `schedule_free`: the average of the iterates.
 
     Args:
-        state: the state of `schedule_free`, or a state that contains such states.
-        params: the parameters of the training loop at this state, sharded like the state.
+        state: the state of `schedule_free`, or of a chain that contains it.
+        params: the parameters of the training loop after the same step; if sharded, this rank's shards.
 
     Returns:
-        A tree like the parameters, in their dtypes. Parameters that no `schedule_free` updates are returned unchanged.
+        A tree like the parameters, in their dtypes. Parameters that `schedule_free` does not update are unchanged.
 
     Raises:
         ValueError: the state contains no state of `schedule_free`.

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization: gradients at the nearby point of highest loss."""
+"""Sharpness-aware minimization (SAM): gradients at a nearby point of higher loss."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["sam", "sam_gradient"]
 
 @transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")
 def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
-    r"""Replace gradients by the ascent step of sharpness-aware minimization, $\rho g / \|g\|$.
+    r"""Replace gradients g by the ascent step of sharpness-aware minimization, $\rho g / \|g\|$.
 
-    The norm is over all elements of all leaves, on all ranks. `sam_gradient` takes this step and computes the gradient
-    at the new point, which a separate chain uses to update the parameters.
+    The norm is over all elements of all leaves, on all ranks. `sam_gradient` takes this step from the parameters and
+    computes the gradient at the new point. A separate chain then updates the parameters with this gradient.
 
     Args:
         rho: the length of the step, 0 or more.
-        adaptive: measure the step in units of the parameters, element by element: $\rho p^2 g / \|p g\|$.
+        adaptive: scale the step of each element by its parameter p: $\rho p^2 g / \|p g\|$.
 
     A gradient that is zero everywhere gives a step of zero.
 
     Raises:
-        ValueError: ``rho`` is negative or not finite; at `update`, ``params`` is missing, if ``adaptive``.
+        ValueError: ``rho`` is negative or not finite; with ``adaptive``, ``params`` is missing at `update`.
 
     Follows Foret et al. (arXiv 2010.01412) and, adaptive, Kwon et al. (arXiv 2102.11600).
 
@@ -69,19 +69,19 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
 def sam_gradient(
     gradient: Callable[[PyTree], Any], params: PyTree, perturbation: Transform | None = None, *, has_aux: bool = False
 ) -> Any:
-    """Compute the gradient for sharpness-aware minimization: the gradient after an ascent step from the parameters.
+    """Return the gradient for sharpness-aware minimization: the gradient after an ascent step from the parameters.
 
     Args:
-        gradient: a function of parameters that returns gradients like them, such as ``torch.func.grad(loss)``; it is
-            called twice, on the same batch.
-        params: the parameters, or this rank's shards of them.
-        perturbation: a transform without state that turns the gradient into the step; None is ``sam()``. For sharded
-            parameters, give ``sharding.sharded(sam(rho), layout)``: every rank then takes its shard of one step.
-        has_aux: ``gradient`` returns a pair of gradients and something else, as ``torch.func.grad_and_value`` does.
+        gradient: a function from parameters to a tree of gradients, such as ``torch.func.grad(loss)``. It is called
+            twice and must use the same batch both times.
+        params: the parameters; if they are sharded, this rank's shards.
+        perturbation: a transform without state that turns the gradient into the ascent step. None is ``sam()``. For
+            sharded parameters, give ``sharding.sharded(sam(rho), layout)``, so that the norm is over all ranks.
+        has_aux: whether ``gradient`` returns a pair (gradients, aux), as ``torch.func.grad_and_value`` does.
 
     Returns:
-        The gradients to descend by; with ``has_aux`` a pair of these gradients and the second value of the first call,
-        which is at the parameters themselves.
+        The gradients with which to update the parameters. With ``has_aux``, a pair of these gradients and the aux value
+        of the first call, at the parameters themselves.
 
     Example:
         >>> import muonfx as mfx

@@ -1,9 +1,9 @@
-"""Property tests for your transforms and muonfx's: laws, and hypothesis strategies that generate examples.
+"""Property tests of transforms: laws, and hypothesis strategies that generate examples.
 
-`check_transform` checks every law that applies to a transform on generated parameters and gradients, and reports the
-smallest counterexample. A law is a property that every transform must have, such as not modifying its inputs. Laws
-and strategies can also be used in other tests.
-Needs hypothesis: ``pip install 'muonfx[testing]'``.
+A law is a property that every transform must have, such as not modifying its inputs. An example consists of parameters
+and the gradients of some steps. `check_transform` checks every law that applies to a transform, on generated examples,
+and reports the smallest counterexample. Laws and strategies can also be used in other tests.
+Requires hypothesis: ``pip install 'muonfx[testing]'``.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Check one transform against all laws that apply to it, on generated examples."""
+"""Checking of one transform against all laws that apply to it, on generated examples."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["LawReport", "check_transform", "laws_for", "suitable_params"]
 
 @dataclass(frozen=True)
 class LawReport:
-    """The laws that `check_transform` checked, and the laws that it left out.
+    """The result of `check_transform`: the laws that hold for a transform, and the laws that were not checked.
 
     Attributes:
-        tx: the code of the transform.
-        held: for each law that holds, the number of examples on which it was checked.
-        left_out: for each law that was not checked, the reason.
+        tx: the repr of the transform.
+        held: a dict from the name of each law that holds to the number of examples on which it was checked.
+        left_out: a dict from the name of each law that was not checked to the reason.
 
     >>> print(
     ...     LawReport("scale(factor=2.0)", {"identity_is_neutral": 10}, {"pickle_gives_an_equal_transform": "skipped"})
@@ -47,7 +47,7 @@ class LawReport:
     left_out: dict[str, str]
 
     def __str__(self) -> str:
-        """Print a line for each law."""
+        """Return a text with one line for each law."""
         lines = [f"{self.tx}: {len(self.held)} {'law holds' if len(self.held) == 1 else 'laws hold'}"]
         lines += [f"  {name} ({count} example{'s' * (count != 1)})" for name, count in self.held.items()]
         lines += ["left out"] * bool(self.left_out)
@@ -56,7 +56,7 @@ class LawReport:
 
 
 def laws_for(tx: Transform) -> dict[str, str | None]:
-    """Return a dict from the name of each law to None, or to the reason why it does not apply to the transform.
+    """Return a dict by the name of each law: None if the law applies to the transform, else the reason why not.
 
     >>> import muonfx as mfx
     >>> found = laws_for(mfx.clip_by_global_norm(1.0))
@@ -72,7 +72,7 @@ def _chosen(laws: Iterable[str | LawFunction] | None) -> list[Law]:
     names = [given if isinstance(given, str) else given.__name__ for given in laws]
     unknown = [name for name in names if name not in LAWS]
     if unknown:
-        raise ValueError(f"no law is called {', '.join(map(repr, unknown))}; there are {', '.join(LAWS)}")
+        raise ValueError(f"found {', '.join(map(repr, unknown))}, expected names of laws: {', '.join(LAWS)}")
     return [LAWS[name] for name in LAWS if name in names]
 
 
@@ -87,13 +87,13 @@ def _strategy(ranks: tuple[int, int]) -> st.SearchStrategy[Example]:
 
 
 def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
-    """Return a hypothesis strategy that draws examples the transform accepts.
+    """Return a hypothesis strategy that draws examples (parameters and gradients) which the transform accepts.
 
-    The transform is run on a tree with leaves of any number of dims, and if it raises an error, on a tree with leaves
-    of two and more dims.
+    To find out, the transform is run on a tree whose leaves have any number of dims. If it raises an error, it is run
+    on a tree whose leaves have two or more dims.
 
     Raises:
-        TypeError: the transform accepts neither tree; the message contains both errors.
+        TypeError: the transform raises an error on both trees; the message contains both errors.
 
     >>> import muonfx as mfx
     >>> from hypothesis import find
@@ -110,8 +110,9 @@ def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
         else:
             return _strategy(ranks)
     raise TypeError(
-        f"{tx!r} accepts neither a general tree nor matrices; give check_transform a strategy of examples, such as "
-        "params=params_and_grads(...). It raised " + "; ".join(errors)
+        f"{tx!r} raises an error on leaves of all numbers of dims and on matrices, expected it to accept either: "
+        "give check_transform a strategy of examples, such as params=params_and_grads(...). It raised "
+        + "; ".join(errors)
     )
 
 
@@ -129,21 +130,22 @@ def check_transform(
 
     Args:
         tx: the transform.
-        laws: the laws to check, as names or functions; None: all laws.
-        skip: the laws to leave out, as names or functions.
-        params: a strategy of `Example` values, such as ``params_and_grads(ranks=(2, 2))``; None: `suitable_params`.
-        max_examples: the number of examples for each law, of which slow laws, such as compilation, use fewer; None: the
-            number in the hypothesis profile.
-        seed: the seed of the examples; None: the hypothesis profile decides whether examples are reproducible.
-        updates_dtype: the dtype of all updates if, as documented, it differs from the dtype of the gradients; or a
-            function that returns the dtype of an update for the dtype of its parameter.
+        laws: the laws to check, as names or functions. None: all laws.
+        skip: the laws not to check, as names or functions.
+        params: a hypothesis strategy that draws `Example` values, such as ``params_and_grads(ranks=(2, 2))``. None:
+            `suitable_params`.
+        max_examples: the number of examples for each law. Slow laws, such as compilation, use a part of them. None:
+            the number in the hypothesis profile.
+        seed: the seed of the examples. None: the hypothesis profile decides whether examples are reproducible.
+        updates_dtype: the documented dtype of the updates, if it is not the dtype of the gradients; or a function from
+            the dtype of a parameter to the dtype of its update.
 
     Returns:
         A `LawReport`, which prints as a list of the laws that hold and of the laws that were left out.
 
     Raises:
-        LawViolation: a law does not hold; the message names the law, the leaf and the values found, and shows the
-            smallest example.
+        LawViolation: a law does not hold. The message names the law, the leaf and the values found, and shows the
+            smallest example that was found.
         ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
 
     >>> import muonfx as mfx
@@ -186,7 +188,7 @@ def check_transform(
 
 
 def _spread(pool: list[Example], number: int) -> list[Example]:
-    """Return some of the examples, evenly spaced and with the last one, because the first ones are the simplest."""
+    """Return ``number`` of the examples, evenly spaced; the last is included, because the first are the simplest."""
     return [pool[-1 - place * len(pool) // number] for place in range(number)]
 
 
@@ -194,7 +196,7 @@ Check = Callable[[Example], None]
 
 
 def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
-    """Call a function on drawn examples; hypothesis shrinks an example on which it raises an error."""
+    """Call a function on drawn examples. If it raises an error, hypothesis shrinks the example and raises it again."""
 
     @hypothesis.settings(
         max_examples=number,
@@ -217,7 +219,7 @@ _pools: dict[Any, list[Example]] = {}
 
 
 def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
-    """Draw the examples for all laws at once, as drawing costs more than most laws; reproducible draws are cached."""
+    """Draw the examples once for all laws, because drawing costs more than most laws; cache them if reproducible."""
     fixed = seed is not None or hypothesis.settings().derandomize
     if fixed and (strategy, number, seed) in _pools:
         return _pools[strategy, number, seed]
@@ -229,11 +231,11 @@ def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) 
 
 
 SLOW = 0.1
-"""A law that uses less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
+"""A law checked on less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 
 def _smallest_drawn(holds: Check, pool: list[Example]) -> LawViolation | None:
-    """Return the violation of the first of the ten smallest drawn examples that break a law."""
+    """Return the violation on the smallest drawn example that breaks a law, or None if the ten smallest break none."""
 
     def size(example: Example) -> tuple[int, int]:
         tensors = list(tree.tensors(example))
@@ -248,12 +250,12 @@ def _smallest_drawn(holds: Check, pool: list[Example]) -> LawViolation | None:
 
 
 def _shrunk(holds: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:
-    """Return the violation of the smallest example that hypothesis finds, or None if it finds none."""
+    """Return the violation on the smallest example that hypothesis finds by shrinking, or None if it finds none."""
     try:
         _for_each(holds, strategy, max(number, 100), seed)
     except LawViolation as found:
         # A new object, without hypothesis' notes about the same example.
         return LawViolation(found.law, found.tx, found.leaf, found.found, found.example)
-    except hypothesis.errors.Flaky:  # results are not reproducible: there is no smallest example
+    except hypothesis.errors.Flaky:  # the law fails only sometimes, so no example can be shrunk
         pass
     return None

@@ -1,7 +1,7 @@
 """Examples on which laws are checked, and hypothesis strategies that draw trees of tensors and examples.
 
-A strategy draws structures, shapes and a seed, from which the values are generated. So examples are fast to build, and
-shrink to few and small leaves.
+A strategy draws structures, shapes and a seed; the values are generated from the seed. Therefore examples are built
+fast, and shrink to few and small leaves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from muonfx.tree import PyTree
 __all__ = ["DTYPES", "Example", "Pair", "params_and_grads", "trees"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""The floating dtypes, the plainest first."""
+"""The floating dtypes of generated tensors; failing examples shrink to the first."""
 
 
 class Example(NamedTuple):
-    """Parameters and the gradients of some steps, trees of one structure; unpacks as ``params, steps``.
+    """Parameters and the gradients of some steps: trees of one structure. Unpacks as ``params, steps``.
+
+    Attributes:
+        params: the tree of parameters.
+        steps: a list with the tree of gradients of each optimizer step.
 
     >>> Example.of({"w": (2, 1)}, steps=1)
     params   'w': float32 (2, 1) [[...], [...]]
@@ -38,7 +42,7 @@ class Example(NamedTuple):
 
     @classmethod
     def of(cls, shapes: PyTree, *, steps: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0) -> Example:
-        """Build an example from a flat dict of shapes, with normal values from a seed.
+        """Build an example from a dict of shapes, with normally distributed values from a seed.
 
         >>> params, steps = Example.of({"w": (2, 3), "b": ()}, steps=4)
         >>> params["w"].shape, len(steps)
@@ -53,7 +57,7 @@ class Example(NamedTuple):
         return cls(params, grads)
 
     def __repr__(self) -> str:
-        """Show names, dtypes, shapes and small values, a line for each leaf."""
+        """Return a line for each leaf: its name, dtype and shape, and its values if they are few."""
         lines: list[str] = []
         for title, values in (("params", self.params), *((f"step {i}", grads) for i, grads in enumerate(self.steps))):
             found = [f"{name!r}: {shown(leaf)}" for name, leaf in tree.named_leaves(values)]
@@ -62,15 +66,15 @@ class Example(NamedTuple):
         return "\n".join(lines)
 
     def map(self, function: Any) -> Example:
-        """Apply a function to every tensor."""
+        """Return the example with a function applied to every parameter and gradient."""
         return Example(tree.map(function, self.params), [tree.map(function, grads) for grads in self.steps])
 
     def clone(self) -> Example:
-        """Copy every tensor, strides included."""
+        """Return a copy of the example, whose tensors have the same strides."""
         return self.map(copied)
 
     def dense(self) -> Example:
-        """Replace parameters and gradients that are None by tensors."""
+        """Return the example with a tensor in place of each parameter or gradient that is None."""
         leaves, treedef = tree.flatten(self.params)
         full = [torch.full((2, 2), 0.25) if leaf is None else leaf for leaf in leaves]
 
@@ -81,11 +85,11 @@ class Example(NamedTuple):
         return Example(tree.unflatten(treedef, full), [filled(grads) for grads in self.steps])
 
     def precise(self) -> Example:
-        """Convert every tensor to contiguous float64, in which two computations of one value agree closely."""
+        """Return the example in contiguous float64 and without None, for comparisons with a small tolerance."""
         return self.dense().map(lambda leaf: leaf.detach().double().clone(memory_format=torch.contiguous_format))
 
     def smooth(self, steps: int = 2) -> Example:
-        """Return random float64 values away from zero, where roots have no derivative, in the same shapes."""
+        """Return an example of the same shapes with random float64 values away from zero, to check derivatives."""
         generator = torch.Generator().manual_seed(0)
 
         def away(leaf: Tensor) -> Tensor:
@@ -96,7 +100,7 @@ class Example(NamedTuple):
         return Example(tree.map(away, params), [tree.map(away, params) for _ in range(steps)])
 
     def in_every_dtype(self) -> list[Example]:
-        """Return one example for each floating dtype of the first leaf; later leaves have the next dtypes in turn."""
+        """Return four versions with mixed dtypes: leaves have the dtypes of `DTYPES` in turn from another start."""
         leaves, treedef = tree.flatten(self.params)
         places = tree.unflatten(treedef, list(range(len(leaves))))
 
@@ -107,34 +111,34 @@ class Example(NamedTuple):
         return [Example(turned(self.params, n), [turned(grads, n) for grads in self.steps]) for n in shifts]
 
     def prolonged(self, steps: int) -> Example:
-        """Repeat the steps until there are this many."""
+        """Return the example with at least ``steps`` optimizer steps, by repeating its gradients in order."""
         return Example(self.params, [self.steps[i % len(self.steps)] for i in range(max(steps, len(self.steps)))])
 
 
 def copied(leaf: Tensor) -> Tensor:
-    """Copy a tensor with its strides, so that a view with gaps stays one."""
+    """Return a copy of a tensor with the same strides, so that gaps between its elements remain."""
     if leaf.device.type == "meta" or leaf.is_contiguous() or 0 in leaf.stride():
         return leaf.detach().clone()
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
 
 
 def copied_tree(values: PyTree) -> PyTree:
-    """Copy every tensor of a tree."""
+    """Return a tree with copies of its tensors, which have the same strides."""
     return tree.map(lambda leaf: copied(leaf) if isinstance(leaf, Tensor) else leaf, values)
 
 
 def on_meta(values: PyTree) -> PyTree:
-    """Return tensors of the same shapes and dtypes on the meta device."""
+    """Return a tree of tensors on the meta device with the shapes and dtypes of the given tree."""
     return tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), values)
 
 
 def updates_of(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[PyTree]:
-    """Return the updates of each step, from a fresh state."""
+    """Run a transform from its initial state on the gradients of each step, and return the updates of each step."""
     return [updates for updates, _ in history(tx, params, steps)]
 
 
 def history(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[tuple[PyTree, PyTree]]:
-    """Return the updates and the state after each step, from a fresh state."""
+    """Run a transform from its initial state on the gradients of each step; return a pair (updates, state) for each."""
     state = tx.init(params)
     found: list[tuple[PyTree, PyTree]] = []
     for grads in steps:
@@ -147,7 +151,7 @@ _SEEDS = st.integers(0, 2**16)
 
 
 def _of_half_rank(values: Tensor) -> Tensor:
-    """Return matrices whose singular values fall from 1 to 0.001, and are zero in their second half."""
+    """Return matrices of half rank: their singular values fall from 1 to 0.001, and the others are zero."""
     left, _, right = torch.linalg.svd(values, full_matrices=False)
     kept = (left.shape[-1] + 1) // 2
     falling = torch.logspace(0, -3, kept, dtype=values.dtype)
@@ -155,7 +159,7 @@ def _of_half_rank(values: Tensor) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """A NamedTuple node, for trees."""
+    """A NamedTuple with two items, used as a container in generated trees."""
 
     first: Any
     second: Any
@@ -163,7 +167,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class _DrawnLeaf:
-    """The properties of a leaf; with a seed, they determine its values."""
+    """The drawn properties of a leaf; together with a seed, they determine its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -181,7 +185,7 @@ class _DrawnLeaf:
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """Return the same values with other strides."""
+    """Return a tensor with the same values, and with the strides or storage offset of a named memory layout."""
     if layout == "transposed" and values.ndim >= 2:
         return values.mT.contiguous().mT
     if layout == "gaps" and values.ndim:
@@ -226,14 +230,14 @@ def _plan_trees(
             st.lists(children, max_size=2).map(deque),
         )
 
-    # The root is a container, because None alone means that there is no tree.
+    # The root is a container, because None instead of a tree means a missing argument.
     return extend(st.recursive(leaf, extend, max_leaves=max_leaves))
 
 
 def trees(
     *, ranks: tuple[int, int] = (0, 4), dtypes: Sequence[torch.dtype] = DTYPES, nones: bool = True, layouts: bool = True
 ) -> st.SearchStrategy[PyTree]:
-    """Draw a nest of dict, tuple, list, NamedTuple, OrderedDict and deque with tensors (or None) as leaves.
+    """Return a strategy that draws nested containers (dict, tuple, list, NamedTuple, OrderedDict, deque) of tensors.
 
     Args:
         ranks: the minimal and maximal number of dims of a leaf. The lengths of dims are 1 to 7, and rarely 0.
@@ -283,7 +287,7 @@ def params_and_grads(
     nones: bool = True,
     layouts: bool = True,
 ) -> st.SearchStrategy[Example]:
-    """Draw an `Example`: a tree of parameters and, for each step, a tree of gradients with the same structure.
+    """Return a strategy that draws an `Example`: a tree of parameters and, for each step, a tree of gradients.
 
     Gradients have the dtypes of their parameters, or are all float32, as in mixed-precision training.
 

@@ -1,4 +1,4 @@
-"""Laws: functions that raise `LawViolation`, and the registry of their names and settings."""
+"""The decorator `law`, which makes a function a law, and the registry `LAWS` of all laws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LAWS", "Law", "LawFunction", "law"]
 
 
 class LawFunction(Protocol):
-    """The signature of a law."""
+    """The signature of a law: a function of a transform, parameters and the gradients of each step."""
 
     __name__: str
 
@@ -29,14 +29,14 @@ class LawFunction(Protocol):
 
 @dataclass(frozen=True)
 class Law:
-    """A law and the settings with which it is checked.
+    """A law (a property that every transform must have) and the settings with which it is checked.
 
     Attributes:
-        name: a sentence with underscores.
-        check: the function ``(tx, params, steps, **options)``, which raises if the law does not hold.
-        family: the name of the module that contains it.
-        why_not: returns why the law does not apply to a transform, or None if it applies.
-        share: the share of the examples that it is checked on; small for slow laws.
+        name: the law as a short sentence with underscores, such as "identity_is_neutral".
+        check: the function ``(tx, params, steps, **options)``, which raises `LawViolation` if the law does not hold.
+        family: the name of the module in `muonfx.testing.laws` that contains the law.
+        why_not: a function from a transform to the reason why the law does not apply to it, or to None.
+        share: the fraction of the generated examples on which the law is checked; small for slow laws.
 
     >>> from muonfx.testing import LAWS
     >>> LAWS["identity_is_neutral"].family
@@ -51,11 +51,11 @@ class Law:
 
 
 LAWS: dict[str, Law] = {}
-"""Every law by name, in the order of checking: the earlier ones explain failures of the later ones."""
+"""Every law by name. They are checked in this order, because a failure of an early law explains later failures."""
 
 
 def rough_chain(*transforms: Transform | tuple[str, Transform]) -> Transform:
-    """Chain transforms without a warning about their order: laws put a scale after transforms that should be last."""
+    """Return a chain without the warning about its order: laws put a scale after transforms that should be last."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "chain: .* comes before .*", UserWarning)
         return chain(*transforms)
@@ -75,15 +75,18 @@ def law(
     unless: Callable[[Transform], str | None] = lambda tx: None,
     share: float = 1.0,
 ) -> Callable[[Callable[..., None]], LawFunction]:
-    """Register a function as a law.
+    """Register a function of a transform, parameters and the gradients of each step as a law.
+
+    The function raises an error, such as an AssertionError, if the law does not hold.
 
     Args:
-        on: changes an example before it is checked.
-        unless: returns why the law does not apply to a transform, or None if it applies.
-        share: the share of the examples that the law is checked on.
+        on: a function that returns the example to check for a generated example, for example in float64.
+        unless: a function from a transform to the reason why the law does not apply to it, or to None.
+        share: the fraction of the generated examples on which the law is checked.
 
     Returns:
-        A decorator; the decorated function adapts and copies its example, and raises every error as `LawViolation`.
+        A decorator. The decorated function checks the law on a copy of the example that ``on`` returns, and raises
+        every error as `LawViolation`.
 
     Example:
         >>> import muonfx as mfx
@@ -111,7 +114,7 @@ def law(
             except Breach as breach:
                 raise LawViolation(function.__name__, tx, breach.leaf, breach.found, example) from None
             except Exception as error:
-                # Tracers append pages of advice; the cause has the whole message.
+                # Tracers append pages of advice, so only the first paragraph is shown; the cause has the whole message.
                 first = " ".join(str(error).split("\n\n")[0].split())
                 found = f"raised {type(error).__name__}: {first}"
                 raise LawViolation(function.__name__, tx, None, found, example) from error

@@ -1,4 +1,4 @@
-"""Strategies for transforms: every public transform with drawn arguments, and chains of transforms."""
+"""Hypothesis strategies that draw transforms: every public transform with valid arguments, and chains of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Strategy = st.SearchStrategy[Any]
 
 
 def schedules() -> st.SearchStrategy[sch.Schedule]:
-    """Draw a schedule: any public one, with small valid arguments.
+    """Return a strategy that draws any public schedule, with small valid arguments.
 
     >>> from hypothesis import find
     >>> find(schedules(), lambda drawn: drawn(0) != drawn(1))
@@ -65,12 +65,12 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
 
 
 def halve(updates: PyTree, params: PyTree) -> PyTree:
-    """Halve the updates: a function for `stateless` that pickles, because a module defines it."""
+    """Return half of the updates: a function for `stateless` that can be pickled, because a module defines it."""
     return tree.map(lambda u: u / 2, updates)
 
 
 def by_rank(params: PyTree) -> PyTree:
-    """Return labels for `partition` that fit every tree: "matrices" and "rest"."""
+    """Return labels for `partition`: "matrices" for leaves of two or more dims, else "rest"."""
     return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
 
 
@@ -80,7 +80,7 @@ def by_rank(params: PyTree) -> PyTree:
     reads_params=lambda inner: inner.reads_params,
 )
 def with_value(inner: Transform):
-    """Call a transform with the named extra ``value``, a loss that does not improve, because laws pass no extras."""
+    """Call a transform with ``value=1.0``, a loss that does not improve, because laws pass no named arguments."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
         return inner.run(updates, state, params, donate=donate, value=1.0)
@@ -94,7 +94,7 @@ _POSITIVE = st.sampled_from((1.0, 0.01, 0.3, 10.0))
 _TINY = st.sampled_from((1e-8, 1e-3))
 _COUNTS = st.integers(1, 3)
 _PINNED = st.sampled_from(("auto", torch.float32, None, torch.float64, torch.bfloat16))
-# Blocks of a few elements, so that the small leaves of examples have several, with a tail.
+# Blocks of a few elements, so that the small leaves of examples have several blocks, and an incomplete last block.
 _COMPACT = st.builds(
     int8,
     st.sampled_from((4, 5, 2048)),
@@ -118,7 +118,7 @@ _VIEWS = st.builds(
         )
     ),
 )
-"""Views that fit every tensor of at least two dims."""
+"""Values of `MatrixView` that fit every tensor of at least two dims."""
 
 _BY_NAME: dict[str, Strategy] = {
     **dict.fromkeys(("learning_rate", "adamw_learning_rate"), _RATES),
@@ -134,11 +134,14 @@ _BY_NAME: dict[str, Strategy] = {
     "labels": st.just(select.default_labels_by_name),
     "heads": st.just(()),  # drawn trees have no attention modules
 }
-"""Strategies of arguments that mean the same in every factory."""
+"""Strategies for arguments that mean the same in every factory, by argument name."""
 
 
 def _drawn(factory: Callable[..., Transform], **own: Strategy) -> st.SearchStrategy[Transform]:
-    """Draw a transform; arguments that are not given are drawn by their names, and booleans by their defaults."""
+    """Return a strategy that draws a factory's transforms, with strategies for some arguments in ``own``.
+
+    Other arguments use the strategy for their name; booleans are drawn, and any other argument keeps its default.
+    """
     drawn = dict(own)
     for name, parameter in inspect.signature(factory).parameters.items():
         by_default = st.booleans() if isinstance(parameter.default, bool) else None
@@ -201,7 +204,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     variants.dion: {"rank": _COUNTS},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
 }
-"""The strategies of arguments that mean something else in these factories, or have other valid values."""
+"""Strategies for arguments that mean something else in one factory, or have other valid values there."""
 
 _EXPORTED: dict[str, Any] = {name: getattr(module, name) for module in (tfs, contrib) for name in module.__all__}
 _RECIPES = {name: getattr(module, name) for module in (recipes, variants) for name in module.__all__}
@@ -249,11 +252,11 @@ def arguments() -> dict[str, Strategy]:
 
 
 def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) -> st.SearchStrategy[Transform]:
-    """Draw a public transform with valid arguments.
+    """Return a strategy that draws a public transform with valid arguments.
 
     Args:
-        names: names of the factories to draw from; None: all factories that accept any tree.
-        matrices: whether to include the factories of `MATRIX_ONLY` if ``names`` is None.
+        names: names of the factories to draw from. None: all factories whose transforms accept any tree.
+        matrices: whether None also includes the factories of `MATRIX_ONLY`, which accept matrices only.
 
     >>> from hypothesis import find
     >>> find(transforms(["momentum", "scale"]), lambda tx: tx.name == "scale")
@@ -265,24 +268,24 @@ def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) ->
 
 
 def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> st.SearchStrategy[list[Transform]]:
-    """Draw a list of transforms that `chain` accepts without a warning.
+    """Return a strategy that draws a list of transforms which `chain` accepts without a warning.
 
     Args:
         min_size: the minimal number of transforms.
         max_size: the maximal number of transforms.
-        matrices: as in `transforms`.
+        matrices: whether to include the factories of `MATRIX_ONLY`, which accept matrices only.
 
     >>> from hypothesis import find
     >>> find(chains(), lambda drawn: len(drawn) == 1)
     [identity()]
     """
-    # master_params keeps the parameters of a whole chain, so it cannot be a member of another chain.
+    # master_params applies a whole chain to its copy of the parameters, so it cannot be a member of another chain.
     names = [name for name in _ARGUMENTS if name != "master_params" and (matrices or name not in MATRIX_ONLY)]
     return st.lists(transforms(names), min_size=min_size, max_size=max_size).filter(_is_sensible)
 
 
 def _is_sensible(members: list[Transform]) -> bool:
-    """Return True if the members make a chain without a warning: one learning rate, and all in valid positions."""
+    """Return True if `chain` accepts the transforms without an error or a warning about their order."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:

@@ -1,4 +1,4 @@
-"""The error of a broken law, and the comparisons that find it."""
+"""The error `LawViolation`, and the comparisons of trees that find it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ __all__ = ["Breach", "LawViolation", "bits_equal", "is_close", "require_close", 
 
 
 class LawViolation(AssertionError):
-    """A transform breaks a law; the message names the law, the transform, the leaf, the values and the example.
+    """Raised if a law does not hold. The message shows the law, the transform, the leaf, its values and the example.
 
     Attributes:
-        law: the law's name.
-        leaf: the leaf that breaks the law, or None if no single leaf does.
-        found: the found and the expected values.
+        law: the name of the law.
+        tx: the transform, or after pickling its repr.
+        leaf: the name of the leaf that breaks the law, or None if no single leaf does.
+        found: a text with the found and the expected values.
+        example: the `Example` on which the law does not hold, or None.
     """
 
     def __init__(self, law: str, tx: object, leaf: str | None, found: str, example: object = None) -> None:
@@ -38,7 +40,7 @@ class LawViolation(AssertionError):
 
 
 class Breach(Exception):
-    """Raised inside a law; the law's wrapper adds the names of the law and the transform."""
+    """Raised inside a law; the decorator `law` adds the law and the transform, and raises a `LawViolation`."""
 
     def __init__(self, leaf: str | None, found: str) -> None:
         super().__init__(leaf, found)
@@ -46,7 +48,7 @@ class Breach(Exception):
 
 
 def shown(leaf: object) -> str:
-    """Describe a leaf in one line: dtype, shape, and the values if there are few."""
+    """Return a description of a leaf in one line: its dtype, its shape, and its values if they are few."""
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
@@ -64,7 +66,7 @@ def _rounded(values: object) -> Any:
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors are bitwise equal, including NaN and the sign of zero."""
+    """Return True if two tensors have equal bits, so that NaN equals NaN, and 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     if a.device.type == "meta":
@@ -95,7 +97,10 @@ def _compare(
     same: Callable[[Tensor, Tensor], bool],
     describe: Callable[[Any], str] = shown,
 ) -> None:
-    """Raise `Breach` unless two trees have one structure, tensors that are the same, and otherwise equal leaves."""
+    """Raise `Breach` unless two trees have one structure and each pair of tensors satisfies ``same``.
+
+    ``what`` and ``expected_is`` describe both trees in the message.
+    """
     have, have_def = tree.flatten(found)
     want_def = tree.flatten(expected)[1]
     if have_def != want_def:
@@ -109,17 +114,17 @@ def _compare(
 
 
 def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
-    """Raise `Breach` unless two trees are bitwise equal."""
+    """Raise `Breach` unless two trees are bitwise equal; ``what`` and ``expected_is`` describe them in the message."""
     _compare(what, found, expected, expected_is, bits_equal)
 
 
 def require_close(what: str, found: PyTree, expected: PyTree, expected_is: str, tolerance: float) -> None:
-    """Raise `Breach` unless two trees agree within a tolerance relative to each leaf's largest magnitude."""
+    """Raise `Breach` unless two trees agree within a tolerance, which is relative to each leaf's largest magnitude."""
     _compare(what, found, expected, expected_is, lambda a, b: is_close(a, b, tolerance))
 
 
 def require_spec(what: str, found: PyTree, expected: PyTree, expected_is: str, *, devices: bool = True) -> None:
-    """Raise `Breach` unless two trees have one structure, shapes, dtypes and devices."""
+    """Raise `Breach` unless two trees have equal structures, shapes and dtypes, and with ``devices`` equal devices."""
 
     def traits(leaf: object) -> str:
         if not isinstance(leaf, Tensor):
@@ -130,23 +135,23 @@ def require_spec(what: str, found: PyTree, expected: PyTree, expected_is: str, *
 
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Tolerances, relative to a leaf's largest magnitude, by the narrowest dtype that a computation uses."""
+"""The tolerance of a comparison, relative to a leaf's largest magnitude, by the narrowest dtype of the computation."""
 
 
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
-    """Return the tolerance for a transform, by the narrowest dtype of some trees and of its arguments."""
+    """Return the tolerance for results of a transform, by the narrowest dtype in the trees and in its arguments."""
     held = {leaf.dtype for given in trees for leaf in tree.tensors(given) if leaf.is_floating_point() and leaf.ndim}
     for value in values_within(tx):
         if isinstance(value, QuantizedDtype):
             held |= {codec.book.dtype for codec in value.resolved[:2]}
         elif isinstance(value, torch.dtype):
             held.add(value)
-    # Eight-bit codes: the last bit of an fp32 value can decide between two neighbouring codes.
+    # 0.25 for eight-bit codes, because the last bit of an fp32 value can decide between two neighbouring codes.
     return max((TOLERANCES.get(dtype, 0.25) for dtype in held), default=TOLERANCES[torch.float64])
 
 
 def values_within(value: Any) -> Iterator[Any]:
-    """Yield a value and everything in it: the arguments of recorded values, and the items of containers."""
+    """Yield a value and all values inside it: the arguments of transforms and the items of containers, recursively."""
     yield value
     inside = value.arguments if isinstance(value, Recorded) else value
     if isinstance(inside, dict | tuple | list):

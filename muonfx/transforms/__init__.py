@@ -1,7 +1,7 @@
 """The transforms that most chains are made of: momentum, orthogonalization, Adam, clipping, decay, and others.
 
-Each file contains one family. `leafwise` makes a transform from a function of one leaf, `matrixwise` from a function of
-a stack of matrices. Variants that few chains need are in `muonfx.contrib`.
+Each file contains one family. `leafwise` makes a transform from the arithmetic of one leaf, `matrixwise` from the
+arithmetic of a stack of matrices. Variants that few chains need are in `muonfx.contrib`.
 """
 
 from muonfx.transforms.accumulate import AccumulateState, accumulate

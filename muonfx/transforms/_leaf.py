@@ -1,4 +1,7 @@
-"""A placeholder leaf that records the operations on it, and the plan that runs them on the lists of all leaves."""
+"""Recording of a `leafwise` step: a placeholder tensor that records operations, and the plan made of them.
+
+`muonfx.transforms.leafwise` runs the plan on the lists of all leaves.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,18 @@ Operand: TypeAlias = "Leaf | Scalar"
 
 _TRANSFORM = "write the transform with muonfx.transform if its work depends on that"
 _WRITES = frozenset({"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
-"""The methods of tensors that write in place and whose names do not end with an underscore."""
+"""The tensor methods that write in place although their names do not end with an underscore."""
 
 
 class Operation(NamedTuple):
-    """A function of lists of tensors, with the indices of its operands and with its scalars."""
+    """One recorded operation: a function of lists of tensors, the indices of its operands, and its scalars."""
 
     function: Callable[..., list[Tensor]]
     operands: list[int]
     scalars: Sequence[object]
     overwrites: int | None
-    """The operand whose storage the function may ``reuse``. None for a torch function that is called for each leaf: its
-    result may be a view of an operand and have any shape or dtype."""
+    """The number of the operand whose storage the function may reuse. None for a torch function that is called for each
+    leaf, because its result may be a view of an operand and have any shape or dtype."""
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
@@ -40,12 +43,12 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
-    """Return a Python operator, called for each leaf, and its reflected form."""
+    """Return the methods for a Python operator and for its reflected form, such as ``__pow__`` and ``__rpow__``."""
     return lambda x, y: _each(function, x, y), lambda x, y: _each(function, y, x)
 
 
 def _times(alpha: Scalar, value: Any) -> Any:
-    """Return ``alpha * value``; an alpha of 1 keeps a bool a bool."""
+    """Return ``alpha * value``, or the value itself if alpha is 1, so that a bool stays a bool."""
     return value if not isinstance(alpha, Tensor) and alpha == 1 else alpha * value
 
 
@@ -63,17 +66,18 @@ def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Scalar) -> Tensor:
 
 def _refuse(*_: object) -> NoReturn:
     raise TypeError(
-        "leafwise: a leaf represents every leaf of a tree, so Python cannot decide on its values, index it, iterate "
-        f"over it, multiply it as a matrix or convert it to a number; use torch.where, or {_TRANSFORM}"
+        "leafwise: a step runs for all leaves at once, so a leaf has no truth value, index, length, matrix product or "
+        f"Python number: use torch.where, or {_TRANSFORM}"
     )
 
 
 class Leaf:
-    """A placeholder for any leaf of a tree, which `leafwise` passes to its step function.
+    """A placeholder for the tensors of all leaves, which `leafwise` passes to its step function.
 
-    Operators and torch functions work on it as on a tensor. They are recorded, later run on every leaf in the compute
-    dtype, and return a new placeholder: ``x *= 2`` rebinds ``x``. It has no values, shape or dtype to read, so ``if``
-    on a comparison raises an error; use ``torch.where`` with the comparison as the mask.
+    Operators and torch functions work on it as on a tensor, and return a new placeholder. They are recorded, and run
+    later on every leaf, in at least fp32. Nothing is written in place: ``x *= 2`` rebinds ``x``. A placeholder has no
+    values, shape or dtype to read, so ``if`` on a comparison raises an error. Use ``torch.where`` instead, with the
+    comparison as the mask.
 
     >>> import muonfx as mfx
     >>> @mfx.leafwise
@@ -89,7 +93,7 @@ class Leaf:
     __array_ufunc__ = None  # makes numpy scalars defer to the operators of the leaf
 
     def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
-        """Append an operand of the step, or the result of an operation, to the record."""
+        """Append this placeholder to a record: an operand of the step, or the result of an operation."""
         self._record, self.place = record, len(record)
         record.append(operation)
 
@@ -101,7 +105,7 @@ class Leaf:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
-        """Record a torch function, by the method of this class if there is one."""
+        """Record a call of a torch function, with the method of this class that has the same name if there is one."""
         name, given = function.__name__, kwargs or {}
         writes = given.get("out") is not None or given.get("inplace")
         if not torch.compiler.is_compiling():  # a compiler cannot trace the name
@@ -112,54 +116,54 @@ class Leaf:
         return own(*args, **given) if own and args and isinstance(args[0], Leaf) else _each(function, *args, **given)
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
-        """Return a method of tensors that is recorded."""
+        """Return the tensor method of this name; a call of it is recorded and returns a placeholder."""
         method: Callable[..., Tensor] | None = getattr(Tensor, name, None)
         if not callable(method) or name.startswith("__"):
-            raise AttributeError(f"leafwise: a leaf represents every leaf of a tree, and has no {name}; {_TRANSFORM}")
+            raise AttributeError(f"leafwise: a step runs for all leaves at once, so a leaf has no {name}; {_TRANSFORM}")
         if name.endswith("_"):
             raise AttributeError(f"leafwise: {name} writes in place; use {name[:-1]}, which reuses storage if it may")
         return functools.partial(_each, method, self)
 
     def add(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
-        """Record ``self + alpha * other``."""
+        """Return the placeholder of ``self + alpha * other``, which is computed later for every leaf."""
         if isinstance(other, Leaf):
             return _listed(ew.add, _plus, (self, other), (alpha,))
         return _listed(ew.shift, operator.add, (self,), (_times(alpha, other),))
 
     def sub(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
-        """Record ``self - alpha * other``."""
+        """Return the placeholder of ``self - alpha * other``, which is computed later for every leaf."""
         return self.add(other, alpha=-alpha)
 
     def mul(self, other: Operand) -> Leaf:
-        """Record ``self * other``."""
+        """Return the placeholder of ``self * other``, which is computed later for every leaf."""
         if isinstance(other, Leaf):
             return _listed(functools.partial(ew.apply, "mul"), operator.mul, (self, other))
         return _listed(ew.mul, operator.mul, (self,), (other,))
 
     def div(self, other: Operand, *, rounding_mode: str | None = None) -> Leaf:
-        """Record ``self / other``."""
+        """Return the placeholder of ``self / other``, which is computed later for every leaf."""
         if isinstance(other, Leaf) and rounding_mode is None:
             return _listed(ew.div, operator.truediv, (self, other), overwrites=1)
         return _each(torch.div, self, other, rounding_mode=rounding_mode)
 
     def lerp(self, end: Operand, weight: Operand) -> Leaf:
-        """Record ``self + weight * (end - self)``."""
+        """Return the placeholder of ``self + weight * (end - self)``, which is computed later for every leaf."""
         if isinstance(end, Leaf) and not isinstance(weight, Leaf):
             return _listed(ew.lerp, _lerp, (self, end), (weight,))
         return _each(torch.lerp, self, end, weight)
 
     def addcmul(self, x: Operand, y: Operand, *, value: Scalar = 1.0) -> Leaf:
-        """Record ``self + value * x * y``."""
+        """Return the placeholder of ``self + value * x * y``, which is computed later for every leaf."""
         if isinstance(x, Leaf) and isinstance(y, Leaf):
             return _listed(ew.addcmul, _addcmul, (self, x, y), (value,))
         return _each(torch.addcmul, self, x, y, value=value)
 
     def sqrt(self) -> Leaf:
-        """Record the square root."""
+        """Return the placeholder of the elementwise square root, which is computed later for every leaf."""
         return _listed(functools.partial(ew.apply, "sqrt"), torch.sqrt, (self,))
 
     def sign(self) -> Leaf:
-        """Record the sign."""
+        """Return the placeholder of the sign of each element, which is computed later for every leaf."""
         return _listed(functools.partial(ew.apply, "sign"), torch.sign, (self,))
 
     def __neg__(self) -> Leaf:
@@ -199,7 +203,7 @@ def _listed(
     scalars: Sequence[object] = (),
     overwrites: int = 0,
 ) -> Leaf:
-    """Record a function of lists, or ``each`` if operands may have another dtype or shape than their leaves."""
+    """Record a function of the lists of all leaves; or ``each``, of single tensors, if dtypes or shapes may vary."""
     record, places = operands[0]._record, [operand.place for operand in operands]
     is_odd = None in [getattr(record[place], "overwrites", 0) for place in places]  # an input has no operation
     if is_odd or not all(map(_is_number, scalars)):
@@ -208,16 +212,16 @@ def _listed(
 
 
 def _is_number(value: object) -> bool:
-    """Return True for a scalar that the list functions accept: no complex numbers, and only 0-d real tensors."""
+    """Return True for a scalar that the functions of lists accept: a real number or a real 0-d tensor."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
     return not isinstance(value, complex)
 
 
 def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
-    """Record a function that is called once for each leaf."""
+    """Record a function that is called once for each leaf, and return the placeholder of its result."""
     found, treedef = tree.flatten((args, kwargs))
-    is_leaf = [isinstance(x, Leaf) for x in found]  # not the leaves: a reference cycle
+    is_leaf = [isinstance(x, Leaf) for x in found]  # `call` keeps bools, because leaves would be a reference cycle
     operands = [x for x in found if isinstance(x, Leaf)]
     others = [x for x in found if not isinstance(x, Leaf)]
 
@@ -239,20 +243,23 @@ def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf
 
 
 class StepPlan(NamedTuple):
-    """The operations that the outputs of a step need, in recorded order."""
+    """The recorded operations of a `leafwise` step that its outputs (the update and the new state) need, in order.
+
+    The recorded values are numbered: first the operands, then the result of each operation.
+    """
 
     operations: list[tuple[int, Operation]]
-    """Pairs (index of the result, operation)."""
+    """Pairs of the number of the result and its operation."""
     uses: list[int]
-    """The number of operations and outputs that use each value."""
+    """For each recorded value, the number of operations and outputs that read it."""
     update: int
-    """The index of the update."""
+    """The number of the value that is the update."""
     state: list[int | Tensor]
-    """For each field of the new state its index, or its value if it is a count."""
+    """For each field of the new state, the number of its value; for a step count, the new count itself."""
     unsure: frozenset[int]
-    """The indices of results that may be complex or have another shape than their leaves."""
+    """The numbers of values that must be checked, because they may be complex or have another shape than their leaf."""
     may_vary: bool
-    """True if a scalar is a tensor, which may differ at the next call."""
+    """Whether a scalar is a tensor, so that the step must be recorded again at the next call."""
 
 
 def record_step(
@@ -263,7 +270,7 @@ def record_step(
     is_tree: Sequence[bool],
     reads_params: bool,
 ) -> StepPlan:
-    """Call the step with leaves that record its operations, and check its result against the declared state."""
+    """Call a `leafwise` step with placeholders, check its result against the declared state, and return its plan."""
     containers = tree.flatten(declared)[1]
     record: list[Operation | None] = []
     u = Leaf(record)
@@ -289,7 +296,7 @@ def record_step(
 
 
 def _plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> StepPlan:
-    """Return the plan that computes a step's outputs: the update and the fields of its new state."""
+    """Return the plan of the recorded operations that the update and the new state need."""
     uses = [0] * len(record)
     for leaf in (update, *state):
         if isinstance(leaf, Leaf):

@@ -20,24 +20,24 @@ __all__ = ["AccumulateState", "accumulate"]
 
 
 class AccumulateState(NamedTuple):
-    """State of `accumulate`."""
+    """State of the transform `accumulate`."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Micro-batches since the last update, int64, in CPU memory, so that reading it does not sync the device."""
+    """The number of micro-batches since the last update: int64, in CPU memory, so that reading it does not sync."""
     seen: Tensor
-    """For each leaf, the micro-batches since the last update in which it had a gradient, int64, in CPU memory. Leaves
-    are sorted by path in any container."""
+    """For each parameter, the number of micro-batches since the last update in which it had a gradient: a 1-D int64
+    tensor in CPU memory. Parameters are sorted by their path in the tree."""
     sums: PyTree
-    """The sums of gradients, like the parameters, in ``dtype``."""
+    """The sums of gradients since the last update: a tree like the parameters, in the storage dtype."""
     inner: PyTree
-    """The inner transform's state."""
+    """The state of the inner transform."""
 
 
 def _check_boundary(boundary: object) -> None:
     is_one = isinstance(boundary, Tensor) and boundary.dtype == torch.bool and boundary.numel() == 1
     if not (boundary is None or isinstance(boundary, bool) or is_one):
         raise TypeError(
-            f"accumulate: boundary must be True, False, None or a bool tensor of one element, found {boundary!r}"
+            f"accumulate: found boundary={boundary!r}, expected True, False, None or a bool tensor of one element"
         )
 
 
@@ -48,20 +48,22 @@ def _check_boundary(boundary: object) -> None:
     check_extras=lambda tx, extras: _check_boundary(extras.get("boundary")),
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
-    """Accumulate the gradients of several micro-batches and run the inner transform after the last.
+    """Accumulate the gradients of several micro-batches and run the inner transform after the last one.
 
-    All other updates are zero. By default, a counter in the state finds the last micro-batch. The extra
-    ``boundary`` marks it instead: ``update(grads, state, params, boundary=True)``. The choice is made in Python, or by
-    ``torch.cond`` under ``torch.compile``. Under ``torch.func.vmap`` of the state and in ``make_fx``, the inner
-    transform runs at every call, and one of both results is selected.
+    At all other micro-batches the updates are zero. By default, a counter in the state finds the last micro-batch of
+    each group. The extra (named argument of `update`) ``boundary`` marks it instead:
+    ``update(grads, state, params, boundary=True)``. The choice is made in Python; under ``torch.compile``, by
+    ``torch.cond``. Under ``torch.func.vmap`` over the state, and in ``make_fx``, the inner transform runs at every
+    call, and its result is used or dropped.
 
-    A gradient of None counts as zero, unless it was None in all micro-batches: then the update is None.
+    A gradient of None counts as zero. If it was None in all micro-batches of a group, the update is None.
 
     Args:
-        inner: the transform to run on the accumulated gradient.
-        every: the number of micro-batches of one update.
+        inner: the transform to run on the accumulated gradients.
+        every: the number of micro-batches in each group.
         mean: divide the sum by the number of micro-batches.
-        dtype: storage dtype of the sums, as for `MatrixSlot`.
+        dtype: storage dtype of the sums. "auto" is float32, or float64 for float64 parameters; None is the dtype of
+            each parameter.
 
     Raises:
         TypeError: at `update`, ``boundary`` is neither a bool nor None nor a bool tensor of one element.
@@ -113,27 +115,27 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         batched = not compiling and isinstance(due, Tensor) and (is_wrapped(due) or is_traced())
         # Python must know which leaves get an update; a traced call uses the leaves that have a gradient now.
         places = updates if compiling or batched else _ever_seen(updates, gathered)
-        act = _Act(inner, updates, places, mean, params, extras)
+        outcomes = _Outcomes(inner, updates, places, mean, params, extras)
         if isinstance(due, Tensor) and compiling:
-            return act.cond(due, gathered)
+            return outcomes.cond(due, gathered)
         if isinstance(due, Tensor) and batched:
-            return act.select(due, gathered)
-        return act.step(gathered, donate) if due else act.wait(gathered)
+            return outcomes.select(due, gathered)
+        return outcomes.step(gathered, donate) if due else outcomes.wait(gathered)
 
     return init, update
 
 
 def _by_path(updates: PyTree) -> list[int]:
-    """Return the indices of the leaves sorted by path: the order of `AccumulateState.seen`."""
+    """Return the indices of the leaves of a tree in the order of `AccumulateState.seen`: sorted by path."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
-    # An index is never compared with a name.
+    # The name of its type precedes an entry, so that an int is never compared with a string.
     keys = [[(type(entry).__name__, entry) for entry in path] for path in tree.paths(updates)]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
-    """Return the updates with a tensor for each leaf that had a gradient since the last update."""
+    """Return the gradients, where None is replaced by a tensor if the leaf had a gradient since the last update."""
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
         return updates
@@ -143,27 +145,27 @@ def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
     return tree.unflatten(treedef, [s if u is None and n else u for u, n, s in zip(leaves, seen, sums, strict=True)])
 
 
-def _beside(number: Tensor, total: Tensor) -> Tensor:
-    """Return a CPU scalar, which kernels accept without a copy or sync; under ``torch.func``, move it to the device."""
+def _scalar_for(number: Tensor, total: Tensor) -> Tensor:
+    """Return a CPU scalar to combine with ``total``: as it is, or under ``torch.func`` on the device of ``total``."""
     return number if torch.compiler.is_compiling() or not is_wrapped(number) else number.to(total.device)
 
 
-class _Act(NamedTuple):
-    """The two outcomes of a call (update or wait), and the ways to choose between them."""
+class _Outcomes(NamedTuple):
+    """The two outcomes of a call of `accumulate`, `step` and `wait`, and the ways to choose between them."""
 
     inner: Transform
     updates: PyTree
     places: PyTree
-    """A tensor for each leaf that gets an update, else None."""
+    """A tree with any tensor for each leaf that gets an update, and None for the others."""
     mean: bool
     params: PyTree
     extras: dict[str, object]
 
     def step(self, gathered: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
-        """Run the inner transform on the accumulated gradients and reset the sums."""
+        """Run the inner transform on the accumulated gradients; return its updates and a state with sums of zero."""
         at = Present(self.places)
         totals, number = at.pick(gathered.sums), gathered.count.to(torch.float64)
-        combined = [total / _beside(number, total) if self.mean else total.clone() for total in totals]
+        combined = [total / _scalar_for(number, total) if self.mean else total.clone() for total in totals]
         params = self.updates if self.params is None else self.params
         likes = zip(at.pick(self.updates), at.pick(params), totals, strict=True)
         dtypes = [next(like.dtype for like in one if like is not None) for one in likes]
@@ -180,16 +182,16 @@ class _Act(NamedTuple):
         )
 
     def wait(self, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Return zero updates and keep the accumulated gradients."""
+        """Return updates of zero and the state with the accumulated gradients."""
         return tree.map(torch.zeros_like, self.updates), gathered
 
     def select(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Compute both outcomes and select, for a batch of states."""
-        taken, waited = self.step(gathered, NOTHING), self.wait(gathered)
-        return tree.map(lambda a, b: torch.where(due.to(a.device), a, b), taken, waited)
+        """Compute both outcomes and select one with ``torch.where``; under ``vmap``, for each state of a batch."""
+        stepped, waited = self.step(gathered, NOTHING), self.wait(gathered)
+        return tree.map(lambda a, b: torch.where(due.to(a.device), a, b), stepped, waited)
 
     def cond(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Choose the outcome within a compiled graph."""
+        """Choose the outcome within a compiled graph, with ``torch.cond``."""
         leaves, treedef = tree.flatten(gathered)
         shape = tree.flatten(self.wait(gathered))[1]
 

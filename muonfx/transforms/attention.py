@@ -1,4 +1,4 @@
-"""Largest attention logits for `muonfx.qk_clip`: collected in a forward pass, and reduced over ranks."""
+"""The largest attention logits, which `muonfx.qk_clip` needs: collected in a forward pass, and reduced over ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def __dir__() -> list[str]:
 _C = cast("Any", torch._C)
 
 _EXCLUDED = -9000.0
-"""A mask that adds this or less excludes a pair; common values are -1e4, -1e9 and -inf."""
+"""A number in an attention mask that excludes a pair of query and key; common values are -1e4, -1e9 and -inf."""
 
 
 @torch.no_grad()
@@ -44,21 +44,22 @@ def max_logits(
 ) -> Tensor:
     """Return the largest attention logit of each head without storing the whole matrix of logits.
 
-    A logit is ``scale * q @ k`` for a query and a key that are not masked. Numbers that a mask adds to logits are
-    ignored, because scaling queries and keys does not change them. A number of -9,000 or less counts as masked.
+    A logit is ``scale * q @ k`` for a query q and a key k that are not masked. Numbers that a mask adds to the logits
+    are ignored, because scaling the queries and keys does not change them. A number of -9,000 or less counts as masked.
 
     Args:
-        query: (..., heads, queries, features).
-        key: (..., heads, keys, features). With ``enable_gqa`` the number of heads may be a divisor of the query's.
+        query: a tensor of shape (..., heads, queries, features).
+        key: a tensor of shape (..., heads, keys, features). With ``enable_gqa``, its number of heads may be a divisor
+            of the number of query heads.
         attn_mask: as for ``torch.nn.functional.scaled_dot_product_attention``: bools, False for a masked pair, or
-            numbers to be added.
+            numbers to be added to the logits.
         is_causal: as for ``scaled_dot_product_attention``.
         scale: as for ``scaled_dot_product_attention``; default: one over the root of the number of features.
         enable_gqa: as for ``scaled_dot_product_attention``.
         chunk: the maximum number of logits in memory at once.
 
     Returns:
-        One number for each query head, in at least float32; -inf if all pairs are masked.
+        A 1-D tensor with one number for each query head, in at least float32; -inf if all pairs are masked.
 
     Example:
         >>> import muonfx as mfx
@@ -98,18 +99,19 @@ def max_logits(
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return the detached tensor inside a ``torch.func`` wrapper, because recorded values outlive its scope."""
+    """Return the detached tensor inside ``torch.func`` wrappers, which recorded values outlive."""
     while is_wrapped(x):
         if _C._functorch.is_batchedtensor(x):
             raise NotImplementedError(
-                "max_logits: torch.func.vmap would merge the heads of several runs; call it outside"
+                "max_logits: found a tensor batched by torch.func.vmap, expected one without: heads of several models "
+                "would be merged. Call it outside of vmap"
             )
         x = _C._functorch.get_unwrapped(x)
     return x.detach()
 
 
 class _Collector(TorchFunctionMode):
-    """Collects the largest logits of every call of torch's attention, for the innermost running module."""
+    """Collects the largest logits of every ``scaled_dot_product_attention`` in ``found``, by the running module."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class _Collector(TorchFunctionMode):
             self._running.pop()
 
     def add(self, most: Tensor) -> None:
-        """Record the largest logits of an attention of the running module."""
+        """Record the largest logits (heads,) of one attention call of the innermost running module."""
         if not self._running:
             return
         module = self._running[-1]
@@ -142,8 +144,8 @@ class _Collector(TorchFunctionMode):
         known = self.found.get(module, most)
         if len(known) != len(most):
             raise ValueError(
-                f"collect_max_logits: {module!r} computes attention of {len(known)} heads and of {len(most)}: give "
-                "each a module of its own, or choose modules by name (module=) so that this one is left out"
+                f"collect_max_logits: {module!r} computes attention with {len(known)} heads and with {len(most)}, "
+                "expected one number of heads in a module: use a separate module for each, or exclude it with module="
             )
         self.found[module] = torch.maximum(known, most)
 
@@ -172,23 +174,23 @@ def collect_max_logits(
     Every call of ``torch.nn.functional.scaled_dot_product_attention`` is observed. Its product of queries and keys is
     computed a second time, in chunks and without a graph. This works under ``torch.func.functional_call`` and ``grad``,
     autocast and activation checkpointing. Other attention (``nn.MultiheadAttention``, flex attention, plain products, a
-    kernel of another package) is not observed: the module's forward must call `record_max_logits`.
+    kernel of another package) is not observed: the forward method of its module must call `record_max_logits`.
 
     Args:
         model: the model whose modules are observed.
-        module: a glob over module names. Logits belong to the innermost running module with such a name; logits of
-            other modules are ignored. Default: the innermost module.
+        module: a glob over module names. A logit is stored under the innermost running module whose name matches;
+            logits computed outside of such modules are ignored. Default: every module matches.
         tensor_parallel: ``(rank, number of ranks)`` of the tensor-parallel group, if each rank computes an equal share
             of the heads of each module, in the order of the ranks. The logits of other ranks' heads are -inf.
 
     Yields:
-        A dict with a tensor for each module, updated while the context is open to the largest logits of all passes.
-        One context around several micro-batches therefore serves `accumulate`, whose inner transform receives the
-        extras of the last micro-batch. Nothing waits for the device. If the context stays open, call ``clear()`` on the
-        dict after each step.
+        A dict from module name to a tensor with the largest logit of each head. While the context is open, it is
+        updated to the largest logits of all forward passes, without a sync. For `accumulate`, open one context around
+        all micro-batches of a step, because its inner transform receives the arguments of the last micro-batch. If the
+        context stays open over several steps, call ``clear()`` on the dict after each step.
 
     Raises:
-        ValueError: a module of the model is compiled, so nothing can be collected; or no module has such a name.
+        ValueError: a module of the model is compiled, so nothing can be collected; or no module name matches.
 
     Example:
         >>> import muonfx as mfx
@@ -220,8 +222,8 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     compiled = [n for n, own in every.items() if own._compiled_call_impl is not None or hasattr(own, "_orig_mod")]
     if compiled:
         raise ValueError(
-            f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and the logits of a compiled pass cannot "
-            "be seen: collect in a pass of the model before torch.compile, or return the largest logits from it"
+            f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and the logits of a compiled forward "
+            "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
         )
     plain = unwrapped(f"{name}.parameter" for name in every if name)  # names without wrappers, as optimizers use
     found = {plain.get(f"{name}.parameter", "").rpartition(".")[0]: own for name, own in every.items()}
@@ -234,13 +236,13 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
 def record_max_logits(most: Tensor) -> None:
     """Record the largest logits of attention that is not computed by ``scaled_dot_product_attention``.
 
-    Call it in the forward of a module. It does nothing outside `collect_max_logits`.
+    Call it in the forward method of a module. It does nothing outside `collect_max_logits`.
 
     Args:
-        most: one number for each query head, as `max_logits` returns.
+        most: the largest logit of each query head, of shape (heads,), as `max_logits` returns it.
 
     Raises:
-        ValueError: it does not have exactly one dim.
+        ValueError: ``most`` does not have exactly one dim.
 
     Example:
         >>> import muonfx as mfx
@@ -255,7 +257,7 @@ def record_max_logits(most: Tensor) -> None:
         {'': tensor([4., 4.])}
     """
     if most.ndim != 1:
-        raise ValueError(f"record_max_logits: give one number a head, found a tensor of shape {tuple(most.shape)}")
+        raise ValueError(f"record_max_logits: found a tensor of shape {tuple(most.shape)}, expected shape (heads,)")
     collector = _COLLECTOR.get()
     if collector is not None:
         collector.add(_plain(most))
@@ -263,18 +265,18 @@ def record_max_logits(most: Tensor) -> None:
 
 @torch.no_grad()
 def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Return the largest logits of all ranks, by one all-reduce.
+    """Return for each module and head the largest logit of all ranks, with one all-reduce.
 
-    `muonfx.qk_clip` does this itself under `muonfx.sharding.sharded`, and in an optimizer with a layout. Call it before
-    the update if each rank updates its own whole copy, as under plain DistributedDataParallel; otherwise the copies
-    diverge.
+    `muonfx.qk_clip` does this itself under `muonfx.sharding.sharded` and in an optimizer with a layout. If each rank
+    instead updates its own full copy of the parameters, as under plain DistributedDataParallel, call this function
+    before the update. Otherwise the copies diverge.
 
     Args:
-        logits: the dict of `collect_max_logits`, with the same names and sizes on all ranks.
-        group: the ranks; default: all.
+        logits: the dict of `collect_max_logits`, with the same module names and sizes on all ranks.
+        group: the process group; default: all ranks.
 
     Returns:
-        The same names with the largest numbers; the given tensors if no process group is initialized.
+        A dict from module name to the largest logits. If no process group is initialized, the given tensors.
 
     Example:
         >>> import muonfx as mfx

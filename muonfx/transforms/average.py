@@ -17,21 +17,23 @@ __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
 
 
 class EmaParamsState(NamedTuple):
-    """State of `ema_params`."""
+    """State of the transform `ema_params`."""
 
     average: PyTree
-    """The averaged parameters, in ``dtype``; a `QuantizedState` if it is quantized."""
+    """The averaged parameters: a tree like the parameters in the storage dtype, or a `QuantizedState`."""
 
 
 @leafwise(reads_params="updated", position="last_observer")
 def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
-    """Keep a running average of the parameters after each update, and return the updates unchanged.
+    """Store a running average of the updated parameters in the state, and return the updates unchanged.
 
-    Put it at the end of a chain, so that it receives the final updates. The average starts at the parameters.
+    Put it at the end of a chain, so that it receives the final updates. The average starts at the initial parameters.
+    Read it as ``state.average``.
 
     Args:
         decay: weight of the old average, in [0, 1).
-        dtype: storage dtype of the average, as for `Slot`.
+        dtype: storage dtype of the average: "auto" (float32, or float64 for float64 parameters), a floating or
+            quantized dtype, or None for the dtype of each parameter.
 
     Raises:
         ValueError: ``decay`` is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
@@ -53,25 +55,26 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
 
 
 class MasterParamsState(NamedTuple):
-    """State of `master_params`."""
+    """State of the transform `master_params`."""
 
     master: PyTree
-    """The parameters in the master dtype; the model's parameters are their rounded values."""
+    """The copy of the parameters in higher precision; the model's parameters are its rounded values."""
     inner: PyTree
-    """The inner transform's state, over the master."""
+    """The state of the inner transform, created from the master copy."""
 
 
 @transform(locality=lambda inner, dtype: inner.locality, combinator=Combinator(Locality.ELEMENT), position="last")
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.
 
-    The inner chain receives gradients and parameters in the master dtype. The updates are the difference between the
-    rounded new master and the parameters, so ``apply_updates`` gives exactly the rounded master, even if each update is
-    smaller than half a unit in the last place of a bf16 parameter.
+    The inner chain receives gradients and parameters in the dtype of the copy, and its updates are added to the copy.
+    The returned updates are the difference between the rounded new copy and the parameters, so `apply_updates` gives
+    exactly the rounded copy. Updates accumulate in the copy even if each is too small to change a bf16 parameter.
 
     Args:
         inner: the whole chain, including the learning rate.
-        dtype: the dtype of the master copy, as for `MatrixSlot`.
+        dtype: the dtype of the master copy. "auto" is float32, or float64 for float64 parameters; None is the dtype of
+            each parameter.
 
     If parameters are changed elsewhere after `init`, for example by loading weights, the next update overwrites them
     with the master copy. Load weights first, or call `init` again.

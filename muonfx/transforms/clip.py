@@ -1,4 +1,4 @@
-"""Clipping of elements, leaves, and the whole tree."""
+"""Clipping of updates: each element, each leaf, or the whole tree."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from muonfx.tree import elementwise as ew
 __all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value"]
 
 Sum = Callable[[PyTree], Tensor]
-"""The type of the extra ``sum_over_leaves``."""
+"""The type of the argument ``sum_over_leaves`` of `update`: a function that adds up a tree of scalars, on all ranks."""
 
 
 @transform(locality=Locality.ELEMENT)
 def clip_by_value(limit: ScalarOrSchedule):
-    """Limit every element to [-limit, limit]. NaN stays NaN.
+    """Clamp every element of the updates to [-limit, limit]. NaN stays NaN.
 
     Args:
-        limit: positive.
+        limit: the largest magnitude, positive.
 
     Raises:
         ValueError: ``limit`` is not positive and finite.
@@ -41,10 +41,10 @@ def clip_by_value(limit: ScalarOrSchedule):
 
 @transform(locality=Locality.LEAF, reads_params=False)
 def clip_by_block_rms(threshold: ScalarOrSchedule):
-    """Scale down each leaf whose root mean square exceeds a threshold.
+    """Scale down each leaf of the updates whose root mean square exceeds a threshold.
 
     Args:
-        threshold: positive.
+        threshold: the largest root mean square, positive.
 
     Raises:
         ValueError: ``threshold`` is not positive and finite.
@@ -70,10 +70,10 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
 
 @transform(locality=Locality.TREE)
 def clip_by_global_norm(max_norm: ScalarOrSchedule):
-    """Scale all updates down together when the norm of the whole tree exceeds a bound.
+    """Scale all updates down by one factor if the norm of the whole tree exceeds a bound.
 
     Args:
-        max_norm: the bound of the 2-norm over all elements of all leaves, positive.
+        max_norm: the bound of the 2-norm over all elements of all leaves, on all ranks; positive.
 
     The norm is computed in fp64, so squares do not overflow. If the norm is above 1e38 times ``max_norm``, fp32 updates
     lose their last digits. A NaN makes all updates NaN; an infinity makes its own element NaN and all others zero. Put
@@ -104,7 +104,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
 
 
 def norm_over_leaves(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
-    """Return the 2-norm over the leaves of all ranks, in fp64 if the device supports it; finite if the norm is."""
+    """Return the 2-norm over all leaves on all ranks, without overflow, in fp64 if the device supports it."""
 
     def squares(norms: Tensor) -> Tensor:
         # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
@@ -124,5 +124,5 @@ def norm_over_leaves(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
 
 
 def _small(like: Tensor) -> float:
-    """Return a power of two that keeps the square of any finite norm finite."""
+    """Return a power of two: the square of any finite norm of the dtype of ``like``, times it, is finite."""
     return 2.0**-513 if like.dtype == torch.float64 else 2.0**-65

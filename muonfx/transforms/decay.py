@@ -1,4 +1,4 @@
-"""Weight decay, and cautious updates and decay."""
+"""Weight decay, and cautious updates, which keep only elements with the sign of the gradient."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
 
 
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
-"""Which parameters decay, as in `masked`; None for all."""
+"""The parameters that decay: a tree or dict of bools, a predicate, or a function of the parameters, as in `masked`.
+None selects all."""
 
 
 def _functions(
     name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: Memory
 ) -> InitAndUpdate:
-    """Build ``init`` and ``update`` of a decay; ``sign`` is 1 for uphill updates, -1 for downhill updates."""
+    """Build ``init`` and ``update`` of a weight decay; ``sign`` is -1 after a learning rate, which reverses updates."""
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
     decays = resolve_mask(f"{name}: mask", mask, memory)
 
@@ -80,17 +81,18 @@ def _functions(
 def add_decayed_weights(
     _memory: Memory, weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
 ):
-    r"""Add the parameters, times a factor, to the updates.
+    r"""Add ``weight_decay`` times the parameters to the updates.
 
-    Before `scale_by_learning_rate` this is the decoupled decay of AdamW: parameters shrink by ``learning_rate *
-    weight_decay``. At the start of a chain, where updates are gradients, it is the L2 penalty of ``torch.optim.SGD``.
-    `subtract_decayed_weights` is independent of the learning rate.
+    Before `scale_by_learning_rate` this is the decoupled weight decay of AdamW: each step multiplies parameters by ``1
+    - learning_rate * weight_decay``. At the start of a chain, before momentum or Adam, it is the L2 penalty of
+    ``torch.optim.SGD``. For a decay that is independent of the learning rate, use `subtract_decayed_weights`.
 
     Args:
         weight_decay: a number of 0 or more, or a schedule.
-        mask: which parameters decay, as in `masked`; None: all.
-        cautious: do not decay elements whose sign is opposite to the sign of their update. Put it directly before the
-            learning rate.
+        mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.select`, or a
+            function of the parameters. None: all.
+        cautious: do not decay an element whose sign is opposite to the sign of its update. Put the transform directly
+            before the learning rate.
 
     Raises:
         ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.
@@ -105,7 +107,7 @@ def add_decayed_weights(
         >>> tx.update(mfx.tree.map(torch.zeros_like, params), tx.init(params), params)[0]
         {'w': tensor([[0.1000]]), 'b': tensor([0.])}
 
-        An L2 penalty, and a decay with the square of the learning rate, as modded-nanogpt has it:
+        An L2 penalty, and a decay that falls with the square of the learning rate, as in modded-nanogpt:
 
         >>> sgd = mfx.chain(tx, mfx.momentum(heavy_ball=True), mfx.scale_by_learning_rate(0.1))
         >>> rate, decay = (mfx.cosine_decay_schedule(peak, steps=100) for peak in (0.02, 0.1))
@@ -121,21 +123,22 @@ def add_decayed_weights(
 def subtract_decayed_weights(
     _memory: Memory, weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
 ):
-    """Subtract the parameters, times a factor, from the updates.
+    """Subtract ``weight_decay`` times the parameters from the updates.
 
-    After `scale_by_learning_rate` this is independent decay: parameters shrink by ``weight_decay``, whatever the
-    learning rate.
+    After `scale_by_learning_rate` this is independent weight decay: each step multiplies parameters by ``1 -
+    weight_decay``, whatever the learning rate.
 
     Args:
-        weight_decay: a number of 0 or more, or a schedule. Usual values are smaller than for `add_decayed_weights` by
-            the learning rate: 1e-4 rather than 0.1.
-        mask: which parameters decay, as in `masked`; None: all.
-        cautious: as in `add_decayed_weights`.
+        weight_decay: a number of 0 or more, or a schedule. The learning rate does not multiply it, so usual values are
+            smaller than for `add_decayed_weights`: 1e-4 rather than 0.1.
+        mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.select`, or a
+            function of the parameters. None: all.
+        cautious: do not decay an element if the decay would oppose its update, as in `add_decayed_weights`.
 
     Raises:
         ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.
 
-    Follows "independent" weight decay as Wortsman et al. (arXiv 2309.14322) and NVIDIA's Emerging-Optimizers have it.
+    Follows the independent weight decay of Wortsman et al. (arXiv 2309.14322) and NVIDIA's Emerging-Optimizers.
 
     Example:
         >>> import muonfx as mfx
@@ -155,12 +158,12 @@ def subtract_decayed_weights(
 def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
     """Keep only the elements of a transform's updates that have the sign of the gradient, and scale them up.
 
-    All other elements are set to zero, and the leaf is divided by the fraction of elements that are kept. The inner
-    transform must return updates in ascent direction, so the learning rate comes after this transform.
+    All other elements are set to zero. Each leaf is then divided by the fraction of its elements that are kept. The
+    inner transform must return updates in the direction of the gradient, so put the learning rate after this transform.
 
     Args:
         inner: the transform whose updates are filtered.
-        min_share: the least divisor, so that a few remaining elements do not become large.
+        min_share: the smallest divisor, so that updates stay bounded if only a few elements of a leaf are kept.
 
     Raises:
         ValueError: ``min_share`` is not finite or not positive, or the inner transform has a learning rate or a
@@ -178,8 +181,9 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
     require_transform("cautious: inner", inner)
     if -1 in signs(inner):
         raise ValueError(
-            "cautious: inner turns downhill (a learning rate, or a negative scale), so every element with the sign of "
-            "the gradient would be dropped; put the rate after it: chain(cautious(...), scale_by_learning_rate(...))"
+            "cautious: the inner transform reverses the sign of the updates (a learning rate or a negative scale), "
+            "expected updates in the direction of the gradient: put the learning rate after it, "
+            "chain(cautious(...), scale_by_learning_rate(...))"
         )
 
     def init(params: PyTree) -> PyTree:

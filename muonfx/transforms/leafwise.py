@@ -1,9 +1,10 @@
-"""Transforms that work leaf by leaf, written as the arithmetic of one leaf.
+"""The decorator `leafwise`, which makes transforms from the arithmetic of one leaf.
 
-The author's ``step`` is called with a `Leaf` for each operand, which records the operations on it. It is called once,
-or at every update if it reads tensors. A `StepPlan` contains the recorded operations that the outputs of the step need;
-`Values` runs each once, on the lists of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every
-value, so that `Values` overwrites only storage that is donated or no longer needed.
+This arithmetic is a function, the step. It is called with a `Leaf` for each operand, a placeholder that records the
+operations on it. The call is repeated at each update only if the step reads tensors, such as a step count. A `StepPlan`
+contains the recorded operations that the update and the new state need. `Values` runs each of them once, on the lists
+of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every value, so that `Values` overwrites only
+storage that is donated or no longer needed.
 """
 
 from __future__ import annotations
@@ -34,41 +35,44 @@ P = ParamSpec("P")
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple[Leaf, PyTree]]
 StateAndStep = tuple[PyTree, Step]
-"""The pair that a function under `leafwise` returns: a state of `Slot` and `StepCount`, and the step of one leaf."""
+"""The pair that a constructor under `leafwise` returns: a state of `Slot` and `StepCount`, and the step of one leaf."""
 
 WideStateDtype = torch.dtype | Literal["auto"] | None
-""""auto" (at least fp32 and at least the dtype of the parameter), a floating dtype, or None (as the parameter)."""
+"""The storage dtype of a state: a floating dtype, "auto" (the wider of fp32 and the parameter's dtype), or None (the
+parameter's dtype)."""
 StateDtype = WideStateDtype | QuantizedDtype
-"""A `WideStateDtype` or a quantized dtype."""
+"""The storage dtype of a state: a `WideStateDtype`, or a quantized dtype such as `int8`."""
 
 
 def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:
-    """Return the dtype of a state leaf whose parameter has the dtype ``own``."""
+    """Return the dtype in which the state of a parameter of dtype ``own`` is stored."""
     if pinned is None:
         return own
     return ew.wide_dtype(own) if isinstance(pinned, str) else pinned
 
 
 def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
-    """Return zeros in the shapes of the parameters and a pinned dtype."""
+    """Return a tree of zeros with the shapes of the parameters, in a storage dtype."""
     return tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(dtype, p.dtype), requires_grad=False), params)
 
 
 def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
-    """Return detached copies of values in a pinned dtype."""
+    """Return a tree of detached copies of the tensors of a tree, in a storage dtype."""
     return tree.map(lambda value: value.detach().to(state_dtype(dtype, value.dtype), copy=True), values)
 
 
 @plain_fields
 @dataclass(frozen=True)
 class Slot:
-    """A tree of a transform's state, like the parameters, in a pinned dtype.
+    """The declaration of a part of a transform's state: a tree with one tensor in the shape of each parameter.
+
+    Constructors under `leafwise` and `matrixwise` return slots. The dtype is fixed at `init` and never changes.
 
     Args:
         dtype: the storage dtype. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
             parameter. It may also be a quantized dtype such as `int8`.
         argument: the name of the constructor's argument that sets the dtype; used in errors.
-        start: "zeros", or "params" for a copy of the parameters.
+        start: the values at `init`: "zeros", or "params" for a copy of the parameters.
         signed: whether elements may be negative. It only affects quantized dtypes.
 
     Raises:
@@ -92,7 +96,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class StepCount:
-    """A scalar of a transform's state that all leaves share: a 0-d int64 tensor that starts at zero.
+    """The declaration of a step count in a `leafwise` transform's state: a 0-d int64 tensor that all leaves share.
 
     >>> import muonfx as mfx
     >>> mfx.scale_by_adam().init({"w": torch.zeros(2)}).count
@@ -101,7 +105,7 @@ class StepCount:
 
 
 class SlotTrees:
-    """Creates, reads and writes the tree that a `Slot` declares."""
+    """Creates, reads and writes the state tree that a `Slot` declares."""
 
     def __init__(self, slot: Slot, role: str) -> None:
         self._slot = slot
@@ -109,7 +113,7 @@ class SlotTrees:
         self.reads_copies = self._holder is not None
 
     def init(self, params: PyTree) -> PyTree:
-        """Return the first tree."""
+        """Return the state tree at the first step, for these parameters."""
         is_zero = self._slot.start == "zeros"
         if self._holder is not None:
             return self._holder.zeros(params) if is_zero else self._holder.of(params)
@@ -117,11 +121,11 @@ class SlotTrees:
         return zeros(params, dtype) if is_zero else copies(params, dtype)
 
     def read(self, at: Present, held: PyTree) -> list[Tensor]:
-        """Return the values of the selected leaves."""
+        """Return the values of the leaves that ``at`` selects, from the stored tree ``held``."""
         return at.pick(held) if self._holder is None else self._holder.read(at, held)
 
     def write(self, at: Present, values: list[Tensor], old: list[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
-        """Round values to the pinned dtype; with ``reuse``, into the storage of the old values."""
+        """Return ``held`` with new values of the leaves that ``at`` selects; with ``reuse``, overwrite ``old``."""
         if self._holder is not None:
             return self._holder.write(at, values, held)
         return at.fill(ew.store(values, old, reuse=reuse), held)
@@ -149,31 +153,39 @@ def leafwise(
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
-    """Make a factory of transforms from a function that returns a state and the arithmetic of one leaf.
+    """Make a factory of transforms from a constructor that returns a state and the arithmetic of one leaf.
 
-    The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters) and `StepCount` (a scalar). The
-    arithmetic is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives the update of
-    one leaf, its state in the same containers, and its parameter. These are `Leaf` values in the widest of their
-    dtypes, at least fp32; counts are 0-d tensors. Results are rounded to the update's dtype and to the storage dtypes.
+    The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters) and `StepCount` (a step count that
+    all leaves share); ``EmptyState()`` if there is none.
 
-    Use `muonfx.transform` for transforms that need several leaves, shapes, named extras or other transforms.
+    The arithmetic is a function ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives
+    the update of one leaf, its state in the same containers, and its parameter; it returns the new update and the new
+    state. The operands are `Leaf` placeholders, to be used like tensors, and counts are 0-d tensors. Each leaf is
+    computed in the widest dtype of its operands, at least fp32. Results are rounded to the update's dtype and to the
+    storage dtypes of the state.
+
+    Use `muonfx.transform` instead if one step needs several leaves, shapes, named arguments of `update` or other
+    transforms.
 
     Args:
-        constructor: the function. It validates its arguments, and its name becomes the transform's name.
-        locality: the part of the tree that the step needs; at least LEAF with a quantized dtype.
-        reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
-            with this update. A slot that starts at the parameters needs it too.
-        position: as for `muonfx.transform`.
-        short_names: as for `muonfx.transform`.
+        constructor: the decorated function. It validates its arguments, and its name becomes the transform's name.
+        locality: the part of the tree that the step reads to compute one element. With a quantized dtype it is at
+            least `Locality.LEAF`.
+        reads_params: whether the step receives the parameter. "updated" passes the parameter after this update has
+            been applied. ``Slot(start="params")`` requires True or "updated".
+        position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
+        short_names: the argument for a key of a torch optimizer's groups, such as ``{"betas": ("b1", "b2")}``, as for
+            `muonfx.transform`.
 
     Returns:
         A factory with the constructor's name, signature and docstring. Its transforms skip gradients of None, support
-        donation, ``torch.func`` and ``torch.compile``, and run each operation on all leaves in one call.
+        donation (``donate=True``), ``torch.func`` and ``torch.compile``, and run each operation on all leaves in one
+        call.
 
     Raises:
-        TypeError: the constructor does not return a state of slots and counts and a step; at `update`, the step
-            returns its state in other containers.
-        ValueError: at `update`, ``params`` is missing, if the step reads the parameters.
+        TypeError: the constructor does not return a state and a step as described; at `update`, the step returns its
+            state in other containers.
+        ValueError: at `update`, ``params`` is missing although the step reads the parameters.
 
     Example:
         >>> import muonfx as mfx
@@ -215,7 +227,7 @@ def leafwise(
 
 
 def state_and_step(kind: str, found: object, other: type, reads_params: ReadsParams) -> tuple[PyTree, Step]:
-    """Check that a constructor returned a step and a state of `Slot` and of another type."""
+    """Return a constructor's state and step, after checking that the state contains only `Slot` and ``other``."""
     if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
         raise TypeError(f"{kind} constructor returns a state and a step, found {found!r}")
     for where, field in zip(tree.names(found[0]), tree.leaves(found[0]), strict=True):
@@ -231,14 +243,15 @@ def state_and_step(kind: str, found: object, other: type, reads_params: ReadsPar
 
 
 def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> InitAndUpdate:
-    """Build ``init`` and ``update`` from a declared state and a step."""
+    """Build ``init`` and ``update`` of a `leafwise` transform from its declared state and its step."""
     named = zip(tree.leaves(declared), tree.names(declared), strict=True)
     fields = [SlotTrees(field, role) if isinstance(field, Slot) else None for field, role in named]
     is_tree = [field is not None for field in fields]
     kept: list[StepPlan] = []
 
     def plan_for(held: list[PyTree]) -> StepPlan:
-        # A plan is the same at every call if no scalar is a tensor (as counts are). A compiled graph would guard on it.
+        # If no scalar is a tensor (such as a count), the plan is the same at every call. A compiled graph would guard
+        # on a plan that is kept.
         may_keep = all(is_tree) and not torch.compiler.is_compiling()
         if may_keep and kept:
             return kept[0]
@@ -290,14 +303,14 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
 
 
 def params_for(name: str, params: PyTree) -> PyTree:
-    """Return the parameters; raise if they are missing."""
+    """Return the parameters, or raise an error that names the transform if they are None."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
     return params
 
 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[torch.dtype]]:
-    """Return the dtype, or the dtype of each tensor, to compute in: the widest among a leaf's operands, or fp32."""
+    """Return for each list of operands its compute dtype, or one for each leaf: the widest operand's, at least fp32."""
     kinds = {x.dtype for xs in lists for x in xs}
     if len(kinds) <= 1 or all(len({x.dtype for x in xs}) <= 1 for xs in lists):
         return [ew.wide_dtype(*kinds)] * len(lists)
@@ -305,7 +318,7 @@ def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[to
 
 
 class Values:
-    """The values of a plan as lists of tensors; operands are cast when they are first read."""
+    """The values that a `StepPlan` computes, each as a list with one tensor for each leaf."""
 
     def __init__(self, plan: StepPlan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
         self._operands, self._dtypes = operands, _compute_dtypes(operands)
@@ -314,7 +327,7 @@ class Values:
         self._uses = list(plan.uses)
         self._unsure = plan.unsure
         self.was_cast = [False] * len(operands)
-        """For each operand, whether all values that were read are copies."""
+        """For each operand, whether converting its dtype made copies of all its tensors."""
         numbers = [number for _, operation in plan.operations for number in operation.scalars]
         with ew.unrecorded(*operands, numbers):
             for place, operation in plan.operations:
@@ -322,7 +335,7 @@ class Values:
                 self._may_write[place] = operation.overwrites is not None
 
     def read(self, place: int) -> list[Tensor]:
-        """Return the value at an index."""
+        """Return the tensors of the value with this number; convert an operand to the compute dtype once."""
         values = self._lists[place]
         if values is None:
             given = self._operands[place]
@@ -332,7 +345,7 @@ class Values:
         return values
 
     def _compute(self, operation: Operation) -> list[Tensor]:
-        """Run an operation, in the storage of an operand if this is its last use."""
+        """Run an operation; overwrite an operand that is not needed afterwards if this is allowed."""
         function, operands, scalars, overwrites = operation
         lists: list[list[Tensor]] = []
         for place in operands:
@@ -354,7 +367,7 @@ class Values:
         return result
 
     def check(self, place: int, like: Sequence[Tensor], at: Present, what: str) -> None:
-        """Require real values in the shapes of the tensors ``like``."""
+        """Raise an error that starts with ``what`` if a value is complex or has other shapes than ``like``."""
         for number, (made, own) in enumerate(zip(self.read(place), like, strict=True) if place in self._unsure else ()):
             if made.is_complex():
                 raise TypeError(
@@ -364,11 +377,11 @@ class Values:
             if made.shape != own.shape:
                 raise ValueError(
                     f"{what} of shape {tuple(made.shape)} for {at.names()[number]!r}, expected its shape "
-                    f"{tuple(own.shape)}; muonfx.transform is for work that changes shapes on its way"
+                    f"{tuple(own.shape)}: use muonfx.transform if intermediate results change shapes"
                 )
 
     def take(self, place: int, taken: Sequence[int], spare: int | None = None) -> list[Tensor]:
-        """Return an output, copied if its storage may be the caller's or was already returned."""
+        """Return the tensors of an output; copy them if the caller owns their storage or they were returned before."""
         values = self.read(place)
         if self._may_write[place] and place not in taken:
             return values

@@ -1,4 +1,4 @@
-"""Transforms that work matrix by matrix, written as the arithmetic of a stack of matrices."""
+"""The decorator `matrixwise`, which makes transforms from the arithmetic of a stack of matrices."""
 
 from __future__ import annotations
 
@@ -35,20 +35,24 @@ __all__ = [
 ]
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
-"""The pair that a function under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step of a stack."""
+"""The pair that a constructor under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step function."""
 
 P = ParamSpec("P")
 
 
 def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
-    """Return MATRIX if each matrix is part of the last two dims, else LEAF, which is equivalent for a 2-D leaf."""
+    """Return MATRIX if the view takes every matrix from the last two dims of its parameter, else LEAF."""
     return Locality.MATRIX if isinstance(view.pattern, str) and parse(view.pattern).is_stack else Locality.LEAF
 
 
 def on_stacks(
     tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, only_plain: bool = False
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """The option ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
+    """Return a transform for parameters stored as stacks (number, rows, columns), and their matrix shapes by name.
+
+    This is the option ``on_stacks`` of `muonfx.transform`. ``only_plain`` omits parameters whose independent parts are
+    not single matrices.
+    """
     view: MatrixView = tx.arguments["view"]
     units: dict[str, Units] = {}
     for name, pattern in zip(shapes, view.of(list(shapes)), strict=True):
@@ -65,7 +69,7 @@ def on_stacks(
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
-    """The option ``name_patterns`` of `muonfx.transform`, for transforms with a `MatrixView`."""
+    """Return the parameter globs in a transform's ``view``: the option ``name_patterns`` of `muonfx.transform`."""
     pattern = tx.arguments["view"].pattern
     globs = tuple((glob,) for glob in pattern) if isinstance(pattern, Mapping) else ()
     return [NamePatterns("view", globs, first_counts=True)] if globs else []
@@ -84,14 +88,16 @@ def _shared_dims(stacks: Sequence[Tensor]) -> int:
 @plain_fields
 @dataclass(frozen=True)
 class MatrixSlot:
-    """State of a transform for each matrix, such as a norm or a basis, in a pinned dtype.
+    """The declaration of a state tensor for each matrix, such as a norm or a basis, for `matrixwise`.
 
-    For a leaf that is one stack of matrices (..., rows, columns) it is stored as ``start`` returns it. For a leaf whose
-    pattern has several results, their states are flattened and concatenated: (..., elements).
+    If a parameter is one stack of matrices (..., rows, columns), the state is stored as ``start`` returns it. If the
+    view divides a parameter into matrices of several shapes, their states are flattened and concatenated:
+    (..., elements). The dtype is fixed at `init` and never changes.
 
     Args:
-        start: a function from a parameter's matrices (..., rows, columns) to their initial state (..., any, any). The
-            shape of the state must depend on the shape of the matrices only. The default is a zero, (..., 1, 1).
+        start: a function from a parameter's matrices (..., rows, columns) to their initial state, a tensor with the
+            same batch dims and any last two dims. The state's shape must depend on the shape of the matrices only. The
+            default is one zero for each matrix, (..., 1, 1).
         dtype: the storage dtype. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
             parameter.
         saturates: whether a value beyond the range of the storage dtype is stored as the largest finite number instead
@@ -114,7 +120,7 @@ class MatrixSlot:
         checks.state_dtype("dtype", self.dtype)
 
     def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the state of each stack of matrices in a leaf."""
+        """Return the states of the stacks of matrices in a parameter, from the tensor in which they are stored."""
         if len(matrices) == 1:
             return [stored]
         shapes = [tuple(self.start(matrix.new_empty(matrix.shape, device="meta")).shape) for matrix in matrices]
@@ -123,14 +129,14 @@ class MatrixSlot:
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
-        """Round a state to the pinned dtype."""
+        """Round a state to its storage dtype; with ``saturates``, clamp it to the range of this dtype first."""
         limit = torch.finfo(dtype).max
         if self.saturates and torch.finfo(state.dtype).max > limit:
             state = state.clamp(-limit, limit)
         return state.to(dtype)
 
     def join(self, states: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
-        """Undo `split`."""
+        """Return the tensor in which the states of a parameter's stacks of matrices are stored; inverts `split`."""
         batch = _shared_dims(matrices)
         return states[0] if len(states) == 1 else torch.cat([state.flatten(batch) for state in states], dim=-1)
 
@@ -155,35 +161,37 @@ def matrixwise(
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
-    """Make a factory of transforms from a function that returns a state and the arithmetic of a stack of matrices.
+    """Make a factory of transforms from a constructor that returns a state and the arithmetic of a stack of matrices.
 
-    The function has an argument ``view``, a `MatrixView` that defines the matrices of each parameter. It returns a
-    state and a step. The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters, split into
-    matrices like them) and `MatrixSlot` (a state of its own shape for each matrix); ``EmptyState()`` if there is none.
+    The constructor has an argument ``view``, a `MatrixView`, which divides each parameter into matrices. It returns a
+    state and a step. The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters, divided into
+    matrices as they are) and `MatrixSlot` (a tensor of another shape for each matrix); ``EmptyState()`` if there is
+    none.
 
-    The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``: the updates of a stack of
-    matrices (..., rows, columns), their state in the same containers, and their parameters. It returns new tensors and
-    treats each matrix of the stack alone, because a stack may hold small matrices of several parameters. All operands
-    are in the dtype to compute in: the widest of them and at least fp32. The results are rounded to the update's dtype
-    and to the pinned dtypes of the state.
+    The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives the updates of a
+    stack of matrices (..., rows, columns), their state in the same containers, and their parameters. It returns new
+    tensors. A stack may contain small matrices of several parameters, so the step must treat each matrix separately.
+    All operands have one dtype: the widest among them, at least fp32. The results are rounded to the update's dtype and
+    to the storage dtypes of the state.
 
-    The decorator checks that parameters are matrices, splits leaves as the view says, skips gradients of None and
-    empty matrices, and joins the results. `muonfx.leafwise` is for elementwise work, `muonfx.transform` for the rest.
+    The transform checks that parameters are matrices, divides them by the view, skips gradients of None and empty
+    matrices, and joins the results. Use `muonfx.leafwise` for elementwise work and `muonfx.transform` for the rest.
 
     Args:
-        constructor: the function. It validates its arguments, and its name becomes the transform's name.
-        reads_params: whether the step takes the parameters. State that starts at the parameters' values needs it too.
-        position: as for `muonfx.transform`.
-        short_names: as for `muonfx.transform`.
+        constructor: the decorated function. It validates its arguments, and its name becomes the transform's name.
+        reads_params: whether the step receives the parameters. ``Slot(start="params")`` requires it too.
+        position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
+        short_names: the argument for a key of a torch optimizer's groups, such as ``{"momentum": "decay"}``, as for
+            `muonfx.transform`.
 
     Returns:
-        A factory with the constructor's name, signature and docstring. Its transforms have locality MATRIX if matrices
-        are the last two dims in the view, else LEAF.
+        A factory with the constructor's name, signature and docstring. Its transforms have locality MATRIX if the view
+        takes matrices from the last two dims, else LEAF.
 
     Raises:
-        TypeError: the function has no argument ``view``, or does not return a state of slots and a step.
-        ValueError: at `init`, a leaf is not a matrix or does not fit the view; at `update`, ``params`` is missing, if
-            the step reads the parameters, or the step returns an update with another shape.
+        TypeError: the constructor has no argument ``view``, or does not return a state of slots and a step.
+        ValueError: at `init`, a leaf is not a matrix or does not fit the view; at `update`, ``params`` is missing
+            although the step reads the parameters, or the step returns an update with another shape.
 
     Example:
         >>> import muonfx as mfx
@@ -216,8 +224,8 @@ def matrixwise(
             return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-            """Return ``on_stacks`` of a transform: the state of a stack of stacks has more dims than of a stack."""
             state, _ = constructor(**tx.arguments_at(0))
+            # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
             return on_stacks(tx, shapes, only_plain=not is_simple)
 
@@ -234,8 +242,8 @@ def matrixwise(
     return decorate if constructor is None else decorate(constructor)
 
 
-class _Like:
-    """Creates, reads and writes the tree that a `Slot` declares, split into matrices as the parameters are."""
+class _SlotStates:
+    """Creates, reads and writes the state tree that a `Slot` declares, divided into matrices as the parameters are."""
 
     def __init__(self, slot: Slot, role: str) -> None:
         self._trees = SlotTrees(slot, role)
@@ -247,7 +255,7 @@ class _Like:
         return matrices.split(self._trees.read(matrices.at, held))
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
-        return state  # `write` rounds: a quantized dtype rounds a leaf, not a matrix
+        return state  # `write` rounds instead, because a quantized dtype rounds a whole leaf, not a matrix
 
     def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
         stored = self._trees.read(matrices.at, held)
@@ -255,14 +263,14 @@ class _Like:
 
 
 class MatrixStates:
-    """Creates, reads and writes the tree that a `MatrixSlot` declares: a tensor for each leaf."""
+    """Creates, reads and writes the state tree that a `MatrixSlot` declares: one tensor for each parameter."""
 
     def __init__(self, slot: MatrixSlot) -> None:
         self._slot = slot
         self.rounded = slot.rounded
 
     def init(self, matrices: Matrices) -> PyTree:
-        """Return the first states of the parameters' matrices."""
+        """Return the state tree at the first step, for the matrices of the parameters."""
         slot, made = self._slot, list[Tensor]()
         for leaf, own in zip(matrices.leaves, matrices.of_leaves, strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
@@ -270,20 +278,20 @@ class MatrixStates:
         return matrices.at.fill(made)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
-        """Return the states of the matrices of each updated leaf."""
+        """Return for each leaf with a gradient the list of its matrices' states, from the stored tree ``held``."""
         return list(map(self._slot.split, matrices.at.pick(held), matrices.of_leaves))
 
     def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
-        """Return the tree with new states, which have the pinned dtype."""
+        """Return the stored tree ``held`` with new states for the leaves with a gradient."""
         return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), held)
 
 
 def _functions(
     name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], *, reads_params: bool
 ) -> InitAndUpdate:
-    """Build ``init`` and ``update`` from a declared state and a step."""
+    """Build ``init`` and ``update`` of a `matrixwise` transform from its declared state and its step."""
     named = zip(tree.leaves(declared), tree.names(declared), strict=True)
-    fields = [_Like(slot, role) if isinstance(slot, Slot) else MatrixStates(slot) for slot, role in named]
+    fields = [_SlotStates(slot, role) if isinstance(slot, Slot) else MatrixStates(slot) for slot, role in named]
 
     def init(params: PyTree) -> PyTree:
         matrices = Matrices(view, params, named=True)
@@ -309,10 +317,10 @@ def _advance(
     name: str,
     step: Callable[..., Any],
     containers: Structure,
-    fields: Sequence[_Like | MatrixStates],
+    fields: Sequence[_SlotStates | MatrixStates],
     *operands: Tensor,
 ) -> list[Tensor]:
-    """Return the update of one stack of matrices and the new state of each field."""
+    """Run the step on one stack of matrices; return its update and the new value of each field of the state."""
     returned = operands[: 1 + len(fields)]
     if operands[0].numel() == 0:
         return [x.clone() for x in returned]

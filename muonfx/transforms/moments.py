@@ -27,19 +27,19 @@ __all__ = [
 
 
 class MomentumState(NamedTuple):
-    """State of `momentum`."""
+    """State of the transform `momentum`."""
 
     trace: PyTree
-    """The average, like the parameters, in ``dtype``; a `QuantizedState` if it is quantized."""
+    """The average of the gradients: a tree like the parameters in the storage dtype, or a `QuantizedState`."""
 
 
 class DebiasedMomentumState(NamedTuple):
-    """State of `momentum` with ``debias=True``."""
+    """State of the transform `momentum` with ``debias=True``."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
+    """The number of updates so far, 0-d int64."""
     trace: PyTree
-    """The average, like the parameters, in ``dtype``; a `QuantizedState` if it is quantized."""
+    """The average of the gradients: a tree like the parameters in the storage dtype, or a `QuantizedState`."""
 
 
 @leafwise(short_names={"momentum": "decay"})
@@ -53,18 +53,20 @@ def momentum(
 ):
     r"""Replace gradients by their running average.
 
-    The average is $m_t = \beta m_{t-1} + (1 - \beta) g_t$ and the update is $\beta m_t + (1 - \beta) g_t$ with
-    Nesterov's look-ahead, else $m_t$. With ``heavy_ball`` the average is a sum, $m_t = \beta m_{t-1} + g_t$, and the
-    look-ahead $g_t + \beta m_t$.
+    The average is $m_t = \beta m_{t-1} + (1 - \beta) g_t$. The update is $m_t$, or with Nesterov's look-ahead
+    $\beta m_t + (1 - \beta) g_t$. With ``heavy_ball`` the average is a sum, $m_t = \beta m_{t-1} + g_t$, and the
+    look-ahead is $g_t + \beta m_t$.
 
     Args:
         decay: $\beta$, in [0, 1).
         nesterov: use Nesterov's look-ahead.
-        debias: divide by the total weight of the average, as Adam does; with Nesterov both terms, as NAdam does:
-            $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$. All parameters share the count t.
-        heavy_ball: sum instead of averaging; it has no bias to correct.
-        dtype: storage dtype of the average, as for `Slot`. The arithmetic is done in the wider of gradient and state,
-            and in at least fp32.
+        debias: correct the bias of the average by dividing by $1 - \beta^t$, as Adam does. With Nesterov, both terms
+            are divided, as in NAdam: $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$. All parameters
+            share the step count t.
+        heavy_ball: sum gradients instead of averaging them. A sum has no bias to correct.
+        dtype: storage dtype of the average: "auto" (float32, or float64 for float64 parameters), a floating or
+            quantized dtype, or None for the dtype of each parameter. Arithmetic runs in the wider dtype of gradient
+            and state, at least fp32.
 
     Returns:
         A transform with a `MomentumState`, or with a `DebiasedMomentumState` if ``debias``.
@@ -116,14 +118,14 @@ def momentum(
 
 
 class AdamState(NamedTuple):
-    """State of `scale_by_adam`."""
+    """State of `scale_by_adam`. Each moment is a tree like the parameters, or a `QuantizedState` if it is quantized."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
+    """The number of updates so far, 0-d int64."""
     mu: PyTree
-    """Averages of the gradient, like the parameters, in ``mu_dtype``; a `QuantizedState` if it is quantized."""
+    """The first moment, the average of the gradients, in ``mu_dtype``."""
     nu: PyTree
-    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
+    """The second moment, the average of the squared gradients, in ``nu_dtype``."""
 
 
 @leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
@@ -139,30 +141,32 @@ def scale_by_adam(
 ):
     r"""Divide the averaged gradient by the root of the averaged squared gradient.
 
-    $m_t = \beta_1 m_{t-1} + (1 - \beta_1) g_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2$, and the update is
-    $\hat m_t / (\sqrt{\hat v_t + \epsilon_{root}} + \epsilon)$ with $\hat m_t = m_t / (1 - \beta_1^t)$,
+    The moments are $m_t = \beta_1 m_{t-1} + (1 - \beta_1) g_t$ and $v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2$. The
+    update is $\hat m_t / (\sqrt{\hat v_t + \epsilon_{root}} + \epsilon)$ with $\hat m_t = m_t / (1 - \beta_1^t)$ and
     $\hat v_t = v_t / (1 - \beta_2^t)$.
 
     Args:
         b1: decay rate of the first moment, in [0, 1).
         b2: decay rate of the second moment, in [0, 1).
         eps: added outside the root, not negative.
-        eps_root: added inside the root, not negative; give a small one to differentiate through updates whose gradients
-            can be exactly zero, where the root has no derivative.
+        eps_root: added inside the root, not negative. To differentiate through updates, give a small positive number:
+            the root has no derivative at a gradient of exactly zero.
         nesterov: use Nesterov momentum, as NAdam does:
             $\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)$.
-        mu_dtype: storage dtype of the first moment, as for `Slot`.
-        nu_dtype: storage dtype of the second moment, as for `Slot`.
+        mu_dtype: storage dtype of the first moment: "auto" (float32, or float64 for float64 parameters), a floating or
+            quantized dtype, or None for the dtype of each parameter.
+        nu_dtype: storage dtype of the second moment; the same choices.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".
         TypeError: a dtype is neither floating point nor quantized.
 
     The square of a gradient beyond 1.8e19 overflows fp32 (beyond 1.3e154, fp64). The second moment of the element is
-    then infinite, and the element stays fixed, as in torch. `clip_by_global_norm` in front keeps squares finite.
+    then infinite, and its parameter no longer changes, as in torch. `clip_by_global_norm` before this transform keeps
+    the squares finite.
 
-    Follows Kingma and Ba (arXiv 1412.6980), and equals ``torch.optim.AdamW`` without weight decay if every parameter
-    has a gradient at every step. All parameters share the count t, as in Optax; torch counts for each parameter.
+    Follows Kingma and Ba (arXiv 1412.6980). It equals ``torch.optim.AdamW`` without weight decay if every parameter has
+    a gradient at every step. All parameters share the step count t, as in Optax; torch counts for each parameter.
 
     Example:
         >>> import muonfx as mfx
@@ -193,19 +197,19 @@ def scale_by_adam(
 
 
 class RmsState(NamedTuple):
-    """State of `scale_by_rms`."""
+    """State of the transform `scale_by_rms`."""
 
     nu: PyTree
-    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
+    """The average of the squared gradients: a tree like the parameters in ``nu_dtype``, or a `QuantizedState`."""
 
 
 class DebiasedRmsState(NamedTuple):
-    """State of `scale_by_rms` with ``debias=True``."""
+    """State of the transform `scale_by_rms` with ``debias=True``."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
+    """The number of updates so far, 0-d int64."""
     nu: PyTree
-    """Averages of the squared gradient, like the parameters, in ``nu_dtype``; a `QuantizedState` if quantized."""
+    """The average of the squared gradients: a tree like the parameters in ``nu_dtype``, or a `QuantizedState`."""
 
 
 @leafwise(short_names={"alpha": "decay", "eps": "eps"}, position="sets_size")
@@ -217,18 +221,19 @@ def scale_by_rms(
     debias: bool = False,
     nu_dtype: StateDtype = "auto",
 ):
-    r"""Divide updates by the root of their averaged square.
+    r"""Divide each element of the gradients by the root of the running average of its square, as RMSProp does.
 
-    $v_t = \beta v_{t-1} + (1 - \beta) g_t^2$, and the update is $g_t / \sqrt{v_t + \epsilon}$, or
+    The average is $v_t = \beta v_{t-1} + (1 - \beta) g_t^2$. The update is $g_t / \sqrt{v_t + \epsilon}$, or
     $g_t / (\sqrt{v_t} + \epsilon)$ with ``eps_in_sqrt=False``.
 
     Args:
         decay: $\beta$, in [0, 1).
         eps: $\epsilon$, not negative.
         eps_in_sqrt: add $\epsilon$ inside the root.
-        debias: divide the average by the weight that it has gathered, $1 - \beta^t$, as Adam does; with
-            ``eps_in_sqrt=False`` the result is `scale_by_adam` with b1 of 0. All parameters share the count t.
-        nu_dtype: storage dtype of the average, as for `Slot`.
+        debias: correct the bias of the average by dividing by $1 - \beta^t$, as Adam does. With ``eps_in_sqrt=False``
+            the result equals ``scale_by_adam(b1=0.0)``. All parameters share the step count t.
+        nu_dtype: storage dtype of the average: "auto" (float32, or float64 for float64 parameters), a floating or
+            quantized dtype, or None for the dtype of each parameter.
 
     Returns:
         A transform with an `RmsState`, or with a `DebiasedRmsState` if ``debias``.
@@ -237,7 +242,7 @@ def scale_by_rms(
         ValueError: an argument is out of range, or a dtype is a string other than "auto".
         TypeError: the dtype is neither floating point nor quantized.
 
-    Follows Hinton's RMSProp (lecture 6e of 2012) and Optax's transform of this name, where ``debias`` is
+    Follows Hinton's RMSProp (lecture 6e of 2012) and Optax's ``scale_by_rms``, where ``debias`` is called
     ``bias_correction``.
 
     Example:
@@ -269,22 +274,24 @@ def scale_by_rms(
 
 
 class LionState(NamedTuple):
-    """State of `scale_by_lion`."""
+    """State of the transform `scale_by_lion`."""
 
     mu: PyTree
-    """The average gradient, like the parameters, in ``mu_dtype``; a `QuantizedState` if it is quantized."""
+    """The average of the gradients: a tree like the parameters in ``mu_dtype``, or a `QuantizedState`."""
 
 
 @leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1"}, position="sets_size")
 def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"):
-    r"""Replace updates by the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$.
+    r"""Replace gradients by the sign of a mean of the gradient and its running average, as Lion does.
 
-    The average is $m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t$.
+    The update is the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, and the running average is $m_t = \beta_2 m_{t-1} +
+    (1 - \beta_2) g_t$.
 
     Args:
-        b1: weight of the average in the update, in [0, 1).
-        b2: decay rate of the average, in [0, 1).
-        mu_dtype: storage dtype of the average, as for `Slot`.
+        b1: $\beta_1$, the weight of the average in the update, in [0, 1).
+        b2: $\beta_2$, the decay rate of the average, in [0, 1).
+        mu_dtype: storage dtype of the average: "auto" (float32, or float64 for float64 parameters), a floating or
+            quantized dtype, or None for the dtype of each parameter.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto".

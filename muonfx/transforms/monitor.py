@@ -1,4 +1,4 @@
-"""Scalars that measure updates, stored in the state."""
+"""Measuring of updates inside a chain: `monitor` stores scalars in its state, and `metrics` returns them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["METRICS", "Metric", "MonitorState", "metrics", "monitor"]
 
 
 class MonitorState(NamedTuple):
-    """State of `monitor`."""
+    """State of the transform `monitor`."""
 
     values: dict[str, Tensor]
-    """The latest value of each metric as "name/metric", or "name/leaf/metric" by leaf: 0-d, fp32."""
+    """The latest value of each metric, 0-d fp32, by the key "name/metric", or "name/leaf/metric" with ``by_leaf``."""
 
 
 def _rms(updates: PyTree, total: Sum) -> Tensor:
@@ -33,7 +33,7 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
 
 
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
-    """Return the mean error of leaves of two or more dims, as matrices with rows <= columns in at least fp32."""
+    """Return the mean relative distance of matrices from orthonormal ones; leaves are flattened after the first dim."""
     device = device_of(updates)
     errors: list[Tensor] = []
     for u in tree.tensors(updates):
@@ -47,34 +47,35 @@ def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
 
 
 Metric = Literal["norm", "rms", "orthogonality_error"]
-"""The names of the metrics of `monitor`."""
+"""The name of a metric of `monitor`."""
 
 METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
     "norm": norm_over_leaves,
     "rms": _rms,
     "orthogonality_error": _orthogonality_error,
 }
-"""The metrics of `monitor`."""
+"""The metrics of `monitor` by name: functions of a tree of updates and of ``sum_over_leaves``, a sum over all ranks."""
 
 _SUMS = {"norm", "rms"}
 
 
 @transform(locality=Locality.TREE, position="observer")
 def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms"), *, by_leaf: bool = False):
-    r"""Measure the updates and return them unchanged.
+    r"""Measure the updates, store the values in the state, and return the updates unchanged.
 
-    It measures the updates at its position in the chain. Put it first for the gradient norm, after `orthogonalize` for
-    the orthogonality error, and last for the size of the steps. `metrics` collects the values from a state.
+    It measures the updates at its place in the chain. Put it first for the gradient norm, after `orthogonalize` for
+    the orthogonality error, and last for the size of the steps. `metrics` returns the values from the chain's state.
 
     Args:
-        name: prefix of the names of the values; it must differ between the monitors of a chain.
-        metrics: any of "norm" (2-norm of the whole tree), "rms" (root mean square of all elements),
-            "orthogonality_error" (mean over matrices of $\|UU^T - I\|_F / \sqrt{r}$, on the smaller side r).
-        by_leaf: measure each leaf, as "name/leaf/metric"; `muonfx.plot.plot_update_rms` plots the values. Under a
-            sharded layout this gathers all updates at every step.
+        name: prefix of the keys of the values; it must differ between the monitors of a chain.
+        metrics: any of "norm" (2-norm of the whole tree), "rms" (root mean square of all elements), and
+            "orthogonality_error" (mean over matrices U of $\|UU^T - I\|_F / \sqrt{r}$, where r is the length of U's
+            shorter side; U is transposed if it has more rows than columns).
+        by_leaf: measure each leaf separately, with the key "name/leaf/metric". `muonfx.plot.plot_update_rms` plots the
+            values. If parameters are sharded, all updates are gathered at every step.
 
     Raises:
-        ValueError: unknown metrics; the message lists the known ones.
+        ValueError: a metric is unknown, or ``metrics`` is empty; the message lists the known metrics.
 
     Example:
         >>> import muonfx as mfx
@@ -89,10 +90,10 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     """
     unknown = [metric for metric in metrics if metric not in METRICS]
     if unknown or not metrics:
-        raise ValueError(f"monitor: unknown metrics {unknown}; there are {', '.join(map(repr, METRICS))}")
+        raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
 
     def parts(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
-        """Return the metric and the tree of each measured value: all leaves, or one."""
+        """Return a dict from the key of each measured value to its metric and to the tree that is measured."""
         trees = {f"{name}/{leaf}": x for leaf, x in tree.named_leaves(values)} if by_leaf else {name: values}
         return {f"{key}/{metric}": (metric, part) for key, part in trees.items() for metric in metrics}
 
@@ -117,7 +118,10 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
 
 
 def metrics(state: PyTree) -> dict[str, Tensor]:
-    """Return the values that all monitors in a state measured: a dict from "name/metric" to a 0-d tensor.
+    """Return the latest values of all `monitor` transforms in a state, as a dict from "name/metric" to a 0-d tensor.
+
+    Args:
+        state: the state of a chain, or of any transform that contains monitors.
 
     Raises:
         ValueError: two monitors have the same name.
@@ -132,7 +136,7 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
         if isinstance(node, MonitorState):
             if twice := found.keys() & node.values.keys():
                 raise ValueError(
-                    f"metrics: two monitors measure {sorted(twice)[0]!r}; give each monitor of a chain its own name"
+                    f"metrics: found {sorted(twice)[0]!r} in two monitors, expected one: give each monitor its own name"
                 )
             found.update(node.values)
         elif isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""NorMuon's normalization of neurons: each row or column of a matrix by its own running second moment."""
+"""NorMuon's normalization of neurons: it divides each row or column of a matrix by its running root mean square."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["NeuronsState", "normalize_neurons"]
 
 
 class NeuronsState(NamedTuple):
-    """State of `normalize_neurons`."""
+    """State of the transform `normalize_neurons`."""
 
     nu: PyTree
-    """Second moment of each row, (..., rows, 1), or column, (..., 1, columns), in ``dtype``."""
+    """For each parameter the running mean square of each row, (..., rows, 1), or of each column, (..., 1, columns)."""
 
 
 @matrixwise
@@ -37,27 +37,28 @@ def normalize_neurons(
 ):
     r"""Divide each row of a matrix by the root of its running mean square.
 
-    $v_t = \beta v_{t-1} + (1 - \beta)\,\mathrm{mean}_j(u_{ij}^2)$ for each row i, and the update is
-    $u_{ij} / (\sqrt{v_i} + \epsilon)$, scaled so that each matrix keeps its Frobenius norm. It follows
-    `orthogonalize` in a chain. Norms neither overflow nor underflow; a second moment beyond the range of its dtype
-    stays at the largest number.
+    The running mean square of each row i is $v_i \leftarrow \beta v_i + (1 - \beta)\,\mathrm{mean}_j(u_{ij}^2)$. The
+    update is $u_{ij} / (\sqrt{v_i} + \epsilon)$, scaled so that each matrix keeps its Frobenius norm. Put it after
+    `orthogonalize` in a chain. Norms neither overflow nor underflow. A mean square beyond the range of its dtype is
+    stored as the largest finite number.
 
     Args:
         decay: $\beta$, in [0, 1).
-        eps: added to the root, not negative.
-        axis: "rows" normalizes rows, as in the paper and Dion's "neuron". "longer" normalizes the columns of matrices
-            (or blocks) with more columns than rows, and the rows of all others, as in modded-nanogpt,
-            Emerging-Optimizers and Dion's "short_axis". In an orthogonalized matrix, all lines along the other axis
-            have norm 1.
-        dtype: storage dtype of the second moment, as for `MatrixSlot`.
-        view: which matrices a leaf consists of, as for `orthogonalize`. Each block keeps its own norm.
+        eps: $\epsilon$, added to the root, not negative.
+        axis: "rows" normalizes rows, as in the paper and in Dion's option "neuron". "longer" normalizes columns if a
+            matrix has more columns than rows, else rows, as in modded-nanogpt, Emerging-Optimizers and Dion's option
+            "short_axis". In an orthogonalized matrix, the vectors along the other axis all have norm 1 already.
+        dtype: storage dtype of the mean squares. "auto" is float32, or float64 for float64 parameters; None is the
+            dtype of each parameter.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`. Each matrix keeps its
+            own norm.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is
             not a matrix.
 
-    Follows NorMuon (arXiv 2510.05491), whose factor $0.2\sqrt{mn} / \|U\|_F$ equals
-    ``scale_by_shape("match_rms_adamw")`` after this if the input is orthogonal.
+    Follows NorMuon (arXiv 2510.05491). If the input is orthogonal, its factor $0.2\sqrt{mn} / \|U\|_F$ equals
+    ``scale_by_shape("match_rms_adamw")`` after this transform.
 
     Example:
         >>> import muonfx as mfx

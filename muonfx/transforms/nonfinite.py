@@ -17,26 +17,27 @@ __all__ = ["SkipNonfiniteState", "skip_nonfinite"]
 
 
 class SkipNonfiniteState(NamedTuple):
-    """State of `skip_nonfinite`."""
+    """State of the transform `skip_nonfinite`."""
 
     skipped: Tensor
-    """Steps skipped in all, int64."""
+    """The number of skipped steps so far, 0-d int64."""
     in_a_row: Tensor
-    """Steps skipped since the last good one, int64."""
+    """The number of skipped steps since the last step with finite gradients, 0-d int64."""
     inner: PyTree
-    """The inner transform's state."""
+    """The state of the inner transform."""
 
 
 @transform(locality=Locality.TREE, combinator=Combinator(Locality.TREE))
 def skip_nonfinite(inner: Transform):
-    """Skip a step in which any gradient is NaN or infinite: return zero updates and keep the state bitwise.
+    """Skip a step in which any gradient is NaN or infinite: return updates of zero and keep the inner state bitwise.
 
-    The old or the new state is selected on the device, without a sync. So the inner transform runs at every step, on
-    zeros in a skipped step, and its old state cannot be donated to it. Around `accumulate`, whose counters are in CPU
-    memory, the selection syncs; ``accumulate(skip_nonfinite(...), k)`` does not.
+    The old or the new state is selected on the device, without a sync. Therefore the inner transform runs at every
+    step (on gradients of zero in a skipped step), and the memory of its old state is not reused. Write
+    ``accumulate(skip_nonfinite(...), k)`` rather than ``skip_nonfinite(accumulate(...))``, which syncs because the
+    counters of `accumulate` are in CPU memory.
 
     Args:
-        inner: usually the whole chain, so that one bad leaf skips the whole step.
+        inner: the transform to skip, usually the whole chain. One bad gradient skips the step for all leaves.
 
     Example:
         >>> import muonfx as mfx
@@ -76,7 +77,7 @@ def skip_nonfinite(inner: Transform):
 
         clean = at.fill([if_good(leaf, torch.zeros_like(leaf)) for leaf in leaves])
         extras["sum_over_leaves"] = sum_over_leaves
-        if "only_if" in inner.extras.named:  # an executor whose state is offloaded: a selection would load both states
+        if "only_if" in inner.extras.named:  # the state is offloaded: a selection would load the old and the new state
             donated = Donation(True, donate.state)
             out, inner_state = inner.run(clean, state.inner, params, donate=donated, only_if=good, **extras)
         else:

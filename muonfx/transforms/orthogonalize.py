@@ -21,7 +21,7 @@ __all__ = ["orthogonalize"]
 
 
 def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the products, or the dtype of the updates if they are scaled before rounding."""
+    """Return the compute dtype if it has the range of ``dtype``; else ``dtype``: updates are scaled before rounding."""
     given = tx.arguments
     compute = polar.compute_dtype(
         dtype, device, given["dtype"], coefficients=given["coefficients"], steps=given["steps"]
@@ -30,7 +30,7 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
-    """Return the cost of the Newton-Schulz iterations of a leaf's matrices."""
+    """Return a function from name, shape and dtype of a leaf to the cost of orthogonalizing its matrices."""
     given = tx.arguments
     view: MatrixView = given["view"]
     settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
@@ -71,21 +71,23 @@ def orthogonalize(
     """Replace each matrix $G = U S V^T$ by about $U V^T$, with a Newton-Schulz iteration.
 
     Args:
-        coefficients: the name of a set (see `muonfx.polar`), the set itself, or its steps (a, b, c).
-        steps: how many steps; None takes the set's own number.
-        method: "standard" or "gram"; "auto" takes the cheaper one by shape (`muonfx.polar.explain` prints the choice
-            and the reason).
-        dtype: the compute dtype; "auto" decides by the device, and is at least fp32 if derivatives are taken
-            through the transform. Updates are returned in their own dtype.
-        products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
-        view: which matrices a leaf consists of: ``MatrixView({"*.qkv.weight": "(qkv=3 out) in -> qkv out in"})`` for a
-            fused query, key and value.
+        coefficients: the polynomial coefficients of the iteration: the name of a set in `muonfx.polar`, such as
+            "keller"; the set itself; or a triple (a, b, c) for each step.
+        steps: the number of steps; None is the number of steps of the set.
+        method: "standard", or "gram", which iterates on the Gram matrix of the shorter side. "auto" is the cheaper of
+            the two for each shape; `muonfx.polar.explain` prints the choice and the reason.
+        dtype: the compute dtype. "auto" depends on the device, and is at least fp32 if derivatives are taken through
+            the transform. Updates are returned in their own dtype.
+        products: how symmetric matrix products are computed: "batched", "blocks" or "triton". "auto" depends on the
+            shape and the device.
+        view: a `MatrixView`, which divides each parameter into matrices. For fused query, key and value weights:
+            ``MatrixView({"*.qkv.weight": "(qkv=3 out) in -> qkv out in"})``.
 
     Returns:
-        A stateless transform. It reads one matrix at a time if the view's matrices are the last two dims, else a leaf.
+        A transform without state. Its locality is MATRIX if the view takes matrices from the last two dims, else LEAF.
 
     Raises:
-        ValueError: a setting is malformed; at `update`, a leaf is not a matrix or does not fit the view.
+        ValueError: an argument is malformed; at `init` or `update`, a leaf is not a matrix or does not fit the view.
 
     Follows Keller Jordan's Muon; see `muonfx.polar.orthogonalize` for the iteration and its sources.
 
@@ -95,7 +97,7 @@ def orthogonalize(
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """
-    # Raises if an option is malformed. Whether the kernels run depends on the device of the updates.
+    # Raises if an option is malformed. Triton kernels are not checked here: they depend on the device of the updates.
     checked = "auto" if products == "triton" else products
     polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=checked)
     iterated = Orthogonalizer(coefficients, steps, method, dtype, products)

@@ -24,7 +24,7 @@ from muonfx.tree.wrappers import unwrapped
 __all__ = ["AttentionHeads", "qk_clip"]
 
 Span = tuple[int, int]
-"""The first index of a range and its end (exclusive)."""
+"""A range of rows within the block of a head: the first row and the end (exclusive)."""
 
 _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 
@@ -32,22 +32,27 @@ _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 @plain_fields
 @dataclass(frozen=True, repr=False)
 class AttentionHeads:
-    """The names of the query and key weights of attention modules, and the rows that belong to each head.
+    """Where `qk_clip` finds the query and key weights of attention modules, and the rows that belong to each head.
 
     The weights and biases of a module are found by name. With ``query="q_proj"``, the queries of ``layers.0.attn`` are
-    ``layers.0.attn.q_proj.weight`` and ``.bias``, or a parameter ``layers.0.attn.q_proj``.
+    ``layers.0.attn.q_proj.weight`` and ``.bias``, or a parameter ``layers.0.attn.q_proj``. The rows of a weight (its
+    output features) are equal blocks of consecutive rows, one block for each head.
 
     Args:
         module: a glob over the dotted names of attention modules. These names are the keys of ``max_logits``.
         heads: the number of query heads.
-        key_heads: the number of key heads, which divides ``heads``; default: as many. Consecutive query heads share a
-            key head.
+        key_heads: the number of key heads, which divides ``heads``. Consecutive query heads share a key head. Default:
+            as many as query heads.
         query: the name of the query weights within the module.
-        key: the name of the key weights. For fused weights it is the same as ``query``: without ``query_dims`` and
-            ``key_dims``, their rows are all queries, then all keys, then as many values as keys.
-        query_dims: the rows of the query within the block of its head. Default: the whole block except ``rotary_dims``.
-        key_dims: the rows of the key within the block of its head, if the block also contains, for example, a value.
-        rotary_dims: the rows of each query head's block that are multiplied by a rotary key shared by all heads.
+        key: the name of the key weights. For fused weights, give the same name as for ``query``. If neither
+            ``query_dims`` nor ``key_dims`` is given, their rows are all queries, then all keys, then all values, with
+            as many values as keys.
+        query_dims: the range (first, end) of rows of the query within the block of its head. Default: all rows of the
+            block except ``rotary_dims``.
+        key_dims: the range of rows of the key within the block of its head, if the block contains other rows too, such
+            as a value.
+        rotary_dims: the range of rows within the block of a query head that are multiplied by a rotary key which all
+            heads share, as in multi-head latent attention.
         axis: the dim of output features in a weight: 0 for ``nn.Linear``, 1 for ``Conv1D``.
 
     Raises:
@@ -91,17 +96,17 @@ class AttentionHeads:
 
     @property
     def keys(self) -> int:
-        """The number of key heads."""
+        """The number of key heads; equal to ``heads`` if ``key_heads`` is None."""
         return self.heads if self.key_heads is None else self.key_heads
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
-        """Return globs over parameter names: one tuple for the queries, and one for the keys."""
+        """Return tuples of globs over parameter names: one for the queries and one for the keys, or one for both."""
         roots = [f"{self.module}."] * bool(self.module) + [""] * matches("", self.module)
         parts = dict.fromkeys((self.query, self.key))
         return tuple(tuple(root + part + ending for root in roots for ending in _ENDINGS) for part in parts)
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Return the module that a parameter belongs to, and its roles there: "query", "key", both or none."""
+        """Return the attention module of a parameter, and its roles there: a tuple of "query", "key", both or none."""
         module = ""
         roles: list[str] = []
         for part, role in ((self.query, "query"), (self.key, "key")):
@@ -113,7 +118,7 @@ class AttentionHeads:
         return module, tuple(roles)
 
     def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
-        """Return for each row the index of its factor in the tensor of `_factors`."""
+        """Return for each of the ``size`` rows of a parameter the index of its factor in the result of `_factors`."""
         found = torch.full((size,), 2 * self.heads + self.keys, device=device)
         for role in roles:
             is_query = role == "query"
@@ -127,8 +132,8 @@ class AttentionHeads:
                 spans.append((self.heads + self.keys, self.rotary_dims))
             if rest or any(last > block for _, (_, last) in spans):
                 raise ValueError(
-                    f"qk_clip: {name!r} has {size} rows, which {self!r} does not divide into equal blocks, one for "
-                    "each head: correct the heads or the dims"
+                    f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
+                    "contain its dims: correct the heads or the dims"
                 )
             for first_place, (first, last) in spans:
                 head = torch.arange(first_place, first_place + count, device=device)
@@ -137,26 +142,29 @@ class AttentionHeads:
 
 
 class _Member(NamedTuple):
-    """A parameter that holds queries or keys."""
+    """A parameter that holds query or key weights of an attention module."""
 
     name: str
     module: str
     heads: AttentionHeads
     roles: tuple[str, ...]
     shape: tuple[int, ...]
-    """The shape of the whole parameter."""
+    """The full shape of the parameter, not of a shard."""
     is_present: bool
 
     def places(self, device: torch.device | str) -> Tensor:
-        """Return the index of the factor of each element, in a shape that broadcasts to the parameter."""
+        """Return the index of each element's factor, in a shape that broadcasts to the parameter's."""
         shape, axis = self.shape, 0 if len(self.shape) == 1 else self.heads.axis
         if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"qk_clip: {self.name!r} has shape {shape}, and no dim {axis}, the axis of {self.heads!r}")
+            raise ValueError(
+                f"qk_clip: {self.name!r} has shape {shape}, expected a dim {axis}, the axis of {self.heads!r}: "
+                "correct axis="
+            )
         rows = self.heads.places(self.name, shape[axis], self.roles, device)
         return rows.reshape([size if dim == axis % len(shape) else 1 for dim, size in enumerate(shape)])
 
     def lacking(self, factors: dict[str, Tensor], device: torch.device) -> Tensor:
-        """Return 1 minus the factor of each element of the whole parameter."""
+        """Return 1 minus the factor of each element, in the full shape of the parameter."""
         return (1.0 - factors[self.module].to(device)[self.places(device)]).expand(self.shape)
 
 
@@ -169,7 +177,7 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the parameters of each module, unless `_resolve` did that."""
+    """Return the parameters that hold queries or keys; after `_resolve`, ``heads`` consists of them already."""
     found = [own for own in heads if isinstance(own, _Member)]
     if found:
         return found
@@ -186,7 +194,7 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
-    """Give the transform the shapes of whole parameters."""
+    """Return the transform with the full shapes of its parameters, so that it also works on shards."""
     members = _members(_as_tuple(tx.arguments["heads"]), params)
     return tx.replace(heads=tuple(own for own in members if own.is_present))
 
@@ -216,32 +224,32 @@ def qk_clip(
     r"""Scale down the query and key weights of each head whose largest attention logit exceeds a bound.
 
     Let $s_h$ be the largest logit $q_i k_j^\top / \sqrt d$ of head h in the step, and $\gamma_h = \min(1, \tau / s_h)$.
-    The updates are changed so that the updated query weights of the head, and their biases, are multiplied by
+    The updates are changed so that the new query weights of the head, and their biases, are multiplied by
     $\gamma_h^\alpha$, and its key weights by $\gamma_h^{1 - \alpha}$. All logits of the head are then multiplied by
     $\gamma_h$. Heads with $s_h \le \tau$, or with an $s_h$ that is not finite, are bitwise unchanged.
 
-    It is the last transform of a chain, after the learning rate, and inside `master_params`. Each `update` requires the
-    named extra ``max_logits``: a dict from the name of each attention module to a tensor with $s_h$ of each query head,
-    which `muonfx.attention.collect_max_logits` collects. Under `muonfx.sharding.sharded` the largest logit of all ranks
-    is used, at the cost of one all-reduce; otherwise see `muonfx.attention.reduce_max_logits`. A parameter without an
-    update is not scaled.
+    Put it last in a chain, after the learning rate, and inside `master_params`. Each `update` requires the named
+    argument ``max_logits``: a dict from the name of each attention module to a tensor with $s_h$ of each query head,
+    as `muonfx.attention.collect_max_logits` returns it. Under `muonfx.sharding.sharded` the largest logit of all ranks
+    is used, at the cost of one all-reduce; otherwise see `muonfx.attention.reduce_max_logits`. A parameter whose
+    gradient is None is not scaled.
 
     If query heads share a key head, the key is multiplied by $\max_h \gamma_h^{1 - \alpha}$ over these heads, and each
-    query by the rest of its own $\gamma_h$. The logits of each head are then multiplied by exactly its own factor, and
-    no factor exceeds 1. The smallest factor would instead make the queries of the other heads grow. A rotary key that
-    all heads share is not changed; the queries that it multiplies are scaled by $\gamma_h$.
+    query by the remaining factor of its own $\gamma_h$. Each head's logits are then multiplied by exactly its own
+    $\gamma_h$, and no factor exceeds 1. (With the smallest factor for the key, other queries would have to grow.) A
+    rotary key that all heads share is not changed; the queries that it multiplies are scaled by $\gamma_h$.
 
     Args:
-        heads: which parameters hold queries and keys; several values if modules differ. The first value that matches a
-            parameter is used.
-        tau: the bound, positive.
-        alpha: the query's share of the exponent, from 0 to 1.
+        heads: the parameters that hold queries and keys, as `AttentionHeads`; a tuple if modules differ. The first
+            `AttentionHeads` that matches a parameter is used.
+        tau: the bound of the logits, positive.
+        alpha: the exponent of $\gamma_h$ for the queries, from 0 to 1; the keys have 1 minus alpha.
 
     Raises:
         TypeError: ``heads`` has another type; at `update`, ``max_logits`` is missing or not a dict.
-        ValueError: a number is out of range; at `init`, a pattern matches no parameter, or a parameter does not have
-            the rows of its heads, or a mask around it hides the queries or the keys of a module; at `update`,
-            ``params`` or an entry of ``max_logits`` is missing or has another shape.
+        ValueError: a number is out of range; at `init`, a pattern matches no parameter, the rows of a parameter do not
+            fit the heads, or a mask selects only the queries or only the keys of a module; at `update`, ``params`` or
+            an entry of ``max_logits`` is missing or has another shape.
 
     Follows Kimi K2 (arXiv 2507.20534), section 2.1 and algorithm 1.
 
@@ -309,20 +317,20 @@ def qk_clip(
 
 
 def _check_pairs(members: list[_Member]) -> None:
-    """Require both the queries and the keys of each module, because each gets a share of the factor."""
+    """Raise an error unless both the queries and the keys of each module are present."""
     for member in members:
         seen = {role for own in members if own.module == member.module for role in own.roles}
         for role in {"query", "key"} - seen:
             lacking = ".".join(filter(None, (member.module, getattr(member.heads, role))))
             raise ValueError(
-                f"qk_clip: found the {member.roles[0]} weights {member.name!r} and no {role} weights {lacking!r} among "
-                "its parameters. Each takes a share of the factor, so it must see both: give both to it in the mask or "
-                "the labels around it"
+                f"qk_clip: found the {member.roles[0]} weights {member.name!r} without the {role} weights {lacking!r}, "
+                "expected both, because both are multiplied by a part of the factor: include both in the mask or the "
+                "labels of this qk_clip"
             )
 
 
 def _logits(members: list[_Member], max_logits: object) -> dict[str, Tensor]:
-    """Return the largest logits of each module after checking them."""
+    """Return a dict from module name to the largest logit of each query head, after checking types and shapes."""
     if not isinstance(max_logits, Mapping):
         raise TypeError(
             "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
@@ -352,7 +360,7 @@ def _factors(
     max_over_ranks: Callable[[Tensor], Tensor],
     like: Tensor,
 ) -> dict[str, Tensor]:
-    """Return for each module the factors of its queries, its keys and its rotary queries, and a 1."""
+    """Return for each module a vector of factors: of its query heads, key heads and rotary queries, and a final 1."""
     logits = _logits(members, max_logits)
     largest = max_over_ranks(torch.cat([own.to(like) for own in logits.values()]))
     exceeds = largest.isfinite() & (largest > tau)
@@ -369,7 +377,7 @@ def _factors(
 
 
 def _scaled(update: Tensor, weight: Tensor, lacking: Tensor) -> Tensor:
-    """Return the update that makes the new weight equal to the updated weight times a factor."""
+    """Return the update that multiplies the updated weight by a factor; ``lacking`` is 1 minus this factor."""
     wide = ew.wide_dtype(update.dtype, weight.dtype)
     u, w, lack = update.to(wide), weight.to(wide), lacking.to(wide)
     # f (w + u) - w, written as u + (1 - f) (-w - u) to keep the digits of a small u.

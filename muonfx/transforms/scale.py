@@ -23,7 +23,7 @@ __all__ = ["SHAPE_RULES", "ShapeRule", "scale", "scale_by_learning_rate", "scale
 
 
 def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndUpdate:
-    """Build a transform without state from a function of the leaves, and of whether it may overwrite them."""
+    """Build ``init`` and ``update`` without state from a function ``(leaves, may_overwrite) -> new leaves``."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -33,7 +33,7 @@ def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndU
 
 
 def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
-    """Build a transform without state from a function of flat leaves (..., elements), a stack of them or one."""
+    """Build ``init`` and ``update`` without state from a function of one flattened leaf or a stack of such leaves."""
 
     def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
         (made,) = ew.by_stacks(function)([leaf.reshape(-1) for leaf in leaves])
@@ -43,13 +43,13 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
 
 
 def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
-    # Not `leafwise`: one product is rounded once in any dtype, and casts would take two more passes.
-    # A scheduler may write into a tensor that is the factor, so the sign is applied at every step.
+    # Not `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two passes.
+    # The sign is applied at every step, because a scheduler may write into a factor that is a tensor.
     return of_lists(lambda leaves, reuse: ew.cast_like(ew.mul(leaves, sign * factor, reuse=reuse), leaves))
 
 
 def _position_of_factor(factor: object) -> Position | None:
-    """Return the position of a transform that multiplies updates by a factor, as far as its sign is known."""
+    """Return the position of `scale` in a chain by the sign of its factor: None if the factor is positive."""
     numbers = [number for _, number in parts_of(factor)] if isinstance(factor, Schedule) else [factor]
     known = [number for number in numbers if isinstance(number, float)]
     if any(x < 0 for x in known):
@@ -62,7 +62,7 @@ def scale(factor: ScalarOrSchedule):
     """Multiply updates by a number.
 
     Args:
-        factor: any finite number, or a schedule; the first update uses step 0.
+        factor: any finite number, or a schedule, which is called with 0 for the first update.
 
     Raises:
         ValueError: ``factor`` is not finite.
@@ -76,9 +76,9 @@ def scale(factor: ScalarOrSchedule):
 
 @transform(locality=Locality.ELEMENT, position="sets_size")
 def scale_by_sign():
-    """Replace every element by its sign: -1, 0 or 1. NaN stays NaN.
+    """Replace every element of the updates by its sign: -1, 0 or 1. NaN stays NaN.
 
-    Follows signSGD (arXiv 1802.04434) and Optax's transform of this name.
+    Follows signSGD (arXiv 1802.04434) and Optax's ``scale_by_sign``.
 
     >>> import muonfx as mfx
     >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.core.EmptyState())[0]
@@ -89,7 +89,9 @@ def scale_by_sign():
 
 @transform(locality=Locality.ELEMENT, position="learning_rate", short_names={"lr": "learning_rate"})
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule):
-    """Multiply updates by minus a learning rate, so that they point downhill. `scale` keeps the sign.
+    """Multiply updates by minus the learning rate, so that adding them to the parameters reduces the loss.
+
+    `scale` multiplies by a number without reversing the sign.
 
     Args:
         learning_rate: a number of 0 or more, or a schedule.
@@ -105,7 +107,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule):
 
 
 ShapeRule = Literal["original", "match_rms_adamw", "spectral", "fan_in"]
-"""The names of `SHAPE_RULES`."""
+"""The name of a rule in `SHAPE_RULES`."""
 
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
@@ -113,12 +115,15 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
     "fan_in": lambda rows, columns: 1.0 / columns,
 }
-"""Functions from rows and columns to a factor. In order: Keller Jordan's Muon; Moonlight; Dion and Scion; Scion."""
+"""The rules of `scale_by_shape`: functions from rows and columns of a matrix to the factor of its update.
+
+In order, they are the rules of Keller Jordan's Muon; Moonlight; Dion and Scion (for matrices); Scion (for signs).
+"""
 
 
 @transform(locality=Locality.ELEMENT)
 def scale_each(factors: Mapping[str, float]):
-    """Multiply each leaf by a fixed factor, given by name; `scale_by_shape` becomes this once shapes are known."""
+    """Multiply each leaf by a fixed factor, from a dict by leaf name; used by `scale_by_shape` for known shapes."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -129,7 +134,7 @@ def scale_each(factors: Mapping[str, float]):
 
 
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
-    """Return `scale_each`, or the transform itself if a leaf has blocks of different shapes."""
+    """Return `scale_each` for these parameters, or the transform itself if a leaf has matrices of different shapes."""
     lr_scaling = tx.arguments["lr_scaling"]
     matrices = Matrices(tx.arguments["view"], params, named=True)
     if any(len(own) > 1 for own in matrices.of_leaves):
@@ -139,7 +144,7 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
 
 
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
-    """Return the factor of a scaling for a matrix; 1 if the matrix is empty."""
+    """Return the factor for a matrix by a rule of `SHAPE_RULES`; 1 if the matrix is empty."""
     rows, columns = matrix.shape[-2:]
     return SHAPE_RULES[lr_scaling](rows, columns) if rows and columns else 1.0
 
@@ -152,19 +157,19 @@ def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
     name_patterns=name_patterns,
 )
 def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixView = MatrixView()):
-    r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
+    r"""Multiply the update of each matrix by a function of its shape, so that one learning rate suits all matrices.
 
     Args:
-        lr_scaling: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$, "spectral"
-            $\sqrt{r/c}$ or "fan_in" $1/c$, for r rows (output features) and c columns (input features) of the matrix,
-            or of each block.
-        view: which matrices a leaf consists of; the same as for `orthogonalize`.
+        lr_scaling: the factor of a matrix with r rows (output features) and c columns (input features): "original" is
+            $\sqrt{\max(1, r/c)}$, "match_rms_adamw" is $0.2 \sqrt{\max(r, c)}$, "spectral" is $\sqrt{r/c}$ and
+            "fan_in" is $1/c$.
+        view: a `MatrixView`, which divides each parameter into matrices; give the same view as to `orthogonalize`.
 
     Raises:
         ValueError: ``lr_scaling`` is unknown; at `update`, a leaf is not a matrix.
 
-    Follows ``torch.optim.Muon``'s ``adjust_lr_fn`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982), Dion,
-    Scion (arXiv 2502.07529: "spectral", and "fan_in" for signs).
+    Follows ``adjust_lr_fn`` of ``torch.optim.Muon`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982:
+    "match_rms_adamw"), Dion ("spectral") and Scion (arXiv 2502.07529: "spectral", and "fan_in" for signs).
 
     Example:
         >>> import muonfx as mfx

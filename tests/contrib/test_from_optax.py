@@ -129,7 +129,7 @@ def test_another_rate_and_a_momentum_within_are_warned_of():
     rate, other = mfx.linear_schedule(0.0, 0.1, 5), mfx.linear_schedule(0.1, 0.0, 5)
     plain = mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(rate))
     for given in (0.5, other):
-        with pytest.warns(UserWarning, match=r"^schedule_free: learning_rate is .* Give both the same") as caught:
+        with pytest.warns(UserWarning, match=r"^schedule_free: found learning_rate=.* give both the same") as caught:
             mfx.contrib.schedule_free(plain, given)
         assert [found.filename for found in caught] == [__file__]
     for part, name in ((mfx.scale_by_adam(), "b1=0.9"), (mfx.momentum(), "decay=0.95")):

@@ -393,7 +393,7 @@ def test_an_in_place_operator_rebinds_the_name():
     assert state["sum"]["w"].tolist() == u.tolist() == [1.0, -3.0]
 
 
-ONLY_VALUES = "represents every leaf of a tree, so Python cannot .*; use torch.where, or write the transform"
+ONLY_VALUES = "a leaf has no truth value, index, .*: use torch.where, or write the transform"
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "not": (lambda u: not u, ONLY_VALUES),
     "if equal": (lambda u: 1.0 if u == 0 else u, ONLY_VALUES),

@@ -212,5 +212,5 @@ def test_a_gathered_gradient_is_not_lost_where_the_last_one_is_none(name: str):
 
 
 def test_namo_says_that_it_has_no_scale_for_a_gathered_gradient():
-    with pytest.raises(ValueError, match=r"scale_by_namo: inner returns an update for 'b'.*accumulate\(scale_by_namo"):
+    with pytest.raises(ValueError, match=r"inner transform returned an update for 'b'.*accumulate\(scale_by_namo"):
         run(mfx.contrib.scale_by_namo(UPHILL), zeros=False)

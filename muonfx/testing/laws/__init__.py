@@ -1,7 +1,8 @@
-"""The laws, one family per file: each is a function ``law(tx, params, steps)`` that raises `LawViolation`.
+"""The laws, one family per file: properties that every transform must have.
 
-`check_transform` checks them in the order of the imports below. A transform that does not accept an absent leaf
-therefore breaks that law, and not a later law whose example has an absent leaf.
+Each law is a function ``law(tx, params, steps)`` of a transform, parameters and the gradients of each step, which
+raises `LawViolation` if the law does not hold. `check_transform` checks them in the order of the imports below. For
+example, a transform that does not accept a gradient of None breaks the law about this first, and not a later law.
 """
 
 # ruff: noqa: F403 - the registry LAWS lists what the families define

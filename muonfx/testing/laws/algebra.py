@@ -1,4 +1,4 @@
-"""Laws of chains: a chain of one is its member, identity is neutral, nesting does not matter."""
+"""Laws of chains: a chain of one transform equals it, `identity` changes nothing, and nesting does not matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muonfx.tree import PyTree
 
 @law(share=0.4)
 def chain_of_one_is_its_member(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``chain(tx)`` gives the updates of ``tx``, and its state under its name.
+    """``chain(tx)`` returns the same updates as ``tx``, and a dict with the state of ``tx`` under its name.
 
     >>> import muonfx as mfx
     >>> chain_of_one_is_its_member(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -25,7 +25,7 @@ def chain_of_one_is_its_member(tx: Transform, params: PyTree, steps: list[PyTree
 
 @law(share=0.4)
 def identity_is_neutral(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``identity()`` before or after a transform changes nothing.
+    """``identity()`` before or after a transform in a chain does not change the updates.
 
     >>> import muonfx as mfx
     >>> identity_is_neutral(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -37,12 +37,12 @@ def identity_is_neutral(tx: Transform, params: PyTree, steps: list[PyTree]) -> N
 
 @law(share=0.4)
 def nested_chains_equal_flat_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``chain(chain(a, tx), b)``, ``chain(a, chain(tx, b))`` and ``chain(a, tx, b)`` give the same updates.
+    """``chain(chain(a, tx), b)``, ``chain(a, chain(tx, b))`` and ``chain(a, tx, b)`` return the same updates.
 
     >>> import muonfx as mfx
     >>> nested_chains_equal_flat_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # A negative scale is refused after some transforms.
+    # Positive scales, because some transforms must not be followed by a negative one.
     first, last = scale(0.5), scale(3.0)
     flat = updates_of(rough_chain(first, tx, last), params, steps)
     for nested in (rough_chain(rough_chain(first, tx), last), rough_chain(first, rough_chain(tx, last))):

@@ -1,4 +1,4 @@
-"""Laws of batching: ``torch.func.vmap`` equals a loop, over gradients and states and over the transform itself."""
+"""Laws of batching: ``torch.func.vmap`` over gradients and states, or over the transform itself, equals a loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FACTORS = (1.0, -0.5, 3.0)
 
 @law(on=lambda example: example.precise().prolonged(3), share=0.25)
 def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.func.vmap`` over a batch of gradients and states equals a loop over the batch.
+    """``torch.func.vmap`` of `update` over a batch of gradients and states returns the results of a loop.
 
     >>> import muonfx as mfx
     >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -47,7 +47,7 @@ def _has_no_numbers(tx: Transform) -> str | None:
 
 @law(on=lambda example: example.precise().prolonged(3), unless=_has_no_numbers, share=0.25)
 def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.func.vmap`` over stacked transforms that differ in numbers equals each of them.
+    """``torch.func.vmap`` over transforms that differ in numeric arguments returns the results of a loop over them.
 
     >>> import muonfx as mfx
     >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

@@ -1,7 +1,7 @@
-"""Laws of calculus, in float64: derivatives with respect to gradients and hyperparameters, through several steps.
+"""Laws of calculus, in float64: derivatives of updates by gradients and by hyperparameters, through several steps.
 
-Transforms that take signs or clip are piecewise differentiable. Examples avoid zero, and other kinks have probability
-zero.
+Transforms that take signs or clip are differentiable almost everywhere. Examples avoid zero, and other points without
+a derivative have probability zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from muonfx.tree import PyTree
 
 
 def widened(value: Any) -> Any:
-    """Replace every floating dtype among a transform's arguments by float64, so that derivatives can be compared."""
+    """Return a transform whose arguments have float64 for every floating dtype, so that derivatives can be compared."""
     if isinstance(value, Recorded):
         return value.replace(**{name: widened(argument) for name, argument in value.arguments.items()})
     if isinstance(value, torch.dtype):
@@ -40,7 +40,7 @@ def _state_is_narrow(tx: Transform) -> str | None:
     probe = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
         state = widened(tx).init(probe)
-    except Exception:  # a transform for other trees: the law itself shows the error
+    except Exception:  # the transform does not accept this tree; a real error is shown when the law is checked
         return None
     held = [leaf.dtype for leaf in tree.tensors(state) if leaf.ndim and leaf.is_floating_point()]
     if all(dtype == torch.float64 for dtype in held):
@@ -49,16 +49,16 @@ def _state_is_narrow(tx: Transform) -> str | None:
 
 
 def _joined(trees: PyTree) -> Tensor:
-    """Concatenate all elements of a tree's floating tensors to one vector."""
+    """Return one vector of all elements of a tree's floating tensors."""
     found = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
-def _cut(vector: Tensor, like: PyTree) -> PyTree:
-    """Invert `_joined`."""
+def _split_like(vector: Tensor, like: PyTree) -> PyTree:
+    """Return a tree in the structure and shapes of the tree ``like`` from one vector of its elements."""
     leaves, treedef = tree.flatten(like)
-    pieces = vector.split([leaf.numel() for leaf in leaves])
-    return tree.unflatten(treedef, [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)])
+    parts = vector.split([leaf.numel() for leaf in leaves])
+    return tree.unflatten(treedef, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
 
 
 Function = Callable[[Tensor], Tensor]
@@ -68,7 +68,7 @@ def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[F
     tx = widened(tx)
 
     def function(vector: Tensor) -> Tensor:
-        return _joined([updates for updates, _ in history(tx, params, _cut(vector, steps))])
+        return _joined([updates for updates, _ in history(tx, params, _split_like(vector, steps))])
 
     return function, _joined(steps)
 
@@ -77,11 +77,11 @@ def _of_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Fun
     leaves, treedef = tree.flatten(widened(tx))
     numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
     values = _joined(numbers)
-    # Scale by each number, so that the steps of finite differences are small also for an eps of 1e-8.
+    # Scale by each number, so that finite differences take small steps even for an eps of 1e-8.
     units = torch.where(values == 0, 1e-3, values.abs())
 
     def function(vector: Tensor) -> Tensor:
-        tx = tree.unflatten(treedef, _cut(values + units * vector, numbers))
+        tx = tree.unflatten(treedef, _split_like(values + units * vector, numbers))
         return _joined([updates for updates, _ in history(tx, params, steps)])
 
     return function, torch.zeros_like(values)
@@ -93,7 +93,7 @@ def _smooth(example: Example) -> Example:
 
 @law(on=_smooth, unless=_state_is_narrow, share=0.2)
 def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The updates of two steps have the derivatives by all gradients that finite differences give.
+    """The derivatives of the updates of two steps by all gradients agree with finite differences.
 
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -103,7 +103,7 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
 
 @law(on=_smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.2)
 def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The updates of two steps have the derivatives by all numeric arguments that finite differences give.
+    """The derivatives of the updates of two steps by all numeric arguments agree with finite differences.
 
     >>> import muonfx as mfx
     >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -113,15 +113,15 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
 
 @law(on=_smooth, unless=_state_is_narrow, share=0.2)
 def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.func.jvp`` and ``torch.func.vjp`` are each other's transpose: by gradients, and by hyperparameters.
+    """``torch.func.jvp`` and ``torch.func.vjp`` of the updates agree, by gradients and by hyperparameters.
 
     >>> import muonfx as mfx
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    ways = {"gradients": _of_gradients(tx, params, steps)}
+    functions = {"gradients": _of_gradients(tx, params, steps)}
     if _has_no_numbers(tx) is None:
-        ways["hyperparameters"] = _of_numbers(tx, params, steps)
-    for by, (function, at) in ways.items():
+        functions["hyperparameters"] = _of_numbers(tx, params, steps)
+    for by, (function, at) in functions.items():
         if not at.numel():
             continue
         generator = torch.Generator().manual_seed(1)
@@ -141,7 +141,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
 
 @law(on=lambda example: example.smooth(1), unless=_state_is_narrow, share=0.1)
 def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The derivatives by gradients have the derivatives that finite differences give.
+    """The second derivatives of the updates by the gradients agree with finite differences of the first derivatives.
 
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
@@ -154,7 +154,7 @@ def _check(check: Callable[..., bool], function: Function, at: Tensor, **options
         return
 
     def connected(x: Tensor) -> Tensor:
-        """Add a zero term that depends on the input, also in the first derivative, which gradcheck requires."""
+        """Add a term of zero, so that the result and its derivative depend on the input, as gradcheck requires."""
         return function(x) + 0.0 * x.square().sum()
 
     check(connected, at.clone().requires_grad_(), fast_mode=True, **options)

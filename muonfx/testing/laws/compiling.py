@@ -1,4 +1,4 @@
-"""Laws of compilation: one graph that reads no values back, the values of eager mode, and no second compilation."""
+"""Laws of compilation: one graph without syncs, the values of eager mode, and no second compilation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from muonfx.tree import PyTree
 
 
 class Counter:
-    """A backend of ``torch.compile`` that counts graphs and passes them to another backend."""
+    """A backend of ``torch.compile`` that counts the graphs and passes them to another backend."""
 
     def __init__(self, backend: str = "eager") -> None:
         self.graphs = 0
         self.backend = torch._dynamo.lookup_backend(backend)
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        """Count a graph, require that it reads no value, and compile it."""
+        """Count a graph, require that it reads no tensor's value back to Python, and compile it."""
         self.graphs += 1
         _require_no_value_read(graph)
         with without_torchs_own_warnings():
@@ -49,7 +49,7 @@ def _check(tx: Transform, params: PyTree, steps: list[PyTree], *, vary: bool = F
     torch._dynamo.utils.counters.clear()
     counter = Counter()
 
-    # Not fullgraph, which accepts a value read; a plain compile breaks the graph there.
+    # Not fullgraph, which accepts reading a value back; a plain compile breaks the graph there.
     @torch.compile(backend=counter)
     def step(tx: Transform, grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
@@ -58,7 +58,7 @@ def _check(tx: Transform, params: PyTree, steps: list[PyTree], *, vary: bool = F
     state = eager_state = given.init(params)
     graphs = 1
     for number, grads in enumerate(steps):
-        # A new transform at every step, as from `with_hyperparams`: dynamo guards on the caches of a used one.
+        # A new transform at every step, as from `with_hyperparams`: dynamo guards on the caches of a used transform.
         tx = tree.map(lambda value, factor=0.9**number: value * factor, given) if vary else tx
         updates, state = step(tx, grads, state, params)
         expected, eager_state = tx.update(grads, eager_state, params)
@@ -80,7 +80,7 @@ def _steady(example: Example) -> Example:
 
 @law(on=_steady, unless=is_in_no_module, share=0.08)
 def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.compile(tx.update)`` gives the eager values, in one graph, and compiles once for all steps.
+    """``torch.compile(tx.update)`` returns the values of eager mode, in one graph that is compiled once for all steps.
 
     >>> import muonfx as mfx
     >>> compiled_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -90,7 +90,7 @@ def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTr
 
 @law(on=_steady, unless=lambda tx: _has_no_numbers(tx) or is_in_no_module(tx), share=0.04)
 def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If the transform is an argument whose numbers are tensors, new numbers are used without a new compilation.
+    """A compiled function of a transform whose numeric arguments are tensors uses new numbers without recompiling.
 
     >>> import muonfx as mfx
     >>> changing_a_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -99,7 +99,7 @@ def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: l
 
 
 def _grown(values: PyTree, times: int) -> PyTree:
-    """Return random leaves whose dims are `times` as long, so that blocks still divide them."""
+    """Return a tree of random leaves whose dims are ``times`` as long, so that a view can still divide them."""
     generator = torch.Generator().manual_seed(times)
 
     def grown(leaf: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _grown(values: PyTree, times: int) -> PyTree:
 
 @law(on=lambda example: example.precise().prolonged(1), unless=is_in_no_module, share=0.04)
 def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """One compiled update gives the eager values for other shapes too, two and three times as long in every dim.
+    """One compiled `update` returns the values of eager mode for several shapes, up to three times as long in each dim.
 
     >>> import muonfx as mfx
     >>> compiled_update_takes_other_shapes(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -128,7 +128,7 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
             state = tx.init(longer)
             expected = tx.update(grads, state, longer)
         except ValueError:
-            continue  # this length fits no dims or blocks
+            continue  # the transform does not accept these shapes
         found = step(grads, state, longer)
         tolerance = tolerance_of(tx, *expected)
         what = f"compiled (updates, state), with dims {times} times as long,"
@@ -137,7 +137,7 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
 
 @law(on=lambda example: example.precise().prolonged(2), unless=is_in_no_module, share=0.08)
 def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A graph that ``make_fx`` records of one update gives the eager values on the next step, and reads no value.
+    """A graph recorded by ``make_fx`` in one step returns the values of eager mode in the next, without a sync.
 
     >>> import muonfx as mfx
     >>> traced_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

@@ -1,7 +1,8 @@
-"""Laws of declarations: a transform has the properties that its factory declares and the sharding layer uses.
+"""Laws of declarations: a transform has the properties that its factory declares, and that sharded runs rely on.
 
-The laws of locality are in their own file. These laws check `reads_params`, ``own_locality``, ``resolve``,
-``rounds_to`` and ``on_stacks``, and that neither the order of a dict nor the size of a leaf changes a result.
+These laws check the options ``reads_params``, ``combinator``, ``resolve``, ``rounds_to`` and ``on_stacks`` of
+`muonfx.transform`, and that neither the order of a dict nor the size of a leaf changes a result. The laws of the option
+``locality`` are in `muonfx.testing.laws.locality`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def _without(what: str) -> Any:
 
 @law(unless=lambda tx: "it declares that it reads the parameters" if tx.reads_params else None, share=0.3)
 def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Neither `init` nor ``update`` depends on the values of the parameters if ``reads_params`` is false.
+    """If a transform declares ``reads_params=False``, neither `init` nor `update` depends on the parameters' values.
 
-    In a sharded run, such a transform receives no parameters at an update, and no values of parameters at `init`.
+    In a sharded run, `update` of such a transform receives None as parameters, and `init` parameters without values.
 
     >>> import muonfx as mfx
     >>> params_are_not_read_where_declared_so(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -62,15 +63,15 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
 
 @law()
 def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Trees that differ in the order of insertion into their dicts only have the same updates, by name.
+    """The insertion order of dicts in the trees does not change the update of any leaf.
 
-    Checkpoints, ranks and ``torch.compile`` do not keep that order.
+    Checkpoints, ranks and ``torch.compile`` do not keep this order.
 
     >>> import muonfx as mfx
     >>> order_of_dicts_means_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
     _check_order(tx, params, steps)
-    twice = {"z": params, "a": params}  # a dict of two in any case
+    twice = {"z": params, "a": params}  # so that at least one dict has two items
     try:
         tx.init(twice)
     except (KeyError, TypeError, ValueError):  # it accepts certain names only
@@ -99,9 +100,10 @@ def _reversed(values: PyTree) -> PyTree:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.2)
 def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A transform declared ELEMENT gives flattened leaves the same updates as leaves of their own shapes.
+    """A transform with the locality ELEMENT returns the same updates for flattened leaves.
 
-    A flat partition (ZeRO) splits leaves into intervals. Choices by names and shapes are made earlier, by ``resolve``.
+    ZeRO splits flattened leaves into intervals. Choices that depend on shapes must be made before, by the option
+    ``resolve`` of `muonfx.transform`.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -115,7 +117,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
 
 @law(on=lambda example: enlarged(precise(example)), share=0.1)
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The declared locality holds for leaves of several thousand elements too, and updates have their shapes.
+    """Leaves of several thousand elements have updates of their shapes, which read no more than the declared locality.
 
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -132,7 +134,9 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=precise, unless=_without("resolve"), share=0.3)
 def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`Transform.resolve` returns a transform with the same updates and states, and needs names and shapes only.
+    """`Transform.resolve` returns a transform with the same updates and states.
+
+    It makes all choices that depend on the names and shapes of parameters, and does not need their values.
 
     >>> import muonfx as mfx
     >>> resolving_changes_nothing(mfx.scale_by_shape(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -147,9 +151,9 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
 
 @law(on=lambda example: example.dense(), unless=_without("rounds_to"), share=0.5)
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Rounding the incoming updates to the dtype of ``rounds_to`` changes no bit, and results are rounded to it.
+    """If updates are first rounded to the dtype that the option ``rounds_to`` returns, no bit of the result changes.
 
-    Ranks send updates in this dtype.
+    The result has no more precision than this dtype either, so ranks send updates in it.
 
     >>> import muonfx as mfx
     >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -170,7 +174,9 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=lambda example: _stacked(precise(example)), share=0.3)
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If `Transform.on_stacks` declares a leaf to be a stack of matrices, shorter stacks have the same updates.
+    """If `Transform.on_stacks` declares a leaf to be a stack of independent matrices, each is updated independently.
+
+    The updates are the same if the stack is reshaped to (number, rows, columns), or shortened to its first matrix.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -205,7 +211,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _stacked(example: Example) -> Example:
-    """Concatenate three variants of every matrix along its rows or batch, so that a leaf may be a stack."""
+    """Return an example whose leaves consist of three different matrices, joined along their rows or a batch dim."""
 
     def more(leaf: Tensor) -> Tensor:
         if leaf.ndim < 2:
@@ -224,7 +230,9 @@ def _calls_none(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_calls_none, share=0.2)
 def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Around elementwise transforms, a wrapper has its ``own_locality``, and passes only leaves that it received.
+    """A wrapper around elementwise transforms reads no more than its declared ``own_locality``.
+
+    A wrapper is a transform that calls other transforms. It must call them only with leaves that it has received.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -242,7 +250,7 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
 
 @transform(locality=Locality.ELEMENT)
 def _stand_in(names: tuple[str, ...]) -> Any:
-    """Replace a wrapper's inner transform by an elementwise one that checks the names of its leaves."""
+    """Multiply updates by a number and check the names of the leaves: the inner transform of a wrapper in this law."""
 
     def check(what: str, values: PyTree) -> None:
         for name in tree.names(values):

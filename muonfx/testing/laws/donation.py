@@ -1,4 +1,7 @@
-"""Laws of donation: reused storage changes no value, and only donated tensors are overwritten."""
+"""Laws of donation (a caller's promise not to use some inputs of `update` again, so that their storage may be reused).
+
+Donation changes no value, and only donated tensors are overwritten.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Compare = Callable[[str, PyTree, PyTree, str], None]
 
 
 def _comparison(tx: Transform, params: PyTree, steps: list[PyTree]) -> Compare:
-    """Return a bitwise comparison if all is contiguous; else reused strides may change the order of sums."""
+    """Return a comparison of trees: bitwise if all leaves are contiguous, else close, as strides may reorder sums."""
     if all(leaf.is_contiguous() for leaf in tree.tensors((params, steps))):
         return require_same
 
@@ -29,9 +32,10 @@ def _comparison(tx: Transform, params: PyTree, steps: list[PyTree]) -> Compare:
 
 @law()
 def donation_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``donate=True`` changes neither updates nor states, and updates returned earlier stay as they are.
+    """``donate=True`` changes neither the updates nor the state, and later steps do not overwrite earlier updates.
 
-    The comparison is bitwise if all leaves of the example are contiguous.
+    With ``donate=True`` the caller promises not to use the gradients and the state again. The comparison is bitwise if
+    all leaves are contiguous.
 
     >>> import muonfx as mfx
     >>> donation_changes_no_value(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -50,7 +54,7 @@ def donation_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]
 
 
 def _check_kept(what: str, tx: Transform, params: PyTree, steps: list[PyTree], donations: list[Donation]) -> None:
-    """Raise `Breach` if a donation changes a value, or a tensor that is not donated."""
+    """Raise `Breach` if one of the donations changes a result, or if a tensor that is not donated is overwritten."""
     same = _comparison(tx, params, steps)
     expected = copied_tree(history(tx, params, steps))
     for donate in donations:
@@ -68,7 +72,9 @@ def _check_kept(what: str, tx: Transform, params: PyTree, steps: list[PyTree], d
 
 @law()
 def donation_keeps_to_what_is_donated(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If only the updates or only the state are donated, the rest is not overwritten; parameters never are.
+    """`update` never overwrites inputs that were not donated: gradients or state, and never the parameters.
+
+    Donated inputs are those that the caller promises not to use again: ``donate=Donation(updates=True)``.
 
     >>> import muonfx as mfx
     >>> donation_keeps_to_what_is_donated(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -79,7 +85,9 @@ def donation_keeps_to_what_is_donated(tx: Transform, params: PyTree, steps: list
 
 @law()
 def next_in_chain_may_write_to_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A next transform that writes into donated updates changes neither the state nor gradients that are not donated.
+    """The next transform of a chain may overwrite the updates without changing the state or gradients.
+
+    Only gradients that the caller donated (promised not to use again) may change.
 
     >>> import muonfx as mfx
     >>> next_in_chain_may_write_to_updates(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

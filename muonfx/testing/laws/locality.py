@@ -1,4 +1,7 @@
-"""Laws of locality: an update depends on no more than the declared locality."""
+"""Laws of locality (the part of the tree that a transform reads to compute one element of an update).
+
+A transform reads no more than it declares: the element, its matrix, its leaf, or the whole tree.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from muonfx.tree import PyTree
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
-    """Return the condition under which a law of a locality does not apply: the transform declares a wider one."""
+    """Return a function for ``law(unless=...)``: the law does not apply to transforms with a wider locality."""
 
     def why_not(tx: Transform) -> str | None:
         return f"its locality is {tx.locality.name}" if tx.locality > locality else None
@@ -32,12 +35,12 @@ def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
 
 
 def precise(example: Example) -> Example:
-    """Convert an example to dense float64, with at least two steps."""
+    """Return an example in float64, without None, and with at least two steps."""
     return example.precise().prolonged(2)
 
 
 def enlarged(example: Example) -> Example:
-    """Repeat leaves of at most three shapes, for speed, until they have some thousands of elements."""
+    """Return an example in which leaves of at most three shapes are repeated to several thousand elements."""
     leaves = [leaf for leaf in tree.leaves(example.params) if leaf is not None]
     chosen = {tuple(leaf.shape) for leaf in leaves if leaf.numel()}
     kept = sorted(chosen, key=lambda shape: -len(shape))[:3]
@@ -45,7 +48,7 @@ def enlarged(example: Example) -> Example:
     def large(leaf: Tensor) -> Tensor:
         if tuple(leaf.shape) not in kept or not leaf.ndim:
             return leaf
-        # The whole leaf has more than 4,096 elements and a half has fewer, so that a change of path there is found.
+        # The leaf has more than 4,096 elements and its halves have fewer: an algorithm may change at this size.
         times = -(-6000 // leaf.numel())
         rows = -(-70 // leaf.shape[0]) if leaf.ndim >= 2 else times
         columns = -(-times // rows)
@@ -60,7 +63,7 @@ def enlarged(example: Example) -> Example:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.4)
 def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A transform declared ELEMENT commutes with splitting leaves in two, and with permuting the elements of a leaf.
+    """With the locality ELEMENT, splitting leaves into halves or permuting their elements only reorders the updates.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -69,7 +72,7 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless a transform commutes with splitting leaves, and with permuting their elements."""
+    """Raise `Breach` unless halves of leaves, or permuted elements, have the same updates as in whole leaves."""
     _check_halves("leaf", tx, params, steps)
     whole = updates_of(tx, params, steps)
     shuffled = updates_of(tx, *Example(params, steps).map(_shuffled))
@@ -79,17 +82,17 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Compare updates of halves with halves of updates, on trees with the same names, as on two ranks."""
+    """Raise `Breach` unless the updates of each half of the leaves, as on two ranks, equal the half of the updates."""
     whole = history(tx, params, steps)
-    for which, piece in (("first", _first_half), ("second", _second_half)):
-        found = updates_of(tx, *Example(params, steps).map(piece))
-        expected = [tree.map(piece, updates) for updates, _ in whole]
+    for which, half in (("first", _first_half), ("second", _second_half)):
+        found = updates_of(tx, *Example(params, steps).map(half))
+        expected = [tree.map(half, updates) for updates, _ in whole]
         what = f"updates of the {which} half of each {of}"
         require_close(what, found, expected, "the same half of the whole's", _for_halves(tolerance_of(tx, whole)))
 
 
 def _for_halves(tolerance: float) -> float:
-    """Return a looser tolerance: it is relative to a leaf's largest magnitude, which one of its halves lacks."""
+    """Return a larger tolerance for halves of leaves, as one half lacks the leaf's largest magnitude."""
     return tolerance * 1e3 if tolerance < 1e-6 else tolerance
 
 
@@ -108,7 +111,7 @@ def _shuffled(leaf: Tensor) -> Tensor:
 
 
 def _batched(example: Example) -> Example:
-    """Convert every leaf of fewer than three dims to a batch of two different matrices."""
+    """Return an example in which each leaf of fewer than three dims is replaced by a batch of two matrices."""
 
     def widen(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:
@@ -121,7 +124,9 @@ def _batched(example: Example) -> Example:
 
 @law(on=_batched, unless=wider_than(Locality.MATRIX), share=0.4)
 def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A transform declared MATRIX commutes with splitting leaves along a batch dim (any dim but the last two).
+    """With the locality MATRIX, the update of each matrix in the last two dims does not depend on other matrices.
+
+    The law splits leaves into halves along their first batch dim.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -133,7 +138,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
 
 @law(on=precise, unless=wider_than(Locality.LEAF), share=0.4)
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """In a transform declared LEAF, or narrower, a leaf's updates do not change when other leaves change or are absent.
+    """With the locality LEAF or less, the update of a leaf does not depend on other leaves, which may also be None.
 
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
@@ -151,11 +156,11 @@ def _absent(leaf: Tensor) -> None:
 
 Others = dict[str, tuple[Callable[[Tensor], Tensor | None], Callable[[Tensor], Tensor | None]]]
 OTHERS_ABSENT: Others = {"other leaves are None": (_absent, _absent)}
-"""The other leaves of an owner rank, for `check_leaves`."""
+"""How other leaves are changed in `check_leaves`: to None, as on a rank that computes a single leaf."""
 
 
 def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree], others: Others) -> None:
-    """Raise `Breach` unless a leaf's updates stay the same when functions change other parameters and gradients."""
+    """Raise `Breach` if a leaf's update depends on other leaves, which the pairs of functions in ``others`` change."""
     whole = history(tx, params, steps)
     treedef = tree.flatten(params)[1]
     for place, name in enumerate(tree.names(params)):
@@ -182,15 +187,15 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     unnamed = [part for part in wide if "sum_over_leaves" not in part.extras.named and not part.extras[1]]
     if unnamed or not any("sum_over_leaves" in part.extras.named for part in wide):
         name = (unnamed or wide)[0].name
-        return f"{name} is TREE and does not name sum_over_leaves, so it receives the gathered tree"
+        return f"{name} has the locality TREE and no argument sum_over_leaves, so it receives the gathered tree"
     return None
 
 
 @law(on=precise, unless=_needs_more_than_sums, share=0.2)
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A TREE transform that names ``sum_over_leaves`` needs nothing from other ranks except these sums.
+    """A TREE transform with an argument ``sum_over_leaves`` needs no data of other ranks except these sums.
 
-    The law runs two threads as two ranks that hold different leaves, or a half of each leaf. Sums are over both.
+    The law runs two threads as two ranks, which hold different leaves or a half of each leaf, and adds up their sums.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -200,13 +205,13 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
 
 
 def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless two ranks with different leaves, or with halves of them, compute one rank's updates."""
+    """Raise `Breach` unless two ranks, with different leaves or halves of leaves, compute the updates of one rank."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     halves = (_first_half, _second_half)
 
     def counted_on(rank: int, scalars: PyTree) -> list[Tensor]:
-        """Return this rank's terms: a leaf without dims is whole on both ranks, and counts on the first."""
+        """Return the scalars that a rank adds to a sum; for a 0-d leaf, which both ranks hold, only the first adds."""
         own = zip(tree.leaves(scalars), tree.leaves(params), strict=True)
         return [x for x, p in own if x is not None and (p.ndim or rank == 0)]
 
@@ -238,7 +243,10 @@ OnRank = Callable[[int, PyTree], PyTree]
 def _on_two_ranks(
     tx: Transform, params: PyTree, steps: list[PyTree], params_on: OnRank, grads_on: OnRank, counted_on: OnRank
 ) -> list[list[PyTree]]:
-    """Return the updates of two ranks, from functions of the rank."""
+    """Run a transform on two ranks and return each rank's updates.
+
+    The functions return for a rank its parameters, its gradients, and the scalars that it adds to a sum over leaves.
+    """
     ranks = _TwoRanks()
 
     def run(rank: int) -> list[PyTree]:
@@ -257,31 +265,31 @@ def _on_two_ranks(
 
 
 class _TwoRanks:
-    """Two threads that sum scalars with each other, as ranks do."""
+    """Two threads that add up scalars, as two ranks do with an all-reduce."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=60)
         self.given: list[list[Tensor | None]] = [[], []]
 
     def _exchange(self, rank: int, own: Tensor | None) -> list[Tensor]:
-        """Exchange the n-th value of each rank; None is the end of a rank."""
+        """Wait for the other rank and return the values of both; None means that a rank has finished."""
         self.given[rank].append(own)
         self.barrier.wait()
         call = len(self.given[rank])
         both = [given[call - 1] for given in self.given]
         present = [value for value in both if value is not None]
         if len(present) == 1:
-            raise Breach(None, f"one rank computes sum {call} and the other does not, so it would wait forever")
+            raise Breach(None, f"only one rank computes sum {call}, expected the same sums on both ranks")
         return present
 
     def sum(self, rank: int, scalars: PyTree) -> Tensor:
-        """Sum the scalars of both ranks."""
+        """Return the sum of the scalars of both ranks."""
         own = [leaf.double() for leaf in tree.tensors(scalars)]
         total = torch.stack(own, dim=-1).sum(-1) if own else torch.zeros((), dtype=torch.float64)
         return torch.stack(torch.broadcast_tensors(*self._exchange(rank, total))).sum(0)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Run a function of the rank on both ranks at once, and raise the first error."""
+        """Run a function of the rank in both threads at once; return both results, or raise the first error."""
         errors: list[Exception] = []
 
         def work(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""Laws of purity: no input is overwritten, no call is remembered, and no output shares storage with an input."""
+"""Laws of purity: results depend on inputs only, no input is overwritten, and outputs share no storage with inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muonfx.tree import PyTree
 
 
 class Witness:
-    """Copies of trees, to detect a changed leaf, version or container."""
+    """Copies of named trees, to detect later whether a leaf or a container was changed."""
 
     def __init__(self, **trees: PyTree) -> None:
         self.trees = trees
@@ -28,7 +28,7 @@ class Witness:
         return treedef, leaves, [(copied(x), x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
 
     def require_unchanged(self, when: str) -> None:
-        """Raise `Breach` if a tree has changed."""
+        """Raise `Breach` if a tree has changed; ``when`` begins the message, such as "update, at step 0,"."""
         for title, value in self.trees.items():
             treedef, leaves, kept = self.before[title]
             now, now_def = tree.flatten(value)
@@ -45,7 +45,7 @@ class Witness:
 
 @law()
 def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Neither `init` nor `update` writes to parameters, gradients or state, or changes a container.
+    """Neither `init` nor `update` modifies parameters, gradients or state: no tensor and no container.
 
     >>> import muonfx as mfx
     >>> update_leaves_its_inputs_unchanged(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -61,12 +61,15 @@ def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: lis
 
 
 def _filled(values: PyTree) -> list[tuple[str, Tensor]]:
-    """Return the tensors with elements, by name."""
+    """Return pairs (name, tensor) of the nonempty tensors of a tree."""
     return [(name, leaf) for name, leaf in tree.named_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
 
 
 def require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unless_same: bool = False) -> None:
-    """Raise `Breach` if a tensor shares its storage with another tree, unless it may be the same object and is."""
+    """Raise `Breach` if a tensor shares its storage with a tensor of another tree.
+
+    With ``unless_same``, both may contain the same tensor object.
+    """
     theirs = {leaf.untyped_storage().data_ptr(): name for name, leaf in _filled(other)}
     same = {id(leaf) for leaf in tree.tensors(other)} if unless_same else set()
     for name, leaf in _filled(found):
@@ -78,9 +81,9 @@ def require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unl
 
 @law()
 def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """No output shares its storage with an input, and updates share none with the state.
+    """No tensor that `init` or `update` returns shares storage with an input, and no update with the new state.
 
-    A tensor may be returned as the same object: a gradient as its update, a leaf of the state as itself.
+    An unchanged tensor may be returned as the same object: a gradient as its update, or a leaf of the state.
 
     >>> import muonfx as mfx
     >>> outputs_share_no_storage_with_inputs(mfx.master_params(mfx.scale(-1.0)), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -99,7 +102,9 @@ def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: l
 
 @law()
 def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Each update, unless it is the gradient itself, can be written to without changing another one.
+    """Writing to the update of one leaf in place does not change the update of another leaf.
+
+    Updates that are the gradient itself are not tested.
 
     >>> import muonfx as mfx
     >>> updates_do_not_overlap(mfx.orthogonalize(), *mfx.testing.Example.of({"q": (2, 3), "k": (3, 2)}))
@@ -120,7 +125,7 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
 
 @law()
 def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A call returns the same bits, whatever calls came before it.
+    """The same call returns the same bits every time, whatever calls were made before.
 
     >>> import muonfx as mfx
     >>> update_remembers_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -137,7 +142,7 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
 
 @law()
 def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Two runs of one transform that alternate their steps give the same results as each run alone.
+    """Two training runs that use one transform alternately have the same updates and states as each run alone.
 
     >>> import muonfx as mfx
     >>> interleaved_states_are_independent(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -154,9 +159,10 @@ def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: lis
 
 @law(share=0.2)
 def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """An extra that no signature names changes nothing, so that a chain can pass all extras to all.
+    """Inside a chain, a transform ignores extras (named arguments of `update`) that its signature does not name.
 
-    ``update`` itself raises an error for such an extra, because it is misspelt, unless a transform accepts any extra.
+    So a chain passes all extras to all transforms. If no transform accepts an extra, `update` of the chain raises an
+    error, because the name is probably misspelt.
 
     >>> import muonfx as mfx
     >>> unknown_extras_are_ignored(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -171,4 +177,4 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
         except TypeError:
             continue
         if tx.extras.understood is not None:
-            raise Breach(None, "update accepts an extra that nothing reads, without an error")
+            raise Breach(None, "update accepts an extra that no transform names, expected an error")

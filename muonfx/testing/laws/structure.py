@@ -1,4 +1,4 @@
-"""Laws of structure: states keep their structure, updates look like gradients, absent leaves do not change."""
+"""Laws of structure: states keep their structure, updates have the form of gradients, and None leaves do not change."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from muonfx.tree import PyTree
 
 
 def _after_a_full_step(example: Example) -> Example:
-    """Start with a step in which every gradient is present, so that the state has values to keep."""
+    """Return the example with a new first step in which no gradient is None, so that the state has values to keep."""
     full = tree.map(lambda p: 0.5 * p + 0.5, example.params)
     return Example(example.params, [full, *example.steps]).clone()
 
 
 @law(on=_after_a_full_step)
 def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If a gradient is None, its update is None, and the state of that leaf is bitwise unchanged.
+    """If a gradient is None, its update is None, and the state of its parameter is bitwise unchanged.
 
-    Under `accumulate`, a leaf counts as absent only if it had no gradient in any step so far.
+    With `accumulate`, this holds only for parameters that had no gradient in any step so far.
 
     >>> import muonfx as mfx
     >>> absent_leaves_are_left_alone(mfx.momentum(), {"w": torch.ones(2), "b": None}, [{"w": None, "b": None}])
@@ -59,16 +59,16 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _owner(place: str, names: list[str]) -> str | None:
-    """Return the parameter of a state leaf: the longest parameter name that ends the leaf's name."""
+    """Return the name of the parameter to which a state leaf belongs: the longest that the leaf's name ends with."""
     found = [name for name in names if name and (place == name or place.endswith(f".{name}"))]
     return max(found, key=len, default=None)
 
 
 @law()
 def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The state keeps the structure, shapes, dtypes and devices from `init` at every step.
+    """At every step, the state has the structure, shapes, dtypes and devices that `init` gave it.
 
-    Each example is also checked in every floating dtype, with leaves of several dtypes in one tree.
+    This is also checked with trees that mix float32, float64, bfloat16 and float16.
 
     >>> import muonfx as mfx
     >>> params, steps = mfx.testing.Example.of({"w": (2,)}, dtype=torch.bfloat16)
@@ -90,16 +90,16 @@ def updates_look_like_the_gradients(
     *,
     updates_dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None,
 ) -> None:
-    """Updates have the gradients' structure, shapes, dtypes and devices.
+    """Updates have the structure, shapes, dtypes and devices of the gradients.
 
-    Each example is also checked in every floating dtype, with leaves of several dtypes in one tree.
+    This is also checked with trees that mix float32, float64, bfloat16 and float16.
 
     Args:
         tx: the transform.
         params: the parameters.
         steps: the gradients of each step.
-        updates_dtype: the dtype that the transform is documented to give to all updates instead, or a function that
-            returns it for a parameter's dtype.
+        updates_dtype: the documented dtype of the updates, if it is not the dtype of the gradients; or a function from
+            the dtype of a parameter to the dtype of its update.
 
     >>> import muonfx as mfx
     >>> updates_look_like_the_gradients(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -119,7 +119,7 @@ def updates_look_like_the_gradients(
 
 @law(share=0.05)
 def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """For a tree without leaves, or with absent leaves only, the updates have no leaves.
+    """For a tree without leaves, or with leaves that are all None, the updates equal this tree.
 
     >>> import muonfx as mfx
     >>> empty_trees_are_taken(mfx.momentum(), {}, [])
@@ -136,7 +136,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
 
 @law()
 def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`init` on meta tensors returns a state on the meta device with the same structure, shapes and dtypes.
+    """`init` with parameters on the meta device returns a meta state of the same structure, shapes and dtypes.
 
     >>> import muonfx as mfx
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -150,7 +150,7 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
 
 @law()
 def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If parameters require grad, no tensor of the state from `init` does.
+    """The state that `init` returns for parameters that require grad contains no tensor that requires grad.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example

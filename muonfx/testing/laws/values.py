@@ -1,4 +1,4 @@
-"""Laws of values: a transform is its factory and arguments, so it prints, compares, pickles and flattens."""
+"""Laws of values: a transform is defined by its factory and arguments, for printing, equality, pickling and pytrees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from muonfx.tree import PyTree
 
 
 def names_within(tx: Transform) -> dict[str, Any]:
-    """Return the factories, functions and classes in a transform, by the names that its repr shows."""
+    """Return a dict from each name in the repr of a transform to the factory, function or class of this name."""
     found: dict[str, Any] = {}
     for value in values_within(tx):
         if isinstance(value, Recorded):
@@ -35,12 +35,12 @@ def names_within(tx: Transform) -> dict[str, Any]:
 
 def _has_a_nameless_function(tx: Transform) -> str | None:
     nameless = [name for name in names_within(tx) if not name.isidentifier()]
-    return f"an argument is {nameless[0]}, which has no name to print" if nameless else None
+    return f"an argument is {nameless[0]}, which is not a name that eval can look up" if nameless else None
 
 
 @law(share=0.05, unless=_has_a_nameless_function)
 def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``eval(repr(tx)) == tx`` in ``vars(muonfx)``, with ``vars(muonfx.contrib)`` and names defined elsewhere.
+    """``eval(repr(tx)) == tx`` if the names of `muonfx`, `muonfx.contrib` and the user's own factories are defined.
 
     >>> import muonfx as mfx
     >>> repr_evaluates_to_an_equal_transform(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {}, [])
@@ -53,14 +53,14 @@ def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: l
 
 
 def is_in_no_module(tx: Transform) -> str | None:
-    """Return why a transform can be neither pickled nor compiled, which both import its factory, or None."""
-    homeless = [value for value in names_within(tx).values() if value.__module__ not in sys.modules]
-    return f"{homeless[0].__qualname__} is in no module that could be imported" if homeless else None
+    """Return why a transform cannot be pickled or compiled: a part of it cannot be imported. Return None if it can."""
+    missing = [value for value in names_within(tx).values() if value.__module__ not in sys.modules]
+    return f"{missing[0].__qualname__} is not in a module that can be imported" if missing else None
 
 
 @law(share=0.1, unless=is_in_no_module)
 def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A transform survives `pickle` and `copy.deepcopy` as an equal one that computes the same.
+    """`pickle` and `copy.deepcopy` of a transform return an equal transform with the same updates and states.
 
     >>> import muonfx as mfx
     >>> pickle_gives_an_equal_transform(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -76,7 +76,7 @@ def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[P
 
 @law(share=0.05)
 def replacing_nothing_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``tx.replace(**tx.arguments) == tx``, and an argument that the factory does not have is an error.
+    """``tx.replace(**tx.arguments) == tx``, and `replace` raises a TypeError for an argument the factory does not have.
 
     >>> import muonfx as mfx
     >>> replacing_nothing_changes_nothing(mfx.momentum(), {}, [])
@@ -93,7 +93,7 @@ def replacing_nothing_changes_nothing(tx: Transform, params: PyTree, steps: list
 
 @law(share=0.05)
 def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Transforms that differ in numbers only have the same fingerprint.
+    """Transforms that differ only in numeric arguments have the same fingerprint (their identity in checkpoints).
 
     >>> import muonfx as mfx
     >>> fingerprint_ignores_numbers(mfx.momentum(), {}, [])
@@ -107,7 +107,9 @@ def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTre
 
 @law(share=0.05)
 def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Optree and torch flatten a transform to the same leaves, rebuild an equal one, and accept any object as a leaf.
+    """As a pytree of optree or torch, a transform has the same leaves and is rebuilt from them as an equal transform.
+
+    Any objects are accepted as leaves when it is rebuilt.
 
     >>> import muonfx as mfx
     >>> pytree_views_round_trip(mfx.momentum(), {}, [])
@@ -119,7 +121,7 @@ def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) 
     if len(hyperparams(tx)) != len(leaves):
         raise Breach(None, f"has {len(leaves)} leaves but the hyperparameters {list(hyperparams(tx))}: names repeat")
     if tree.unflatten(treedef, leaves) != tx or torch_pytree.tree_unflatten(torch_leaves, torch_def) != tx:
-        raise Breach(None, "taken apart and put together again it is not equal to itself")
+        raise Breach(None, "flattened and unflattened, it is not equal to the original")
     anything = [object() for _ in leaves]
     for how, back, back_def, expected in (
         ("optree", *tree.flatten(tree.unflatten(treedef, anything)), treedef),
