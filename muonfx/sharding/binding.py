@@ -104,7 +104,7 @@ class Binding(Placement):
         return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Replace each leaf of a tree like the parameters by a meta tensor of the parameter's global shape and dtype."""
+        """Replace each leaf of a tree like the parameters by a meta tensor of the parameter's global shape."""
         leaves, treedef = tree.flatten(params)
         specs = self.layout.specs
         meta: list[Tensor | None] = []

@@ -137,7 +137,7 @@ class Intervals(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A hashable description: shape, number of ranks, the ranks that hold elements, and their intervals' borders."""
+        """A hashable description: the shape, the number of ranks, the ranks that hold elements, and their borders."""
         first, last = self._between
         inner = tuple(self.cuts[first + 1 : last])
         return "intervals", self.shape, self.size, first, last, tuple(place - self.start for place in inner)

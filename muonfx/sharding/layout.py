@@ -165,8 +165,8 @@ class Layout(ShardTable):
             local: the tree of this rank's shards. Leaves that already have a form below are returned unchanged.
 
         Returns:
-            A tree of `DTensor`, of `muonfx.checkpoint.FlatPiece` (an interval of a flattened tensor, with its position),
-            and of whole tensors.
+            A tree of `DTensor`, `muonfx.checkpoint.FlatPiece` (an interval of a flattened tensor, with its position),
+            and whole tensors.
 
         Raises:
             ShardingError: a leaf is neither this rank's shard nor the whole tensor; the message names the leaf.

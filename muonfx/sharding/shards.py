@@ -159,7 +159,7 @@ class Piece(NamedTuple):
 
 
 def _narrowed(firsts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Return (dim, start, length) for each dim of a tensor of shape `sizes` in which a box is smaller than the tensor."""
+    """Return (dim, start, length) for each dim in which a box is smaller than its tensor of shape `sizes`."""
     dims = enumerate(zip(firsts, lengths, sizes, strict=True))
     return tuple((dim, first, length) for dim, (first, length, size) in dims if length != size)
 
@@ -265,11 +265,11 @@ class FlatPiece:
         return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)
 
     def empty_like(self, device: torch.device | str | None = None) -> FlatPiece:
-        """Return a `FlatPiece` of the same interval with uninitialized values. Default device: the device of ``data``."""
+        """Return a `FlatPiece` of the same interval with uninitialized values, by default on the same device."""
         return FlatPiece(self.shape, self.start, torch.empty_like(self.data, device=device))
 
     def copy_(self, other: FlatPiece) -> FlatPiece:
-        """Overwrite the values with the values of ``other``, a `FlatPiece` of the same interval, and return ``self``."""
+        """Overwrite the values with those of ``other``, a `FlatPiece` of the same interval, and return ``self``."""
         self.data.copy_(other.data)
         return self
 
