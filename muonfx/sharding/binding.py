@@ -80,8 +80,6 @@ class Binding(Placement):
         plan, now, tx = self._at_owner(stage, run, call.like)
         return update_run(plan, now, tx, self.layout, call, self.store, parameters)
 
-    # ----------------------------------------------------------------------------------------- computed once
-
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan of a run (neighbouring transforms that require whole matrices): who computes which matrix."""
         run = tuple((name, tx.children[0] if tx.declaration.combinator.varies_numbers else tx) for name, tx in run)
@@ -124,8 +122,6 @@ class Binding(Placement):
     def local_like(self, params: PyTree) -> PyTree:
         """Replace each leaf of a tree like the parameters by a meta tensor of the shape of this rank's shard."""
         return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
-
-    # ------------------------------------------------------------------------------------------- over all ranks
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Sum one scalar per leaf over all leaves and ranks, counting a replicated shard once."""

@@ -38,10 +38,9 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Split the interval start:stop of a flattened array of the given shape into boxes, in the order of the elements.
+    """Split the elements start:stop of a flattened array into at most 2n - 1 boxes for n dims, in order.
 
-    For a matrix these are at most three: the end of the first row, the whole rows, and the start of the last row. For n
-    dims there are at most 2n - 1.
+    For a matrix these are the end of the first row, the whole rows, and the start of the last row.
     """
     if stop <= start:
         return []

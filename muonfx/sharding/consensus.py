@@ -231,10 +231,7 @@ def agree_on_leaves(
 
 @contextmanager
 def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None]:
-    """Run the body outside the torch.func transforms that are active; `verb` names the caller in errors.
-
-    Yield an error for the caller to raise if one of `values` is a tensor of such a transform, else None.
-    """
+    """Disable active torch.func transforms; yield an error to raise if `values` have a tensor of one, else None."""
     if not functorch_is_active():
         yield None
         return

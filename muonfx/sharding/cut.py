@@ -200,10 +200,7 @@ class OnMesh(Cut):
         return iter(self.places.ranks)
 
     def _along(self, dim: int, at: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the indices along a tensor dim that a rank holds, as spans (start, end).
-
-        `at` lists the rank's coordinates on the mesh dims that split this tensor dim.
-        """
+        """Return spans (start, end) of the indices along `dim`, for coordinates `at` on the mesh dims that split it."""
         if not at:
             return ((0, self.shape[dim]),)
         before = (dim, *at[:-1])

@@ -65,10 +65,7 @@ def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
 
 
 def is_placed_like(leaf: object, spec: DTensorSpec | None) -> bool:
-    """Return False if a leaf is a DTensor whose placements differ from its parameter's, which are in `spec`.
-
-    A partial gradient is an example. For any other leaf return True.
-    """
+    """Return False for a DTensor with other placements than its parameter (`spec`), such as a partial gradient."""
     return spec is None or not is_dtensor(leaf) or leaf._spec.placements == spec.placements
 
 
@@ -78,9 +75,6 @@ def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 
     made: Any = DTensor
     return made(local.detach() if local.requires_grad else local, spec, requires_grad=False)
-
-
-# ------------------------------------------------------------------------------------------------- trees under a layout
 
 
 def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
@@ -93,10 +87,7 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:
-    """Wrap each leaf of a local tree as a DTensor if its parameter is a DTensor.
-
-    If `existing` has a DTensor that already wraps the same local tensor, this DTensor is used.
-    """
+    """Wrap each leaf as a DTensor if its parameter is one; reuse DTensors in `existing` with the same local tensor."""
     given = {} if existing is None else dict(zip(tree.names(existing), tree.leaves(existing), strict=True))
 
     def at(name: str, leaf: Tensor) -> Tensor:
@@ -109,10 +100,7 @@ def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> P
 
 
 def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
-    """Convert this rank's shard of the named parameter to a form that records its position in the whole tensor.
-
-    This is a DTensor, a `FlatPiece` (an interval of the flattened tensor), or the tensor itself if it is whole.
-    """
+    """Convert this rank's shard of a parameter to a DTensor, a `FlatPiece` or, if it is whole, the tensor itself."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:

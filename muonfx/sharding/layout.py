@@ -53,8 +53,6 @@ class Layout(ShardTable):
     torch.Size([2, 3])
     """
 
-    # ---------------------------------------------------------------------------------------- trees, in one process
-
     def shard(self, whole: T, rank: int | None = None) -> T:
         """Copy a rank's shards out of a tree of whole tensors, without communication.
 
@@ -107,8 +105,6 @@ class Layout(ShardTable):
 
         return map_named(at, locals_[0])
 
-    # ------------------------------------------------------------------------------------------- trees, on all ranks
-
     def gather(self, local: T) -> T:
         """Gather a tree of shards to a tree of whole tensors, on every rank. All ranks must call this together.
 
@@ -153,8 +149,6 @@ class Layout(ShardTable):
             ShardingError: a leaf is not a parameter or has another shape than the parameter, or a rank has ended.
         """
         return reduce_scattered(self, grads)
-
-    # ------------------------------------------------------------------------------------------------- checkpoints
 
     def to_global(self, local: PyTree) -> PyTree:
         """Convert this rank's shards to a form for checkpoints, which records where each shard is in its whole tensor.

@@ -236,10 +236,10 @@ def _cuts_on_several_meshes(
     places: Mapping[DeviceMesh, Places],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, Cut], tuple[str, ...]] | None:
-    """Build the partition of each parameter when a parameter may have different meshes on different ranks.
+    """Build each parameter's partition if ranks may have different meshes for it; ranks exchange mesh coordinates.
 
-    The ranks exchange their mesh coordinates. Returns the partitions by name, and the names of the parameters whose
-    meshes differ between ranks. Returns None if the ranks differ in anything else, which `sharded` reports later.
+    Also return the names of the parameters whose meshes differ between ranks. Return None if the ranks differ in
+    anything else, which `sharded` reports later.
     """
     number = {mesh: place for place, mesh in enumerate(meshes)}
     ways = [(n, spec, (number[d.mesh], d.placements) if (d := dtensors.get(n)) else None) for n, spec in specs.items()]
@@ -278,10 +278,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
-    """Return the parameter names in the default order of a flat buffer: by `starts`, else the order of `params`.
-
-    Without `starts`, `params` must be a flat dict with sorted names, so that the order is unambiguous.
-    """
+    """Return the parameter names by `starts`, or if None in the order of `params`, a flat dict with sorted names."""
     if starts is not None:
         # Of two parameters with the same start, the empty parameter is first.
         return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
@@ -323,11 +320,7 @@ def _cuts(
     places: Mapping[DeviceMesh, Places],
     size: int,
 ) -> dict[str, Cut]:
-    """Return the partition over all ranks (a `Cut`) of each parameter, by name.
-
-    A parameter that is not in `dtensors` is whole on every rank. Parameters with equal shapes and placements share one
-    `Cut`.
-    """
+    """Return each parameter's partition over all ranks, by name; plain tensors are whole on every rank."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -357,10 +350,7 @@ def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> Places:
 
 
 def _group_of(meshes: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
-    """Return a process group of exactly the ranks of the given meshes, creating a new group only if none exists.
-
-    `meshes` maps each mesh to its global ranks.
-    """
+    """Return a process group of exactly the ranks of the given meshes; `meshes` maps each mesh to its global ranks."""
     ranks = sorted(set().union(*meshes.values()))
     if ranks == list(range(dist.get_world_size())):
         world = dist.group.WORLD

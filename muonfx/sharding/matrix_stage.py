@@ -151,9 +151,9 @@ _Wait = Callable[[], dict[str, Tensor]]
 def _send_to_owners(
     plan: RunPlan, layout: Layout, bucket: Sequence[Moves], local: Mapping[str, Any], *, as_given: bool = False
 ) -> tuple[bool, _Wait]:
-    """Start to send a bucket's matrices to their owners; return a function that waits for the matrices of this rank.
+    """Start to send a bucket's matrices to their owners.
 
-    Also return whether all of them are in new memory, which may be overwritten. `as_given` keeps the dtype in messages.
+    Return whether this rank's matrices are in new memory, which may be overwritten, and a function that waits for them.
     """
     here: dict[str, Tensor] = {}
     sent: list[Moves] = []
@@ -215,10 +215,9 @@ def _return_results(
     local: Mapping[str, Any],
     results: dict[str, Tensor],
 ) -> Callable[[], None]:
-    """Start to send a bucket's results from the owners to all ranks that hold a shard of them.
+    """Start to send a bucket's results from their owners; return a function that receives this rank's shards of them.
 
-    Return a function that waits for them. `results` then has this rank's shards by name; `done` has the results that
-    this rank computed.
+    `done` has the results that this rank computed, by name. The shards are written to `results`.
     """
     sent: list[Moves] = []
     for moves in bucket:

@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def interval(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
-        """Return the elements ``start:stop`` of a flattened tensor of the given shape; the local tensor has one dim."""
+        """Return the elements ``start:stop`` of a flattened tensor of this shape; their local tensor has one dim."""
         return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
 
     @classmethod
@@ -128,9 +128,6 @@ class Piece(NamedTuple):
 
     def window(self, box: Box) -> Window:
         """Return the position of a box of the whole tensor in this piece's local tensor.
-
-        Args:
-            box: a box of the whole tensor that is inside one of the piece's ``boxes``.
 
         Raises:
             ValueError: the box is not inside one of the piece's ``boxes``.
@@ -242,10 +239,7 @@ class FlatPiece:
 
     @property
     def boxes(self) -> list[Box]:
-        """The interval as boxes (offsets and sizes) of the whole tensor, in order; one empty box if it has no elements.
-
-        For a matrix these are the end of the first row, the whole rows, and the start of the last row.
-        """
+        """The interval as boxes (offsets and sizes) of the whole tensor, in order; one empty box if it is empty."""
         if not prod(self.shape):
             return [Box((0,) * len(self.shape), self.shape)]
         return list(self.piece.boxes)
@@ -308,10 +302,7 @@ aten: Any = torch.ops.aten
 
 
 class IntervalTensor(Tensor):
-    """A tensor subclass that wraps a `FlatPiece` and has the shape of the whole tensor.
-
-    It is used in the state of a torch optimizer, where torch's checkpoint functions require tensors.
-    """
+    """A `FlatPiece` as a tensor of the whole shape, for the state of a torch optimizer, which must contain tensors."""
 
     piece: FlatPiece
 
