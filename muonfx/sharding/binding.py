@@ -33,9 +33,9 @@ __all__ = ["Binding"]
 
 @dataclass(eq=False)
 class Binding(Placement):
-    """The placement of a program over the ranks of a layout: where its matrices are computed, its reductions, gathers.
+    """How a program (a transform for fixed parameters) runs over the ranks of a layout: its matrices, sums and gathers.
 
-    It also records on which steps the ranks have agreed. A layout has one binding for each `settings` and `store`.
+    It also counts the steps on which the ranks have agreed. A layout has one binding for each `settings` and `store`.
     """
 
     layout: Layout
@@ -60,11 +60,8 @@ class Binding(Placement):
         self.executor = Executor(self, self.store)
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
-        """Return this rank's state of a matrix stage (neighbouring transforms that require whole matrices).
-
-        The owner of a matrix (the rank that computes it) holds the state of the matrix; other ranks have None there.
-        """
-        plan, now, tx = self._at_owner(stage, run, params)
+        """Return the state of a matrix stage (transforms that need whole matrices) for matrices that this rank computes."""
+        plan, now, tx = self._plan_of_stage(stage, run, params)
         return init_run(plan, now, tx, self.layout, params, store)
 
     def update_stage(self, stage: Stage, run: Run, call: Arguments) -> tuple[PyTree, PyTree]:
@@ -77,11 +74,11 @@ class Binding(Placement):
             key = ("parameters of a stage", stage, len(tree.leaves(call.state)))
             return self.once(key, lambda: parameters_of(call.state, call.updates))
 
-        plan, now, tx = self._at_owner(stage, run, call.like)
+        plan, now, tx = self._plan_of_stage(stage, run, call.like)
         return update_run(plan, now, tx, self.layout, call, self.store, parameters)
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
-        """Return the plan of a run (neighbouring transforms that require whole matrices): who computes which matrix."""
+        """Return which rank computes which matrix in a run (neighbouring transforms that need whole matrices)."""
         run = tuple((name, tx.children[0] if tx.declaration.combinator.varies_numbers else tx) for name, tx in run)
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
@@ -89,8 +86,8 @@ class Binding(Placement):
         key = ("plan", tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
         return self.once(key, lambda: plan_run(run, names, self.layout, kind, self.settings))
 
-    def _at_owner(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
-        """Return a matrix stage's plan, its transforms as a rank runs them on whole matrices, and these as one."""
+    def _plan_of_stage(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
+        """Return a matrix stage's plan, its transforms in the form for the plan's stacks, and these as one transform."""
         device = tree.device_of(params)
         known = self._at_owners.get((stage, device))
         # Transforms are compared by identity: another number makes another run.
@@ -102,7 +99,7 @@ class Binding(Placement):
         return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Replace each leaf of a tree like the parameters by a meta tensor of the parameter's global shape."""
+        """Return a tree like `params` (parameters or their shards), of meta tensors with the global shapes."""
         leaves, treedef = tree.flatten(params)
         specs = self.layout.specs
         meta: list[Tensor | None] = []
@@ -116,11 +113,11 @@ class Binding(Placement):
         return tree.unflatten(treedef, meta)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Return True always: every tree of leaves under one layout has the shapes of its parameters."""
+        """Return True: trees of shards under one layout have equal shapes, so a program for one fits all."""
         return True
 
     def local_like(self, params: PyTree) -> PyTree:
-        """Replace each leaf of a tree like the parameters by a meta tensor of the shape of this rank's shard."""
+        """Return a tree like `params` (parameters or their shards), of meta tensors with the shapes of the shards."""
         return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:

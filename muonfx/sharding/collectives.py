@@ -264,6 +264,6 @@ def _average(parts: Sequence[Tensor], into: Tensor) -> None:
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
-    """Yield lists of indices of `tensors` of one dtype, at most `limit` bytes each; a larger tensor is alone."""
+    """Group tensors of one dtype, up to `limit` bytes in each group, and yield the indices of each group's tensors."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         yield from cut_into_buckets({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)

@@ -72,17 +72,17 @@ def agree(
     problem: BaseException | None = None,
     *,
     same: object = "",
-    alike: object = "",
+    compared: object = "",
     explain: Callable[[], Facts] = dict,
     numbers: Sequence[int] = (),
 ) -> tuple[bool, list[int]]:
-    """Check with one all-reduce that all ranks make the same call; raise on all ranks if one has an error (`problem`).
+    """Check with one all-reduce that all ranks make the same call; an error on one rank (`problem`) is raised on all.
 
-    Also raise if `what` (the call) or `same` differs; then `explain` returns the descriptions to compare and report.
-    Return whether `alike` is equal on all ranks, and the maximum over ranks of each of `numbers`.
+    `what` (the name of the call) and `same` must be equal on all ranks. If they differ, `explain` returns texts for the
+    error to compare. Return whether `compared` is equal on all ranks, and the maximum over ranks of each of `numbers`.
     """
     # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
-    mine = [*words((what, same), 3), *words(alike, 2)]
+    mine = [*words((what, same), 3), *words(compared, 2)]
     # The maximum of LARGE - number gives the minimum: all ranks agree if minimum and maximum are equal.
     said = [problem is not None, *mine, *(LARGE - number for number in mine), *numbers]
     reduced = torch.tensor(said, dtype=torch.int32, device=host_device(group))
@@ -179,7 +179,7 @@ def agree_on_leaves(
     same: object = "",
     explain: Callable[[], Facts] = dict,
 ) -> tuple[list[int], list[bool]]:
-    """Compare between ranks which leaves of a tree are present, and in which dtypes; raise on all ranks if they differ.
+    """Find out which leaves of a tree are None on some ranks, and raise on all ranks if the dtypes of a leaf differ.
 
     Return two lists, equal on all ranks: the dtype code of each leaf (an index into `DTYPES` plus 1, or 0 if it is None
     on all ranks), and whether the leaf is None on some ranks only. `what` and the options are those of `agree`.
@@ -202,12 +202,12 @@ def agree_on_leaves(
             raise problem
         return [codes[name] for name in names], [False] * len(names)
     trees = layout.once(("names", tuple(names)), lambda: digest((layout.digest, list(layout.specs), list(names))))
-    alike, _ = agree(
+    are_equal, _ = agree(
         what,
         layout.group,
         problem,
         same=(trees, same),
-        alike=mine,
+        compared=mine,
         explain=lambda: {
             "parameters": str([*layout.specs]),
             "layouts": f"{layout!r} ({layout.digest})",
@@ -215,7 +215,7 @@ def agree_on_leaves(
             **explain(),
         },
     )
-    if alike:
+    if are_equal:
         return [codes[name] for name in names], [False] * len(names)
     numbers = [*mine, *(LARGE - code if code else 0 for code in mine), *(int(not code) for code in mine)]
     _, found = agree("comparing leaves", layout.group, numbers=numbers)
@@ -231,7 +231,7 @@ def agree_on_leaves(
 
 @contextmanager
 def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None]:
-    """Disable active torch.func transforms; yield an error to raise if `values` have a tensor of one, else None."""
+    """Run a with block outside torch.func transforms; yield an error if `values` have a tensor of one, else None."""
     if not functorch_is_active():
         yield None
         return
@@ -248,7 +248,7 @@ def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None
 def check_pieces(
     layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], *, as_placed: bool = True
 ) -> list[Tensor | None]:
-    """Raise unless each leaf is None or this rank's shard of the parameter of its name; return the local tensors.
+    """Raise unless each leaf is None or has the shape of this rank's shard of its parameter; return the local tensors.
 
     With `as_placed`, a DTensor must also have the placements of its parameter.
     """
@@ -298,7 +298,7 @@ _met: dict[tuple[str, str], int] = {}
 
 
 def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
-    """Return when all ranks of a group have called this for the purpose `what`; else raise with the missing ranks."""
+    """Wait until all ranks of a group have called this with the same `what`; at the timeout, name the missing ranks."""
     turn = _met.get((group.group_name, what), 0)
     keys = [f"muonfx/{what}/{turn}/{rank}" for rank in range(dist.get_world_size(group))]
     own = keys[dist.get_rank(group)]

@@ -100,7 +100,7 @@ def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> P
 
 
 def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
-    """Convert this rank's shard of a parameter to a DTensor, a `FlatPiece` or, if it is whole, the tensor itself."""
+    """Convert this rank's shard of a parameter to a form with its position: a DTensor, `FlatPiece` or whole tensor."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:

@@ -102,7 +102,7 @@ def zero(
             bytes. None: every parameter of two or more dims counts as a matrix.
 
     Raises:
-        ValueError: an unknown setting.
+        ValueError: ``stage`` or ``partition`` has an unknown value.
 
     >>> layout = zero({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, 2, partition="flat")
     >>> [layout.piece("w", rank).shape for rank in range(2)]
@@ -238,8 +238,7 @@ def _cuts_on_several_meshes(
 ) -> tuple[dict[str, Cut], tuple[str, ...]] | None:
     """Build each parameter's partition if ranks may have different meshes for it; ranks exchange mesh coordinates.
 
-    Also return the names of the parameters whose meshes differ between ranks. Return None if the ranks differ in
-    anything else, which `sharded` reports later.
+    Also return the names of the parameters whose meshes differ between ranks; None if the ranks differ otherwise.
     """
     number = {mesh: place for place, mesh in enumerate(meshes)}
     ways = [(n, spec, (number[d.mesh], d.placements) if (d := dtensors.get(n)) else None) for n, spec in specs.items()]

@@ -34,7 +34,7 @@ __all__ = ["init_run", "update_run"]
 
 
 def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree, store: Store) -> PyTree:
-    """Return this rank's state of a run of matrix transforms; if the state is offloaded, build it bucket by bucket."""
+    """Return this rank's state of a run (transforms that need whole matrices); if offloaded, build it by buckets."""
     if store == IN_MEMORY:
         return _init(plan, run, tx, layout, params)
     seen: set[str] = set()
@@ -48,7 +48,7 @@ def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyT
 
 
 def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree) -> PyTree:
-    """Return this rank's state of a run for the given parameters: only a matrix's owner has the matrix's state."""
+    """Return this rank's state of a run: the state of the matrices that this rank computes, and None for the others."""
     leaves, treedef = tree.flatten(params)
     mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
     by_name = dict(tree.named_leaves(params))
@@ -66,11 +66,11 @@ def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree
                 nowhere = torch.full((), math.nan, dtype=like.dtype, device=like.device)
                 given[share.name] = nowhere.expand(share.shape)
     state = tx.functions.init(tree.unflatten(treedef, [given.get(name) for name in by_name]))
-    return _completed(state, tx, plan, params)
+    return _with_missing_leaves(state, tx, plan, params)
 
 
-def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
-    """Add None to a state wherever the state on all parameters has a leaf that this rank does not hold."""
+def _with_missing_leaves(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
+    """Return a state in the structure that it has with all parameters present; leaves that are missing become None."""
     shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
         share.name: share.shape for share in plan.shares
     }
@@ -151,9 +151,10 @@ _Wait = Callable[[], dict[str, Tensor]]
 def _send_to_owners(
     plan: RunPlan, layout: Layout, bucket: Sequence[Moves], local: Mapping[str, Any], *, as_given: bool = False
 ) -> tuple[bool, _Wait]:
-    """Start to send a bucket's matrices to their owners.
+    """Start to send a bucket's matrices to their owners, the ranks that compute them.
 
     Return whether this rank's matrices are in new memory, which may be overwritten, and a function that waits for them.
+    With `as_given`, messages keep the dtype of the local tensors.
     """
     here: dict[str, Tensor] = {}
     sent: list[Moves] = []
@@ -261,7 +262,7 @@ def _store_result(moves: Moves, result: Tensor, like: Tensor, results: dict[str,
 
 
 def _result_views(moves: Moves, like: Tensor, results: dict[str, Tensor]) -> list[Tensor]:
-    """Return views of the elements of this rank's shard in `results` that a share contains; create the shard if new."""
+    """Return this rank's part of a share (matrices that one rank computes), as views of its new shard in `results`."""
     if not moves.held:
         return []
     name = moves.share.name

@@ -113,7 +113,7 @@ def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
 
 
 def _holders_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequence[int]]:
-    """Return groups of ranks with replicas of a leaf of the state, from the placement of the leaf."""
+    """Return the groups of ranks that must hold equal values of a state leaf with the given placement."""
     if placement is None:
         return []
     if placement.name is None or any(share.owner is None for share in placement.shares):
@@ -124,7 +124,7 @@ def _holders_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Seq
 def _find_difference(
     what: str, copies: Sequence[_Copies], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
 ) -> tuple[str, str] | None:
-    """Return, on all ranks, the name of the first leaf whose replicas differ, and a text of the ranks that differ."""
+    """Return the first leaf whose replicas differ (its name, and a text of the ranks), or None; equal on all ranks."""
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:

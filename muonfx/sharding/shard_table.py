@@ -61,7 +61,7 @@ class ShardTable:
 
     @cached_property
     def is_replicated(self) -> bool:
-        """True if every rank holds all of every parameter."""
+        """True if every rank holds every parameter whole."""
         return all(len(cut.complete) == self.size for cut in self.pieces.values() if prod(cut.shape))
 
     def piece(self, name: str, rank: int | None = None) -> Piece:
@@ -90,7 +90,7 @@ class ShardTable:
         return digest([(name, cut.digest) for name, cut in self.pieces.items()])[:12]
 
     def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
-        """Return a dict from each distinct nonempty shard of a parameter to the ranks that hold it."""
+        """Return a dict from each distinct nonempty shard of a parameter (as a `Piece`) to the ranks that hold it."""
         return self.pieces[name].holders
 
     def nbytes(self, rank: int | None = None) -> int:

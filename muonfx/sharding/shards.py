@@ -33,17 +33,17 @@ Span = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """The position of one box (a rectangular part) in a rank's local tensor, computed once and used at every step."""
+    """The position of one box (a rectangular part of a tensor) in a shard, computed once and used at every step."""
 
     interval: tuple[int, int] | None
-    """For a 1-d local tensor, the start and the number of elements to view as `sizes`; None for an n-d local tensor."""
+    """For a 1-d shard, the start and the number of the elements to view in the shape `sizes`; None for an n-d shard."""
     sizes: tuple[int, ...]
     """The shape in which the interval is viewed."""
     narrowed: tuple[tuple[int, int, int], ...]
     """The arguments (dim, start, length) of each call of `torch.narrow` that selects the box."""
 
     def of(self, local: Tensor) -> Tensor:
-        """Return the box of a local tensor, as a view."""
+        """Return the values of the box, as a view of a shard."""
         if self.interval is not None:
             first, numel = self.interval
             local = (local if numel == local.numel() else local.narrow(0, first, numel)).view(self.sizes)
@@ -55,7 +55,7 @@ class Window(NamedTuple):
 class Piece(NamedTuple):
     """The elements of a tensor that a rank holds, without their values. Built by `whole`, `interval` or `grid`.
 
-    A `Piece` copies its elements out of a whole tensor (`cut`) and back into it (`paste`).
+    A *shard* is the tensor of these elements. Use `cut` to copy it out of a whole tensor, and `paste` to copy it back.
 
     >>> piece = Piece.interval((4, 5), 3, 8)  # elements 3 to 7: the end of row 0 and the start of row 1
     >>> piece.shape, [box.sizes for box in piece.boxes]
@@ -65,9 +65,9 @@ class Piece(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    """The shape of the local tensor, which holds the values: one dim for an interval, else the dims of the whole."""
+    """The shape of the shard: one dim for an interval, else as many dims as the whole tensor."""
     boxes: tuple[Box, ...]
-    """The elements as nonempty boxes (offsets and sizes) of the whole tensor, in the order of the local tensor."""
+    """The elements as nonempty boxes (offsets and sizes) of the whole tensor, in the order of the shard."""
     start: int | None = None
     """The first element of an interval in the flattened whole tensor; None if the piece was not built by `interval`."""
     spans: tuple[tuple[Span, ...], ...] = ()
@@ -75,17 +75,17 @@ class Piece(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """Return the piece with all elements of a tensor; its local tensor has the tensor's own shape."""
+        """Return the piece with all elements of a tensor of this shape. Its shard has the same shape."""
         return cls.grid([((0, size),) for size in shape])
 
     @classmethod
     def interval(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
-        """Return the elements ``start:stop`` of a flattened tensor of this shape; their local tensor has one dim."""
+        """Return the piece with the elements ``start:stop`` of a flattened tensor of this shape. Its shard is 1-d."""
         return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
 
     @classmethod
     def grid(cls, spans: Sequence[Sequence[Span]]) -> Piece:
-        """Return the elements whose index in each dim is in one of the given spans (start, exclusive end) of that dim.
+        """Return the piece with the elements whose index in each dim is in one of that dim's spans (start, end).
 
         >>> Piece.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
@@ -103,31 +103,31 @@ class Piece(NamedTuple):
         return prod(self.shape)
 
     def fits(self, local: Tensor) -> bool:
-        """Return True if a tensor has the shape of this piece's local tensor, or if both have no elements."""
+        """Return True if a tensor has the shape of this piece's shard, or if both have no elements."""
         return tuple(local.shape) == self.shape or (self.numel == 0 and local.numel() == 0)
 
     def blank(self, like: Tensor) -> Tensor:
-        """Return an uninitialized local tensor for this piece, with the dtype and the device of ``like``."""
+        """Return an uninitialized shard for this piece, with the dtype and the device of ``like``."""
         return torch.empty(self.shape, dtype=like.dtype, device=like.device)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Copy the elements of this piece out of a whole tensor, and return them as a local tensor."""
+        """Copy the elements of this piece out of a whole tensor, and return them as a shard."""
         local = self.blank(whole)
         for box in self.boxes:
             self.window(box).of(local).copy_(part(whole, box))
         return local
 
     def paste(self, local: Tensor, whole: Tensor) -> None:
-        """Copy the values of a local tensor to the positions of this piece in a whole tensor, in place."""
+        """Copy the values of a shard to their positions in a whole tensor, in place."""
         for box in self.boxes:
             part(whole, box).copy_(self.window(box).of(local))
 
     def shared(self, boxes: Sequence[Box]) -> list[Box]:
-        """Return the parts of some boxes of the whole tensor that are in this piece, as boxes of the whole tensor."""
+        """Return the intersections of some boxes (offsets and sizes) of the whole tensor with this piece, as boxes."""
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
     def window(self, box: Box) -> Window:
-        """Return the position of a box of the whole tensor in this piece's local tensor.
+        """Return where a box (offsets and sizes) of the whole tensor is in the shard, as a `Window` to view it.
 
         Raises:
             ValueError: the box is not inside one of the piece's ``boxes``.

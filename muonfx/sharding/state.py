@@ -69,7 +69,7 @@ class LeafPlacement:
 
 
 def _of_node(binding: Binding, node: Node) -> PyTree:
-    """Return a tree like the state of a program node (one or several transforms), with the placement of each leaf."""
+    """Return a tree like a program node's state, with the placement (which ranks hold it) of each leaf."""
     if isinstance(node, Stage):
         return _of_stage(binding, node)[node.members[0].name]
     if isinstance(node, ChainNode):
@@ -87,14 +87,14 @@ def _of_node(binding: Binding, node: Node) -> PyTree:
 
 
 def _of_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
-    """Return the placements of state leaves of each transform in a matrix stage; the owners of matrices hold them."""
+    """Return trees of placements for the states in a matrix stage, by transform; the ranks that compute hold them."""
     run = tuple((member.name, member.node.tx) for member in stage.members)
     plan = None if binding.holds_all else binding.plan(run, stage.like)
     return {name: _of_leaves(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
 
 
 def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Return a tree like `state` with the placement of each leaf; with a `plan`, owners of matrices hold the leaves."""
+    """Return a tree like `state`, with the placement of each leaf; `plan` gives the owners of states of matrices."""
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
     described: list[Any] = []
@@ -113,7 +113,7 @@ def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Return the placement of each leaf of a transform's state, in order; None for a leaf that is None."""
+    """Return the placement (which ranks hold it, in which shape) of each leaf of a transform's state; None for None."""
 
     def describe() -> list[LeafPlacement | None]:
         local = binding.local_like(params)
@@ -265,7 +265,10 @@ def _to_dtensor_like_parameter(
 
 
 def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape: Sequence[int]) -> bool:
-    """Return True if every rank computes exactly the matrices that its shard of a stack holds, divided along dim 0."""
+    """Return True if every rank computes exactly the matrices that its shard of a stack of matrices holds.
+
+    The stack and its state leaf, of the given shape, must be split along dim 0 only.
+    """
     spec = layout.dtensors[name]
     if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):
         return False

@@ -42,9 +42,10 @@ def agreed_call(
     problem: Exception | None = None,
     serial: int | None = None,
 ) -> Arguments:
-    """Verify that all ranks make the same call of `update`; return it with local tensors and with missing gradients.
+    """Verify that all ranks make the same call of `update`; return its arguments with local tensors, not DTensors.
 
-    An error on one rank (also `problem`, if given) is raised on all. `serial` is the optimizer's number in its group.
+    A gradient that only other ranks have is added. An error on one rank (also `problem`, if given) is raised on all.
+    `serial` is the number of the optimizer in its process group.
     """
     layout = binding.layout
     many = layout.group is not None and layout.size > 1
@@ -59,7 +60,7 @@ def agreed_call(
     try:
         if problem is not None:
             raise problem
-        local = _checked(binding, tx, call, names, leaves, check=check)
+        local = _checked_call(binding, tx, call, names, leaves, check=check)
         if call.extras:
             Program(binding.executor.program(tx, local.like)).check_extras(call.extras)
         if binding.store != IN_MEMORY:
@@ -91,7 +92,7 @@ def agreed_call(
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
     if any(on_some) or max(codes, default=0) > UNPLACED:
-        completed = _completed(layout, names, leaves, codes, on_some, tree.device_of(local.like))
+        completed = _with_missing_gradients(layout, names, leaves, codes, on_some, tree.device_of(local.like))
         local = local._replace(updates=tree.unflatten(treedef, completed))
     if is_due:
         warn_of_gradients(layout, local.updates)
@@ -100,10 +101,10 @@ def agreed_call(
     return local
 
 
-def _checked(
+def _checked_call(
     binding: Binding, tx: Transform, call: Arguments, names: Sequence[str], leaves: Sequence[Any], *, check: bool
 ) -> Arguments:
-    """Return a call on local tensors instead of DTensors; with `check`, compare its trees with each other."""
+    """Check the arguments of a call and return them with local tensors; with `check`, also compare the trees."""
     tx.check_extras(call.extras)
     checks.check_floating("updates", call.updates)
     layout, params = binding.layout, call.params
@@ -133,14 +134,14 @@ _serials: dict[str, int] = {}
 
 
 def next_serial(layout: Layout) -> int:
-    """Return 1, 2, ... for the transforms and optimizers of a process group; all ranks must call this equally often."""
+    """Return the next number (1, 2, ...) of a transform or optimizer of a process group; all ranks call it together."""
     name = "" if layout.group is None else layout.group.group_name
     _serials[name] = _serials.get(name, 0) + 1
     return _serials[name]
 
 
 def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: int | None) -> Facts:
-    """Describe everything except the program that must be equal on all ranks in a step, such as hyperparameters."""
+    """Describe what must be equal on all ranks in a step: hyperparameters, extras such as a loss, and step counters."""
     in_state, counts = _numbers_of_state(binding, tx, local.state, local.like)
     loaded = "loaded since the last step" if binding.has_loaded else "not loaded since the last step"
     return {
@@ -206,7 +207,7 @@ def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTr
     return {name: number_text(leaves[i]) for i, name in found.items()}, counts
 
 
-def _completed(
+def _with_missing_gradients(
     layout: Layout,
     names: Sequence[str],
     leaves: Sequence[Tensor | None],
@@ -214,7 +215,7 @@ def _completed(
     on_some: Sequence[bool],
     device: torch.device,
 ) -> list[Tensor | None]:
-    """Return local gradients in the placements of their parameters, with zeros or copies for those missing here."""
+    """Return gradients as local tensors in their parameters' placements, with those that only other ranks have."""
     # A gradient may be partial under tensor parallelism, and None on some ranks if only the losses of others use it.
     assert layout.group is not None
     for name, code, is_missing in zip(names, codes, on_some, strict=True):
@@ -266,7 +267,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         local = local_tree(params)
         binding.likes[tx.treedef] = meta_like(local)
         if layout.size > 1 and problem is None:
-            facts = _facts(binding, tx, local)
+            facts = _facts_of_binding(binding, tx, local)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     if layout.group is not None and layout.size > 1:
@@ -276,8 +277,8 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         raise problem
 
 
-def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
-    """Describe everything that must be equal on all ranks before the first step; the first difference is reported."""
+def _facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
+    """Describe everything that must be equal on all ranks before the first step, by subject, in the order to report."""
     layout, store, kept = binding.layout, binding.store, "in memory with the parameters"
     device = tree.device_of(local)
     roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it

@@ -87,7 +87,7 @@ class Sharded(Transform):
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
     ) -> tuple[PyTree, PyTree]:
-        """Return this rank's shards of the new updates, and its next state. All ranks must call this together."""
+        """Return this rank's shards of the updates, and this rank's next state. All ranks must call this together."""
         return self.functions.update(updates, state, params, donate=donate, check=True, **extras)
 
 
@@ -314,7 +314,7 @@ def settings_of(tx: Sharded) -> Settings:
 
 
 def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
-    """Return a sharded transform's `Binding`, its inner transform, and `params` or, if None, meta tensors like them."""
+    """Return a sharded transform's `Binding` to its ranks, its inner transform, and `params` (None: meta tensors)."""
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
     layout = tx.layout

@@ -33,7 +33,7 @@ __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan
 
 
 class Machine(NamedTuple):
-    """The estimated speed of one rank in computing and sending. By it `sharded` chooses where to compute matrices."""
+    """The estimated speed of one rank in computing and sending, used to choose which rank computes a matrix."""
 
     flops: float
     """Floating-point operations per second in matrix products."""
@@ -72,7 +72,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Which rank computes which matrices, in which order, for one run (neighbouring transforms of whole matrices)."""
+    """Which rank computes which matrices, in which order, for a run (transforms that need whole matrices)."""
 
     run: Run = field(repr=False)
     """The transforms by name, in the form that treats the parameters in `stacks` as stacks of matrices."""
@@ -94,7 +94,7 @@ class RunPlan:
 
     @cached_property
     def shares_of(self) -> dict[str, tuple[Share, ...]]:
-        """A dict from the name of each parameter to its shares (sets of its matrices, with the rank that computes)."""
+        """A dict from each parameter's name to its shares (sets of its matrices, with the rank that computes each)."""
         by_name: dict[str, tuple[Share, ...]] = {}
         for share in self.shares:
             by_name[share.name] = (*by_name.get(share.name, ()), share)
@@ -111,11 +111,11 @@ class RunPlan:
 
     @property
     def sent(self) -> list[int]:
-        """The bytes that each rank sends per step: updates to the owners of matrices, and results back."""
+        """The bytes that each rank sends in a step: updates to the ranks that compute matrices, and results back."""
         return self.sent_for(self.shares)
 
     def sent_for(self, shares: Sequence[Share]) -> list[int]:
-        """Return the bytes that each rank sends for some shares: updates to their owners, and results back."""
+        """Return the bytes that each rank sends for some shares: updates to ranks that compute, and results back."""
         sent = [0] * self.size
         for share in shares:
             if share.owner is None:
@@ -241,7 +241,7 @@ def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Ite
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rank (the owner) computes each matrix of a transform, and the bytes that are sent. Prints as a table.
+    """Which rank (the owner) computes each matrix of a transform, and how many bytes are sent. Prints as a table.
 
     Attributes:
         runs: a list with a plan for each run (a sequence of neighbouring transforms that require whole matrices).
@@ -259,12 +259,12 @@ class Plan:
 
     @property
     def flops(self) -> list[float]:
-        """The floating-point operations of each rank in a step, in the transforms of whole matrices only; by rank."""
+        """A list with the floating-point operations of each rank in a step, in transforms that need whole matrices."""
         return [sum(loads) for loads in zip(*(run.flops for run in self.runs), strict=True)] or [0.0] * self.size
 
     @property
     def sent(self) -> list[int]:
-        """The bytes that each rank sends in a step, by rank: updates to the owners of matrices, and results back."""
+        """A list with the bytes that each rank sends in a step: updates to the ranks that compute, and results back."""
         return [sum(sent) for sent in zip(*(run.sent for run in self.runs), strict=True)] or [0] * self.size
 
     @property

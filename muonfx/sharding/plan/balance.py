@@ -15,7 +15,7 @@ __all__ = ["assign", "assign_by_bytes"]
 
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
-    """Return for each item one of its candidate ranks, so that the sums of costs by rank are about equal."""
+    """Return for each item one of its candidate ranks, so that ranks have about equal costs; `sizes` break ties."""
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
     board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     groups = {id(own): own for own in candidates if len(own) > 1}

@@ -27,7 +27,7 @@ _PER_ELEMENT = 10.0
 
 
 class RunCost:
-    """A function that returns a run's cost for a parameter: declared costs plus ten operations per element and part."""
+    """A function that estimates the operations of a run (transforms that need whole matrices) for one parameter."""
 
     def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
         called = [tx for _, entry in run for tx in within(entry)]
@@ -36,7 +36,7 @@ class RunCost:
         self._declared = [cost(tx, device, compute) for tx in called if (cost := tx.declaration.cost) is not None]
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """Return the cost for the named parameter, or for some of its matrices, of the updates' shape and dtype."""
+        """Return the estimated operations for updates of this shape and dtype: a parameter, or some of its matrices."""
         own = self._each * prod(shape)
         return sum((cost(name, tuple(shape), dtype) for cost in self._declared), start=own)
 
@@ -49,7 +49,7 @@ def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, 
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:
-    """Return each parameter's estimated cost in the matrix transforms of `tx`; if None, of orthogonalization."""
+    """Return each parameter's estimated operations in the matrix transforms of `tx`; if None, in Newton-Schulz."""
     if tx is None:
         return {name: _of_matrix(spec, device) if len(spec.shape) >= 2 else 0.0 for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)

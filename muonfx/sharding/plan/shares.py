@@ -27,7 +27,7 @@ __all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "o
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
-    """Return the rank of an ascending list that is nearest to the owner, the lower one in a tie."""
+    """Return the rank in an ascending list that is nearest to the rank `owner`; in a tie, the lower rank."""
     if len(ranks) == 1:
         return ranks[0]
     place = bisect_left(ranks, owner)
@@ -47,7 +47,7 @@ class ShareTransfer(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The elements that one rank sends and receives for a share (matrices that one owner computes), at every step."""
+    """The elements that one rank sends and receives in a step for a share (matrices that one owner computes)."""
 
     share: Share
     computes: bool
@@ -232,7 +232,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
 
 
 def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part]:
-    """Assign the parts with `one_each` to the least loaded of their candidates, one part of a parameter to each."""
+    """Assign parts that need different ranks (`one_each`) to the least loaded of their candidate ranks."""
     loads = [0.0] * size
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for i, part in enumerate(parts):
