@@ -60,7 +60,7 @@ class Binding(Placement):
         self.executor = Executor(self, self.store)
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
-        """Return the state of a matrix stage (transforms that need whole matrices) for matrices that this rank computes."""
+        """Return the state of a matrix stage (transforms that need whole matrices) for the matrices of this rank."""
         plan, now, tx = self._plan_of_stage(stage, run, params)
         return init_run(plan, now, tx, self.layout, params, store)
 
@@ -87,7 +87,7 @@ class Binding(Placement):
         return self.once(key, lambda: plan_run(run, names, self.layout, kind, self.settings))
 
     def _plan_of_stage(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
-        """Return a matrix stage's plan, its transforms in the form for the plan's stacks, and these as one transform."""
+        """Return a matrix stage's plan, its transforms in the form for the plan's stacks, and these as one."""
         device = tree.device_of(params)
         known = self._at_owners.get((stage, device))
         # Transforms are compared by identity: another number makes another run.
