@@ -303,7 +303,7 @@ def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state
         want = None if what is None else what.local
         if leaf is not None and want is not None and tuple(leaf.shape) != want and (leaf.numel() or prod(want)):
             raise ShardingError(
-                f"{name!r} of the state has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
+                f"state: {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
                 f"{advice}"
             )
 
