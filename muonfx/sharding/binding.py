@@ -1,4 +1,4 @@
-"""A layout bound to a group of ranks: the state on which the ranks have agreed, and their reductions and gathers."""
+"""`Binding`: runs a transform over the ranks of a layout, and records on which steps the ranks have agreed."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ __all__ = ["Binding"]
 
 @dataclass(eq=False)
 class Binding(Placement):
-    """The placement of an executor over the ranks of a layout."""
+    """How a program (a transform for fixed parameters) runs over the ranks of a layout: its matrices, sums and gathers.
+
+    It also counts the steps on which the ranks have agreed. A layout has one binding for each `settings` and `store`.
+    """
 
     layout: Layout
     settings: Settings
     store: Store
     likes: dict[Hashable, PyTree] = field(default_factory=dict)
-    """Meta tensors in the tree of the local parameters, for each structure of a chain."""
+    """A dict from the tree structure of a transform to a tree of meta tensors in the shapes of this rank's shards."""
     once: Once = field(default_factory=Once)
     serial: int | None = None
-    """The number of this binding among the bindings of its group; None until the ranks have compared what they bind."""
+    """The number of this binding among those of its process group, by creation; None until the ranks have agreed."""
     steps: int = 0
-    """The number of steps that all ranks have agreed to take."""
+    """The number of steps on which all ranks have agreed."""
     has_loaded: bool = False
     """True if this rank has loaded a state since the last step."""
     _at_owners: dict[tuple[Stage, torch.device], tuple[Run, RunPlan, Run, Transform]] = field(default_factory=dict)
@@ -53,28 +56,29 @@ class Binding(Placement):
     def __post_init__(self) -> None:
         specs, pieces = self.layout.specs, self.layout.pieces
         self.holds_all = self.layout.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
-        """True if there is one rank and it holds every leaf whole, in the leaf's own shape."""
+        """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         self.executor = Executor(self, self.store)
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
-        """Return the state of a matrix stage: on the owners of matrices, None on the other ranks."""
-        plan, now, tx = self._at_owner(stage, run, params)
+        """Return the state of a matrix stage (transforms that need whole matrices) for the matrices of this rank."""
+        plan, now, tx = self._plan_of_stage(stage, run, params)
         return init_run(plan, now, tx, self.layout, params, store)
 
     def update_stage(self, stage: Stage, run: Run, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Update by a matrix stage: each owner computes whole matrices, bucket by bucket."""
+        """Run one step of a matrix stage, bucket by bucket; return this rank's updates and the next state.
+
+        Each matrix is gathered on its owner (the rank that computes it), computed there, and scattered back.
+        """
 
         def parameters() -> list[str | None]:
             key = ("parameters of a stage", stage, len(tree.leaves(call.state)))
             return self.once(key, lambda: parameters_of(call.state, call.updates))
 
-        plan, now, tx = self._at_owner(stage, run, call.like)
+        plan, now, tx = self._plan_of_stage(stage, run, call.like)
         return update_run(plan, now, tx, self.layout, call, self.store, parameters)
 
-    # ----------------------------------------------------------------------------------------- computed once
-
     def plan(self, run: Run, params: PyTree) -> RunPlan:
-        """Return the plan of a run for some parameters."""
+        """Return which rank computes which matrix in a run (neighbouring transforms that need whole matrices)."""
         run = tuple((name, tx.children[0] if tx.declaration.combinator.varies_numbers else tx) for name, tx in run)
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
@@ -82,8 +86,8 @@ class Binding(Placement):
         key = ("plan", tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
         return self.once(key, lambda: plan_run(run, names, self.layout, kind, self.settings))
 
-    def _at_owner(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
-        """Return the plan of a stage, its run as an owner computes it, and the run as one transform."""
+    def _plan_of_stage(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
+        """Return a matrix stage's plan, its transforms in the form for the plan's stacks, and these as one."""
         device = tree.device_of(params)
         known = self._at_owners.get((stage, device))
         # Transforms are compared by identity: another number makes another run.
@@ -95,28 +99,26 @@ class Binding(Placement):
         return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Replace local leaves by meta tensors of the global shapes."""
+        """Return a tree like `params` (parameters or their shards), of meta tensors with the global shapes."""
         leaves, treedef = tree.flatten(params)
         specs = self.layout.specs
         meta: list[Tensor | None] = []
         for name, leaf in zip(tree.names(params), leaves, strict=True):
             if name not in specs:
                 if leaf is not None:
-                    raise ShardingError(f"{name!r} is no parameter of {self.layout!r}")
+                    raise ShardingError(f"{name!r} is not a parameter of {self.layout!r}")
                 meta.append(None)
             else:
                 meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
         return tree.unflatten(treedef, meta)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Always true, because the leaves of a layout are parameters."""
+        """Return True: trees of shards under one layout have equal shapes, so a program for one fits all."""
         return True
 
     def local_like(self, params: PyTree) -> PyTree:
-        """Replace parameters or their stand-ins by meta tensors of this rank's shards."""
+        """Return a tree like `params` (parameters or their shards), of meta tensors with the shapes of the shards."""
         return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
-
-    # ------------------------------------------------------------------------------------------- over all ranks
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Sum one scalar per leaf over all leaves and ranks, counting a replicated shard once."""
@@ -140,22 +142,22 @@ class Binding(Placement):
         return most
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
-        """Return this rank's term of a sum over leaves."""
+        """Return the scalar of one leaf if this rank counts it in a sum over all ranks, else zero."""
         # Only the first holder counts a shard. Every holder adds NaN and infinity, so that no rank misses them.
         if self.layout.rank in self.layout.pieces[name].firsts:
             return scalar
         return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
 
     def gather(self, values: PyTree) -> PyTree:
-        """Gather local leaves to whole leaves on every rank."""
+        """Gather a tree of shards to a tree of whole tensors on every rank."""
         return gathered(self.layout, values) if any(leaf is not None for leaf in tree.leaves(values)) else values
 
     def shard(self, values: PyTree) -> PyTree:
-        """Copy this rank's shards out of whole leaves."""
+        """Copy this rank's shards out of a tree of whole tensors."""
         return self.layout.shard(values)
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
-        """Warn once about a transform for which every rank gathers all leaves."""
+        """Warn once that a transform of locality TREE (it needs all leaves) makes every rank gather all leaves."""
         key = (tx.name, tuple(tree.names(params)))
         if key in self._warned or self.layout.size == 1 or self.layout.group is None:
             return
@@ -163,8 +165,8 @@ class Binding(Placement):
         specs = [self.layout.specs[name] for name in tree.names(params)]
         nbytes = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs)
         warn_together(
-            f"{tx.name} declares no locality narrower than the whole tree, so every rank gathers all updates and "
-            f"parameters, {nbytes / 2**20:.1f} MiB each, at every step, and computes alike: declare its locality, or "
-            "name sum_over_leaves in its update if all that it needs of the tree is a sum",
+            f"{tx.name} has the locality TREE, so at every step every rank gathers all updates and parameters, "
+            f"{nbytes / 2**20:.1f} MiB each, and repeats the same computation: declare a smaller locality, or add an "
+            "argument sum_over_leaves to its update if it needs only a sum over the tree",
             self.layout.group,
         )

@@ -1,4 +1,4 @@
-"""Boxes: parts of an n-dimensional array, given by offsets and sizes.
+"""Boxes: rectangular parts of an n-dimensional array, given by offsets and sizes.
 
 A shard of a `DTensor` is a box. An interval of a flattened array, which ZeRO gives to a rank, is a few boxes: for a
 matrix the end of the first row, the whole rows, and the start of the last row.
@@ -14,19 +14,19 @@ __all__ = ["Box", "boxes_of_interval", "cover", "intersection"]
 
 
 class Box(NamedTuple):
-    """A box of an array: its offset and its size in each dim."""
+    """A rectangular part of an n-dimensional array: its offset and its size in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the box."""
         return prod(self.sizes)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The exclusive end in each dim."""
+        """The exclusive end of the box in each dim: offset plus size."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
@@ -38,13 +38,16 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Split the interval start:stop of a flattened array into boxes, in order, at most 2n - 1 for n dims."""
+    """Split the elements start:stop of a flattened array into at most 2n - 1 boxes for n dims, in order.
+
+    For a matrix these are the end of the first row, the whole rows, and the start of the last row.
+    """
     if stop <= start:
         return []
     if not shape:
         return [Box((), ())]
     row = prod(shape[1:])
-    first, last = start // row, stop // row  # the whole rows begin at `first` or the next row, and end before `last`
+    first, last = start // row, stop // row  # whole rows begin at `first`, or one row later, and end before `last`
     head, tail = start % row, stop % row
 
     def within(index: int, begin: int, end: int) -> list[Box]:
@@ -63,7 +66,7 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Return None if boxes hold every element of an array exactly once, else an error text."""
+    """Return None if boxes contain every element of an array of this shape exactly once, else a text of the reason."""
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or any(map(int.__gt__, box.ends, shape)):
             return "go beyond its sides"

@@ -1,4 +1,4 @@
-"""Collectives over whole trees for a ZeRO training loop: gather shards, and reduce gradients to shards."""
+"""Collectives over trees of tensors for a ZeRO training loop: gather shards, and reduce gradients to shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from muonfx.tree.tracing import without_transforms
 __all__ = ["BUCKET", "exchange", "start_exchange", "gathered", "in_buckets", "reduce_scattered"]
 
 BUCKET = 1 << 25
-"""The approximate bytes of whole tensors that are sent at a time."""
+"""The approximate bytes of whole tensors that one collective gathers or reduces."""
 
 
 def gathered(
@@ -35,14 +35,14 @@ def gathered(
     names: Sequence[str] | None = None,
     differentiable: bool = False,
 ) -> PyTree:
-    """Gather local leaves, all or some by name, to whole leaves on every rank."""
+    """Gather a tree of this rank's shards to whole tensors on every rank; with `names`, gather only these leaves."""
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
     with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
         try:
             check_pieces(layout, every, leaves)
             if unknown := sorted(set(names or ()) - set(every)):
-                raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
+                raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
         except Exception as error:  # on this rank only, perhaps: raised on all ranks together
             problem = problem or error
         chosen = sorted(names or ())
@@ -51,7 +51,10 @@ def gathered(
         )
     for name, is_missing in zip(every, on_some, strict=True):
         if is_missing:  # equal on all ranks, so all of them raise
-            raise ShardingError(f"{name!r} is None on some ranks only: a whole tensor needs the pieces of all")
+            raise ShardingError(
+                f"{name!r} is None on some ranks, expected a shard on all ranks or None on all: pass the shard of "
+                "every rank"
+            )
     chosen = [
         place for place, leaf in enumerate(leaves) if leaf is not None and (names is None or every[place] in names)
     ]
@@ -69,12 +72,12 @@ def gathered(
 
 
 _Way = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tensor]]
-"""`_gather` or `_reduce`: from the tensors of some parameters to others."""
+"""The type of `_gather` and `_reduce`: from the tensors of the named parameters to a list of tensors."""
 
 
 @torch.no_grad()
 def _gather(layout: ShardTable, names: Sequence[str], locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Gather the local tensors of all ranks to whole tensors."""
+    """Gather the named parameters to whole tensors on every rank; `locals_` are this rank's shards."""
     wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
     for places in in_buckets(wholes, BUCKET):
         first = wholes[places[0]]
@@ -103,13 +106,13 @@ def _gather(layout: ShardTable, names: Sequence[str], locals_: Sequence[Tensor])
 
 
 def _windows(layout: ShardTable, name: str) -> list[Window]:
-    """Return the windows of the boxes of this rank's shard in its local tensor; cached."""
+    """Return where each box (rectangular part) of this rank's shard of a parameter is in its local tensor; cached."""
     piece = layout.piece(name)
     return layout.once(("windows", name), lambda: [piece.window(box) for box in piece.boxes])
 
 
 class _Linear(torch.autograd.Function):
-    """A gather or a reduction as a linear function, each being the transpose of the other."""
+    """The autograd function of a gather and of a mean over ranks; each is the backward pass of the other."""
 
     # Gathering is the transpose of the mean over ranks if whole gradients are gradients of each rank's own loss, and
     # gradients of shards are gradients of the mean loss.
@@ -146,19 +149,19 @@ class _Linear(torch.autograd.Function):
 
 
 def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
-    """Average whole gradients, different on each rank, to this rank's shards of their mean."""
+    """Average the unsharded gradients of all ranks, and return this rank's shards of the mean."""
     leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
     with outside_transforms("layout.reduce_scatter", grads) as problem:
         for name, leaf in zip(names, leaves, strict=True):
             if name not in layout.specs:
-                problem = ShardingError(f"{name!r} is no parameter of {layout!r}")
+                problem = ShardingError(f"{name!r} is not a parameter of {layout!r}")
             elif leaf is not None and leaf.dtype not in DTYPES:
                 problem = ShardingError(f"the gradient of {name!r} has dtype {leaf.dtype}, expected a floating dtype")
             elif leaf is not None and tuple(leaf.shape) != layout.specs[name].shape:
                 problem = ShardingError(
-                    f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout.specs[name].shape}:"
-                    " reduce_scatter takes whole gradients"
+                    f"the gradient of {name!r} has shape {tuple(leaf.shape)}, expected {layout.specs[name].shape}, the "
+                    "global shape of the parameter: pass unsharded gradients"
                 )
         there, _ = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
         device = tree.device_of(grads)
@@ -177,7 +180,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
 
 @torch.no_grad()
 def _reduce(layout: ShardTable, names: Sequence[str], full: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's shards of the mean over ranks of whole tensors."""
+    """Average the unsharded tensors `full` of the named parameters over all ranks, and return this rank's shards."""
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # Every rank holds every element: reduce-scatter equal parts, then gather them.
@@ -205,7 +208,7 @@ def _reduce(layout: ShardTable, names: Sequence[str], full: Sequence[Tensor]) ->
 
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
-    """Return a layout of some parameters in equal intervals over the same ranks; cached."""
+    """Return a layout of the named parameters that splits them equally over the same ranks; cached."""
 
     def make() -> ShardTable:
         specs = {name: layout.specs[name] for name in names}
@@ -218,13 +221,16 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
 def exchange(
     outgoing: Sequence[Sequence[Tensor]],
     incoming: Sequence[Sequence[Tensor]],
-    like: Tensor,
+    wire: Tensor,
     layout: ShardTable,
     what: str,
 ) -> None:
-    """Run one exchange between the ranks of a layout."""
+    """Send the tensors ``outgoing[r]`` to rank r, and write the tensors from rank r into ``incoming[r]``.
+
+    Messages have the dtype and the device of the tensor `wire`. `what` names the operation in errors.
+    """
     expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
-    start_exchange(layout, outgoing, expected, like.dtype, like.device, what).wait(incoming)
+    start_exchange(layout, outgoing, expected, wire.dtype, wire.device, what).wait(incoming)
 
 
 def start_exchange(
@@ -235,7 +241,10 @@ def start_exchange(
     device: torch.device,
     what: str,
 ) -> Exchange:
-    """Start an exchange between the ranks of a layout."""
+    """Start to send the tensors ``outgoing[r]`` to rank r, and to receive ``expected[r]`` elements from rank r.
+
+    `dtype` and `device` are those of the messages; `what` names the operation in errors.
+    """
     assert layout.group is not None
     return Exchange(
         outgoing, expected, dtype=dtype, device=device, group=layout.group, what=what, buffers=layout.buffers
@@ -243,7 +252,7 @@ def start_exchange(
 
 
 def _average(parts: Sequence[Tensor], into: Tensor) -> None:
-    """Average tensors, added in rank order, in a higher-precision dtype, and round once."""
+    """Write the mean of some tensors into another: add in the order given, in fp32 or higher, and round once."""
     wide = ew.wide_dtype(into.dtype)
     if into.dtype == wide and len(parts) > 1:
         total, rest = torch.add(parts[0], parts[1], out=into), parts[2:]
@@ -255,6 +264,6 @@ def _average(parts: Sequence[Tensor], into: Tensor) -> None:
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
-    """Group the indices of tensors by dtype into lists of at most `limit` bytes; a larger tensor is alone in a list."""
+    """Group tensors of one dtype, up to `limit` bytes in each group, and yield the indices of each group's tensors."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         yield from cut_into_buckets({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)

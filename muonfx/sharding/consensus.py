@@ -39,21 +39,21 @@ __all__ = [
 ]
 
 LARGE = 0x3FFFFFFF
-"""Larger than any number on which ranks agree."""
+"""Larger than any number that `agree` compares; ``LARGE - number`` turns a maximum over ranks into a minimum."""
 
 Facts = Mapping[str, str | Mapping[str, str]]
-"""Facts that must be equal on all ranks: a text, or texts by name, under the subject that an error names."""
+"""Descriptions that must be equal on all ranks: from a subject, which an error names, to a text or texts by name."""
 
 
 def host_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of small facts: the CPU if the group supports it, so that reading them syncs with no device."""
+    """Return the device for small messages of a group: the CPU if the group supports it, which avoids device syncs."""
     cpu = torch.device("cpu")
     kinds = getattr(group, "_device_types", [cpu])
     return cpu if cpu in kinds else torch.device(kinds[0])
 
 
 def all_objects(mine: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
-    """Gather an object of each rank on all ranks."""
+    """Return the list of the objects that each rank passes as `mine`; `what` names the operation in errors."""
     found: list[Any] = [None] * dist.get_world_size(group)
     with collective(what):
         dist.all_gather_object(found, mine, group=group)
@@ -61,7 +61,7 @@ def all_objects(mine: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
 
 
 def words(value: object, count: int) -> list[int]:
-    """Return the digest of a value as some numbers of 30 bits."""
+    """Return a hash of a value as `count` integers of 30 bits, to compare the value between ranks."""
     found = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
     return [int.from_bytes(found[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
 
@@ -72,17 +72,17 @@ def agree(
     problem: BaseException | None = None,
     *,
     same: object = "",
-    alike: object = "",
+    compared: object = "",
     explain: Callable[[], Facts] = dict,
     numbers: Sequence[int] = (),
 ) -> tuple[bool, list[int]]:
-    """Agree on a call by one all-reduce, or raise on all ranks if one has a problem or `same` differs.
+    """Check with one all-reduce that all ranks make the same call; an error on one rank (`problem`) is raised on all.
 
-    Returns whether `alike` is equal on all ranks, and the maximum over ranks of each number. `explain` returns the
-    facts whose digest is in `same`; they are sent only if the digests differ.
+    `what` (the name of the call) and `same` must be equal on all ranks. If they differ, `explain` returns texts for the
+    error to compare. Return whether `compared` is equal on all ranks, and the maximum over ranks of each of `numbers`.
     """
     # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
-    mine = [*words((what, same), 3), *words(alike, 2)]
+    mine = [*words((what, same), 3), *words(compared, 2)]
     # The maximum of LARGE - number gives the minimum: all ranks agree if minimum and maximum are equal.
     said = [problem is not None, *mine, *(LARGE - number for number in mine), *numbers]
     reduced = torch.tensor(said, dtype=torch.int32, device=host_device(group))
@@ -110,7 +110,7 @@ def _raise_together(what: str, problem: BaseException | None, group: dist.Proces
 
 
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Raise an error that names the first fact that differs between ranks."""
+    """Raise a ShardingError with the first description that differs between ranks, and the ranks that differ."""
     what = "finding out what differs"
     rows = all_objects({subject: digest(fact) for subject, fact in facts.items()}, group, what)
     for subject in rows[0]:
@@ -123,11 +123,14 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
                 f"nothing was changed on any rank: the ranks have different {subject}: "
                 f"{_difference(shown[0], shown[odd[0]], listed(same))}\nAll ranks must have the same."
             )
-    raise ShardingError("nothing was changed on any rank: the ranks differ in what they are about to do")
+    raise ShardingError(
+        "nothing was changed on any rank: found different calls, parameters or options on different ranks, expected "
+        "the same: construct and step the optimizer in the same way on all ranks"
+    )
 
 
 def _difference(first: object, other: object, odd: str) -> str:
-    """Describe the difference between a fact of rank 0 and a fact of other ranks."""
+    """Describe for an error how the description `first` of rank 0 differs from `other`, which the ranks `odd` have."""
     place = ""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         name = next((name for name in [*first, *other] if first.get(name) != other.get(name)), None)
@@ -142,8 +145,8 @@ def _difference(first: object, other: object, odd: str) -> str:
 
 
 def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
-    """Warn on all ranks of a group; if the warning is an error on one rank, raise on all."""
-    # If `python -W error` raises on one rank only, the others must not wait for it in the next collective.
+    """Issue a warning on all ranks of a group; if it is an error on one rank (`python -W error`), raise on all."""
+    # If one rank alone raised, the others would wait for it in the next collective.
     problem: Warning | None = None
     try:
         warnings.warn(message, stacklevel=stacklevel + 1)
@@ -153,7 +156,7 @@ def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Format ranks for a message."""
+    """Format a list of ranks for a message, such as "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {format_list(ranks, str)}"
 
 
@@ -161,7 +164,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
 UNPLACED = 64
-"""Added to the dtype code of a gradient whose placements differ from its parameter's, for example partial."""
+"""Added to the dtype code of a gradient whose DTensor placements differ from its parameter's, such as Partial."""
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
 
@@ -176,9 +179,10 @@ def agree_on_leaves(
     same: object = "",
     explain: Callable[[], Facts] = dict,
 ) -> tuple[list[int], list[bool]]:
-    """Agree on which leaves are present, and in which dtypes. Both lists returned are equal on all ranks.
+    """Find out which leaves of a tree are None on some ranks, and raise on all ranks if the dtypes of a leaf differ.
 
-    Returns a dtype code for each leaf (0 if it is None on all ranks), and whether it is None on some ranks only.
+    Return two lists, equal on all ranks: the dtype code of each leaf (an index into `DTYPES` plus 1, or 0 if it is None
+    on all ranks), and whether the leaf is None on some ranks only. `what` and the options are those of `agree`.
     """
     # One code for each parameter of the layout, so that ranks with different trees send equally many numbers.
     codes = dict.fromkeys(layout.specs, 0)
@@ -190,17 +194,20 @@ def agree_on_leaves(
     mine = [*codes.values()]
     if layout.group is None or layout.size == 1:
         if problem is None and layout.size > 1:
-            problem = ShardingError(f"{layout!r} has no process group: it is only to look at; use assemble()")
+            problem = ShardingError(
+                f"{layout!r} was created with a number of ranks and has no process group, expected a process group: "
+                "create it in the running job, or use assemble() in one process"
+            )
         if problem is not None:
             raise problem
         return [codes[name] for name in names], [False] * len(names)
     trees = layout.once(("names", tuple(names)), lambda: digest((layout.digest, list(layout.specs), list(names))))
-    alike, _ = agree(
+    are_equal, _ = agree(
         what,
         layout.group,
         problem,
         same=(trees, same),
-        alike=mine,
+        compared=mine,
         explain=lambda: {
             "parameters": str([*layout.specs]),
             "layouts": f"{layout!r} ({layout.digest})",
@@ -208,7 +215,7 @@ def agree_on_leaves(
             **explain(),
         },
     )
-    if alike:
+    if are_equal:
         return [codes[name] for name in names], [False] * len(names)
     numbers = [*mine, *(LARGE - code if code else 0 for code in mine), *(int(not code) for code in mine)]
     _, found = agree("comparing leaves", layout.group, numbers=numbers)
@@ -216,21 +223,23 @@ def agree_on_leaves(
     for name, code in most.items():
         if code and code != LARGE - least[name]:
             raise ShardingError(
-                f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks"
+                f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
+                "expected equal ones: load and shard the model in the same way on all ranks"
             )
     return [most[name] for name in names], [bool(most[name] and some[name]) for name in names]
 
 
 @contextmanager
 def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None]:
-    """Leave the surrounding torch.func transforms; yield an error to raise if a value is a tensor of one."""
+    """Run a with block outside torch.func transforms; yield an error if `values` have a tensor of one, else None."""
     if not functorch_is_active():
         yield None
         return
     found = any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in map(local_of, tree.leaves(values)))
     problem = ShardingError(
-        f"{verb} got a tensor of a torch.func transform (grad, vjp, jvp, vmap) and has no derivative and no batching "
-        "rule: call it outside of the transform; only layout.all_gather can be called in it"
+        f"{verb}: found a tensor of a torch.func transform (grad, vjp, jvp, vmap), expected a plain tensor, because "
+        f"{verb} has no derivative and no batching rule: call it outside the transform; only layout.all_gather can be "
+        "called inside"
     )
     with without_transforms():
         yield problem if found else None
@@ -239,9 +248,9 @@ def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None
 def check_pieces(
     layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], *, as_placed: bool = True
 ) -> list[Tensor | None]:
-    """Require this rank's shards of the layout's parameters, and return their local tensors.
+    """Raise unless each leaf is None or has the shape of this rank's shard of its parameter; return the local tensors.
 
-    With `as_placed` DTensors must also have the placements of their parameters.
+    With `as_placed`, a DTensor must also have the placements of its parameter.
     """
     shapes = layout.local_shapes
     return [
@@ -260,36 +269,36 @@ def _checked_piece(layout: ShardTable, name: str, leaf: object, *, as_placed: bo
         found = leaf.placements, leaf.device_mesh
         expected = None if wanted is None else (wanted.placements, wanted.mesh)
         if found != expected:
-            shown = "no DTensor" if expected is None else "placed as {} on {}".format(*expected)
+            shown = "a plain tensor" if expected is None else "{} on {}".format(*expected)
             raise ShardingError(
-                f"{name!r} is placed as {found[0]} on {found[1]}; in the layout it is {shown}: build a new layout "
-                "after placements have changed"
+                f"{name!r} has the placements {found[0]} on {found[1]}, expected {shown} as in the layout: create a "
+                "new layout after changing placements"
             )
     # A gradient may be a partial DTensor, which has the parameter's whole shape.
     whole = leaf if is_dtensor(leaf) and not as_placed else None
     shape, needed = (local.shape, piece.shape) if whole is None else (whole.shape, layout.specs[name].shape)
     if tuple(shape) != needed and (whole is not None or not piece.fits(local)):
         raise ShardingError(
-            f"{name!r} has a local tensor of shape {tuple(shape)}, the layout says {needed}: was the tree sharded by "
-            "this layout?"
+            f"{name!r} has a local shape {tuple(shape)}, expected {needed} under the layout: shard the tree with "
+            "layout.shard(...) of this layout"
         )
     return local
 
 
 # ------------------------------------------------------------------------------------------------------------- waiting
-# Before a collective that a caller may have started on one rank alone, the ranks wait in their group's store, where no
-# collective has begun. A rank that calls alone therefore disturbs no collective of the others, for example in the next
-# backward pass, and its error names the missing ranks.
+# A caller may start a collective on one rank alone by mistake. The ranks therefore first wait for each other through
+# the key-value store of their group, without a collective. A rank that calls alone disturbs no collective of the
+# others, for example in the next backward pass, and its error names the missing ranks.
 
 PATIENCE = timedelta(seconds=20)
-"""The time after which a waiting rank warns."""
+"""The time after which a rank that waits for others in `wait_for_all` warns."""
 
 _met: dict[tuple[str, str], int] = {}
-"""How often the ranks of a group have met for a purpose; equal on all of its ranks."""
+"""How often `wait_for_all` has returned for a group and a purpose; equal on all ranks of the group."""
 
 
 def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
-    """Return once all ranks of a group have called this for the same purpose; ShardingError names missing ranks."""
+    """Wait until all ranks of a group have called this with the same `what`; at the timeout, name the missing ranks."""
     turn = _met.get((group.group_name, what), 0)
     keys = [f"muonfx/{what}/{turn}/{rank}" for rank in range(dist.get_world_size(group))]
     own = keys[dist.get_rank(group)]
@@ -313,7 +322,7 @@ def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
 
 
 def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:
-    """Return the ranks whose keys are not set within some time; an empty string if there are none."""
+    """Wait for keys in a store, one for each rank; return a text of the ranks whose keys are still missing, or ""."""
     try:
         store.wait(keys, patience)
     except RuntimeError:  # DistStoreError of most stores
@@ -323,7 +332,7 @@ def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:
 
 
 def _timeout(group: Any) -> timedelta:
-    """Return the timeout of a group."""
+    """Return the timeout of a process group's collectives."""
     try:
         return group._get_backend(host_device(group)).options._timeout
     except (AttributeError, RuntimeError):

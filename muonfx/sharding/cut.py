@@ -1,8 +1,9 @@
 """Partitions: a `Cut` describes how one tensor is partitioned over all ranks.
 
-A rank needs its own shard of every parameter. It needs the shards of other ranks for the few matrices that it computes.
-A cut therefore computes a shard on request, from coordinates on a mesh or from offsets in a buffer, and stores no list
-of all shards. Parameters with the same shape and partition share one cut and its cached values.
+A rank needs the position of its own shard of every parameter. It needs the positions of the other ranks' shards only
+for the few matrices that it computes. A cut therefore computes a shard on request, from coordinates on a mesh or from
+offsets in a buffer, and stores no list of all shards. Parameters with the same shape and partition share one cut and
+its cached values.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ __all__ = ["Cut", "Intervals", "OnMesh", "Places", "Whole"]
 
 
 class Cut:
-    """The partition of one tensor over all ranks: ``cut[rank]`` is the `Piece` (shard) that a rank holds."""
+    """The partition of one tensor over all ranks: ``cut[rank]`` is the `Piece` (the elements) that a rank holds."""
 
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
         self.size = size
         self.once = Once()
-        """A cache of values that depend on the cut alone."""
+        """A cache of values that are computed from this partition alone."""
 
     def _at(self, rank: int) -> Piece:
-        """Compute the shard of a rank; subclasses implement this."""
+        """Compute which elements a rank holds; subclasses implement this."""
         raise NotImplementedError
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A hashable description of the whole partition, identical on all ranks. Cuts with equal keys are equal."""
+        """A hashable description of the whole partition, the same on all ranks. Cuts with equal keys are equal."""
         raise NotImplementedError
 
     @cached_property
     def digest(self) -> str:
-        """A hash of `key`."""
+        """A hash of `key`, with which ranks compare their partitions."""
         return digest(self.key)
 
     def _ranks(self) -> Iterator[int]:
-        """Yield the ranks that may hold elements, ascending."""
+        """Yield the ranks that may hold elements of the tensor, ascending; the other ranks are never visited."""
         return iter(range(self.size))
 
     @cached_property
@@ -65,12 +66,12 @@ class Cut:
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """For each shard that several ranks hold, the ranks that hold it, ascending."""
+        """The groups of ranks with equal shards: for each shard that several ranks hold, these ranks, ascending."""
         return tuple(ranks for ranks in self.holders.values() if len(ranks) > 1)
 
     @cached_property
     def firsts(self) -> frozenset[int]:
-        """The lowest holder of each distinct shard. Only this rank counts the shard in sums over all ranks."""
+        """The lowest rank of each group of ranks with equal shards. Only this rank counts the shard in global sums."""
         return frozenset(ranks[0] for ranks in self.holders.values())
 
     @cached_property
@@ -98,7 +99,7 @@ class Cut:
 
 
 class Whole(Cut):
-    """A tensor that is not split: every rank holds all of it or, with `owner`, one rank does and the rest nothing."""
+    """The partition of a tensor that is not split: all ranks hold it whole, or only the rank `owner` if given."""
 
     def __init__(self, shape: Sequence[int], size: int, owner: int | None = None) -> None:
         super().__init__(shape, size)
@@ -110,7 +111,7 @@ class Whole(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, the number of ranks, and the ranks that hold the tensor."""
+        """A hashable description: the shape, the number of ranks, and the ranks that hold the tensor."""
         return "whole", self.shape, self.size, self._owners
 
     def _ranks(self) -> Iterator[int]:
@@ -118,9 +119,10 @@ class Whole(Cut):
 
 
 class Intervals(Cut):
-    """A tensor in a flat buffer, of which each rank holds an interval.
+    """The partition of a tensor in a flat buffer, when each rank holds one interval of the buffer.
 
-    The flattened tensor begins at `start` in the buffer; rank r holds the elements ``cuts[r]:cuts[r + 1]`` of it.
+    The flattened tensor begins at `start` in the buffer. Rank r holds the elements ``cuts[r]:cuts[r + 1]`` of the
+    buffer.
     """
 
     def __init__(self, shape: Sequence[int], start: int, cuts: Sequence[int]) -> None:
@@ -135,14 +137,14 @@ class Intervals(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, the number of ranks, the ranks that hold elements, and the boundaries between their intervals."""
+        """A hashable description: the shape, the number of ranks, the ranks that hold elements, and their borders."""
         first, last = self._between
         inner = tuple(self.cuts[first + 1 : last])
         return "intervals", self.shape, self.size, first, last, tuple(place - self.start for place in inner)
 
     @cached_property
     def _between(self) -> tuple[int, int]:
-        """The range (first, end) of ranks that may hold elements of the tensor; `end` is exclusive."""
+        """The ranks that may hold elements of the tensor, as a pair (first, end) with an exclusive end."""
         end = self.start + prod(self.shape)
         return max(bisect_right(self.cuts, self.start) - 1, 0), min(bisect_left(self.cuts, end), self.size)
 
@@ -151,7 +153,7 @@ class Intervals(Cut):
 
 
 class Places:
-    """The coordinates on a device mesh of each rank of a process group; None for a rank that is not on the mesh."""
+    """The device-mesh coordinates of every rank of a process group; None for a rank that is not on the mesh."""
 
     def __init__(self, shape: Sequence[int], coordinates: Sequence[tuple[int, ...] | None]) -> None:
         self.shape = tuple(shape)
@@ -159,17 +161,17 @@ class Places:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The mesh's shape, and a digest of the coordinates."""
+        """A hashable description: the shape of the mesh, and a hash of the coordinates."""
         return self.shape, digest(self.coordinates)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks on the mesh."""
+        """The ranks of the process group that are on the mesh, ascending."""
         return tuple(rank for rank, at in enumerate(self.coordinates) if at is not None)
 
 
 class OnMesh(Cut):
-    """A tensor partitioned as a DTensor: each rank holds the shard at its coordinates on a device mesh."""
+    """The partition of a DTensor: each rank holds the shard for its coordinates on a device mesh."""
 
     def __init__(self, shape: Sequence[int], places: Places, placements: Sequence[Any]) -> None:
         super().__init__(shape, len(places.coordinates))
@@ -198,7 +200,7 @@ class OnMesh(Cut):
         return iter(self.places.ranks)
 
     def _along(self, dim: int, at: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the index spans along `dim` at the coordinates `at`, which are on the mesh dims that split `dim`."""
+        """Return spans (start, end) of the indices along `dim`, for coordinates `at` on the mesh dims that split it."""
         if not at:
             return ((0, self.shape[dim]),)
         before = (dim, *at[:-1])
@@ -212,7 +214,7 @@ class OnMesh(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, the mesh, and the placements that split the tensor."""
+        """A hashable description: the shape, the mesh, and the placements that split the tensor."""
         ways = tuple(
             (along, repr(self.placements[along])) for along in sorted(a for cutting in self._cutting for a in cutting)
         )
@@ -220,7 +222,7 @@ class OnMesh(Cut):
 
 
 def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Split the indices of one dim into `parts` tensors, in the way that the DTensor placement splits a dim."""
+    """Split the indices of one tensor dim among `parts` ranks, exactly as the DTensor placement splits a dim."""
     kind: Any = type(placement)
     factor = getattr(placement, "split_factor", None)
     first = kind(0) if factor is None else kind(0, split_factor=factor)
@@ -240,7 +242,7 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
 
 
 def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
-    """Concatenate the parameters of each dtype in a flat buffer, and split each buffer equally over the ranks."""
+    """Return each parameter's partition if the parameters of a dtype form one flat buffer that is split equally."""
     pieces: dict[str, Cut] = {}
     for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
         names = [name for name, spec in specs.items() if spec.dtype == dtype]
@@ -252,7 +254,7 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
 
 def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
-    """Split each flattened parameter into equal parts, one for each rank; the last part may be shorter."""
+    """Return each parameter's partition if every flattened parameter is split equally; the last part may be shorter."""
     of_shape: dict[tuple[int, ...], Cut] = {}
     for shape in dict.fromkeys(spec.shape for spec in specs.values()):
         step = -(-prod(shape) // size)
@@ -261,7 +263,7 @@ def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
-    """Return the start of each parameter, by name, in a buffer that holds them in the given order without gaps."""
+    """Return each parameter's start in a flat buffer, by name, if the buffer has the given order and no gaps."""
     starts: dict[str, int] = {}
     end = 0
     for name in order:

@@ -37,7 +37,7 @@ __all__ = [
 def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
 ) -> DTensor:
-    """Wrap a local tensor as a DTensor of a global shape, without moving it to another device."""
+    """Wrap a local tensor as a DTensor with the given global shape and stride, without moving it to another device."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # `DTensor.from_local` would copy an offloaded tensor to the mesh's devices.
@@ -51,37 +51,34 @@ def local_of(leaf: Any) -> Any:
 
 
 def local_tree(values: PyTree) -> PyTree:
-    """Replace the DTensors of a tree by their local tensors; a tree without DTensors is returned unchanged."""
+    """Replace the DTensors in a tree by their local tensors; a tree without DTensors is returned unchanged."""
     return values if PLAIN.issuperset(map(type, tree.leaves(values))) else tree.map(local_of, values)
 
 
 PLAIN = frozenset({Tensor, Parameter, type(None)})
-"""The usual types of leaves that are not DTensors, because a test by type is the quickest."""
+"""The usual types of leaves that are not DTensors; a test by type is the fastest way to exclude them."""
 
 
 def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
-    """True if a leaf is a DTensor; does not import torch.distributed.tensor."""
+    """Return True if a leaf is a DTensor, without importing torch.distributed.tensor."""
     return type(leaf) not in PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
 
 
 def is_placed_like(leaf: object, spec: DTensorSpec | None) -> bool:
-    """False for a DTensor whose placements differ from its parameter's, such as a partial gradient."""
+    """Return False for a DTensor with other placements than its parameter (`spec`), such as a partial gradient."""
     return spec is None or not is_dtensor(leaf) or leaf._spec.placements == spec.placements
 
 
 def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor as a DTensor with a spec that is known to fit."""
+    """Wrap a local tensor as a DTensor with the given spec (mesh, placements and global shape), without checks."""
     from torch.distributed.tensor import DTensor
 
     made: Any = DTensor
     return made(local.detach() if local.requires_grad else local, spec, requires_grad=False)
 
 
-# ------------------------------------------------------------------------------------------------- trees under a layout
-
-
 def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
-    """Wrap a local tensor as a DTensor with a parameter's mesh and placements; one cached spec for each dtype."""
+    """Wrap a local tensor as a DTensor with the mesh and the placements of the named parameter."""
     if is_dtensor(leaf):
         return leaf
     own = layout.dtensors[name]
@@ -89,9 +86,9 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     return _with_spec(leaf, layout.once(("spec of a DTensor", name, leaf.dtype), lambda: make()._spec))
 
 
-def to_dtensors(layout: ShardTable, local: PyTree, like: PyTree = None) -> PyTree:
-    """Wrap the leaves of DTensor parameters as DTensors, reusing a DTensor of `like` with the same local tensor."""
-    given = {} if like is None else dict(zip(tree.names(like), tree.leaves(like), strict=True))
+def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:
+    """Wrap each leaf as a DTensor if its parameter is one; reuse DTensors in `existing` with the same local tensor."""
+    given = {} if existing is None else dict(zip(tree.names(existing), tree.leaves(existing), strict=True))
 
     def at(name: str, leaf: Tensor) -> Tensor:
         if name not in layout.dtensors:
@@ -103,7 +100,7 @@ def to_dtensors(layout: ShardTable, local: PyTree, like: PyTree = None) -> PyTre
 
 
 def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
-    """Return a rank's shard of a parameter as a leaf that records its position in the whole."""
+    """Convert this rank's shard of a parameter to a form with its position: a DTensor, `FlatPiece` or whole tensor."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:
@@ -112,7 +109,7 @@ def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPi
 
 
 def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
-    """Apply a function to the name and the value of each leaf; None stays None."""
+    """Apply ``function(name, leaf)`` to each leaf of a tree, and return the tree of results; None stays None."""
     leaves, treedef = tree.flatten(values)
     named = zip(tree.names(values), leaves, strict=True)
     return tree.unflatten(treedef, [None if leaf is None else function(name, leaf) for name, leaf in named])

@@ -1,8 +1,8 @@
 """`Layout`: which shard of every parameter each rank holds, with methods that shard and gather trees.
 
-A *whole tree* contains the parameters as a single process would hold them. A *local tree* contains a rank's shards in
-their place. Leaves are identified by their dotted names, so a tree may have any structure. Gradients, updates and
-copies of the parameters, in any dtype, are sharded like the parameters. None stays None.
+A *whole tree* contains the parameters as a single process would hold them. A *local tree* contains a rank's shards of
+these parameters instead. Leaves are identified by their dotted names, so a tree may have any structure. Gradients,
+updates and copies of the parameters, in any dtype, are sharded like the parameters. None stays None.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout(ShardTable):
-    """A table of the shard of each parameter that each rank holds, with methods that shard and gather trees.
+    """The partition of all parameters over the ranks: which shard of each parameter each rank holds.
 
-    Layouts are built by `replicated`, `zero`, `flat` and `from_dtensors`. Two shards are either disjoint or equal, so
-    several ranks may hold replicas of one shard.
+    Its methods shard and gather trees of tensors. `replicated`, `zero`, `flat` and `from_dtensors` build layouts. Two
+    shards of a parameter are either disjoint or equal; equal shards on several ranks are replicas.
 
     Attributes:
         kind: the name of the function that built the layout.
-        specs: the global shape and dtype of each parameter, by name.
-        pieces: the partition of each parameter, by name; `piece` returns single shards.
+        specs: a dict from the name of each parameter to its global shape and dtype.
+        pieces: a dict from the name of each parameter to its partition; use `piece` for the shard of one rank.
         size: the number of ranks.
         rank: this process's rank in the group; 0 without a group.
         group: the process group; None for a layout built for a number of ranks, without processes.
         stage: the ZeRO stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters; None if not ZeRO.
-        is_flat: True for `zero` and `flat`.
+        is_flat: True for layouts built by `zero` and `flat`, whose shards are parts of flattened parameters.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.arange(6.0).reshape(2, 3)}
@@ -53,10 +53,8 @@ class Layout(ShardTable):
     torch.Size([2, 3])
     """
 
-    # ---------------------------------------------------------------------------------------- trees, in one process
-
     def shard(self, whole: T, rank: int | None = None) -> T:
-        """Copy a rank's shards out of whole tensors, without communication.
+        """Copy a rank's shards out of a tree of whole tensors, without communication.
 
         Args:
             whole: a tree of whole tensors, with the names and global shapes of the parameters, in any dtype.
@@ -72,7 +70,10 @@ class Layout(ShardTable):
         def at(name: str, leaf: Tensor) -> Tensor:
             piece = self.piece(name, rank)
             if tuple(leaf.shape) != self.specs[name].shape:
-                raise ShardingError(f"{name!r} has shape {tuple(leaf.shape)}, in the layout {self.specs[name].shape}")
+                raise ShardingError(
+                    f"{name!r} has shape {tuple(leaf.shape)}, expected {self.specs[name].shape}, the global shape in "
+                    f"{self!r}: pass whole tensors"
+                )
             return piece.cut(leaf.detach())
 
         with outside_transforms("layout.shard", whole) as problem:
@@ -81,12 +82,12 @@ class Layout(ShardTable):
             return map_named(at, whole)
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
-        """Build the tree of whole tensors from the local trees of all ranks: the inverse of `shard`.
+        """Build the tree of whole tensors from the trees of shards of all ranks: the inverse of `shard`.
 
-        Runs in one process, for tests and inspection; `gather` does the same over a process group.
+        Runs in one process, for tests and inspection. `gather` does the same over a process group.
 
         Args:
-            locals_: the local tree of each rank, in the order of the ranks.
+            locals_: a list with the tree of shards of each rank, in the order of the ranks.
 
         Raises:
             ValueError: the number of trees is not the number of ranks.
@@ -104,10 +105,11 @@ class Layout(ShardTable):
 
         return map_named(at, locals_[0])
 
-    # ------------------------------------------------------------------------------------------- trees, on all ranks
-
     def gather(self, local: T) -> T:
-        """Gather a tree of local shards to a tree of whole tensors on every rank. All ranks must call it together.
+        """Gather a tree of shards to a tree of whole tensors, on every rank. All ranks must call this together.
+
+        Args:
+            local: the tree of this rank's shards, as `shard` returns it, or of DTensors.
 
         Raises:
             ShardingError: a leaf is not a parameter or has another shape than the rank's shard, or a rank has ended.
@@ -115,13 +117,13 @@ class Layout(ShardTable):
         return gathered(self, local)
 
     def all_gather(self, local: T, names: Sequence[str] | None = None) -> T:
-        """Gather a tree of local shards to whole tensors, differentiably: the backward pass is `reduce_scatter`.
+        """Gather a tree of shards to whole tensors, differentiably: the backward pass is `reduce_scatter`.
 
-        ``grad(lambda local: loss(layout.all_gather(local)))`` returns the sharded gradients of a ZeRO-3 loop. Higher
+        In a ZeRO-3 loop, ``grad(lambda local: loss(layout.all_gather(local)))`` returns the gradients as shards. Higher
         derivatives, ``vjp``, ``jvp`` and ``vmap`` work too, if all ranks use the same ``torch.func`` transforms.
 
         Args:
-            local: a tree of local tensors.
+            local: the tree of this rank's shards.
             names: the names of the leaves to gather; other leaves are returned unchanged. None: all leaves.
 
         Raises:
@@ -130,7 +132,7 @@ class Layout(ShardTable):
         return gathered(self, local, names=names, differentiable=True)
 
     def reduce_scatter(self, grads: T) -> T:
-        """Average the whole gradients of all ranks, and return this rank's shards of the mean.
+        """Average the unsharded gradients of all ranks, and return this rank's shards of the mean.
 
         Values are added in rank order in fp32 or higher precision and rounded once, so replicas of a shard are equal.
         For S bytes of gradients on P ranks, each rank sends S(P-1)/P bytes, or twice as many if all parameters are
@@ -141,20 +143,24 @@ class Layout(ShardTable):
                 leaf that is None on all ranks stays None.
 
         Returns:
-            A tree of local tensors, in the gradients' dtypes.
+            A tree of this rank's shards, in the gradients' dtypes.
 
         Raises:
             ShardingError: a leaf is not a parameter or has another shape than the parameter, or a rank has ended.
         """
         return reduce_scattered(self, grads)
 
-    # ------------------------------------------------------------------------------------------------- checkpoints
-
     def to_global(self, local: PyTree) -> PyTree:
-        """Convert local shards to leaves that record their position in the whole tensors, without communication.
+        """Convert this rank's shards to a form for checkpoints, which records where each shard is in its whole tensor.
 
-        The leaves returned are `DTensor`, `muonfx.checkpoint.FlatPiece`, or whole tensors. Leaves that have one of
-        these forms already are returned unchanged. `muonfx.checkpoint.save` calls this for a sharded transform.
+        There is no communication. `muonfx.checkpoint.save` calls this for a sharded transform.
+
+        Args:
+            local: the tree of this rank's shards. Leaves that are already in a form below are returned unchanged.
+
+        Returns:
+            A tree of `DTensor`, `muonfx.checkpoint.FlatPiece` (an interval of a flattened tensor, with its position),
+            and whole tensors.
 
         Raises:
             ShardingError: a leaf is neither this rank's shard nor the whole tensor; the message names the leaf.
@@ -169,14 +175,17 @@ class Layout(ShardTable):
             if piece.fits(leaf):
                 return global_piece(self, name, leaf)
             raise ShardingError(
-                f"{name!r} has shape {tuple(leaf.shape)}; in {self!r} the whole has {whole} and this rank's piece "
-                f"{piece.shape}: give the parameters that the layout was made for"
+                f"{name!r} has shape {tuple(leaf.shape)}, expected {piece.shape}, this rank's shard under {self!r}, or "
+                f"{whole}, the full shape: pass the parameters that the layout was created from"
             )
 
         return map_named(at, local)
 
     def from_global(self, values: PyTree) -> PyTree:
-        """Convert the leaves that `to_global` returned to local tensors; DTensors and whole tensors stay unchanged."""
+        """Convert a tree that `to_global` returned back to this rank's shards.
+
+        Each `muonfx.checkpoint.FlatPiece` becomes a tensor. DTensors and whole tensors are returned unchanged.
+        """
 
         def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
             return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf

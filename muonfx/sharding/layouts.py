@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 __all__ = ["flat", "from_dtensors", "replicated", "zero"]
 
 Group = dist.ProcessGroup | int | None
-"""A process group; None for the default group; or a number of ranks, for a layout without processes."""
+"""A process group; or None, for the default group; or a number of ranks, for a layout without processes."""
 
 
 def replicated(params: PyTree = None, group: Group = None) -> Layout:
     """Build the layout of `DistributedDataParallel`: every rank holds every parameter.
 
-    The gradients passed to a transform must already be averaged over the ranks. By default the ranks divide the
-    matrices among themselves for computation; see ``replicas`` of `sharded`.
+    The gradients passed to a transform must already be averaged over the ranks. By default a matrix is orthogonalized
+    by one rank or by every rank, whichever is faster; see the argument ``replicas`` of `sharded`.
 
     Args:
         params: the parameters, on any device; only their names, shapes and dtypes are read.
@@ -73,7 +73,7 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
 
 
 Partition = Literal["whole", "flat", "each"]
-"""How `zero` partitions parameters."""
+"""How `zero` partitions the parameters: by whole parameters, as one flat buffer, or each parameter by itself."""
 
 
 @plain_arguments
@@ -90,7 +90,7 @@ def zero(
     "whole" assigns each parameter to one rank, so an update needs no exchange of matrices. "flat" concatenates the
     parameters of each dtype and splits the buffer equally, even within a matrix or a row, like FSDP1 and DeepSpeed's
     stages 1 and 2. "each" splits every flattened parameter equally, like DeepSpeed's stage 3; the last part may be
-    shorter. For the partition of a buffer with padding see `flat`.
+    shorter. For a buffer with padding or with unequal parts, use `flat`.
 
     Args:
         params: the whole parameters, on any device; only their names, shapes and dtypes are read.
@@ -102,7 +102,7 @@ def zero(
             bytes. None: every parameter of two or more dims counts as a matrix.
 
     Raises:
-        ValueError: an unknown setting.
+        ValueError: ``stage`` or ``partition`` has an unknown value.
 
     >>> layout = zero({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, 2, partition="flat")
     >>> [layout.piece("w", rank).shape for rank in range(2)]
@@ -137,6 +137,8 @@ def flat(
 ) -> Layout:
     """Build the layout of a flat buffer that is split at given positions, such as a training engine's own partition.
 
+    The buffer contains the flattened parameters one after another. Each rank holds one interval of it.
+
     Args:
         params: the whole parameters; only their names, shapes and dtypes are read.
         group: as in `replicated`.
@@ -159,12 +161,14 @@ def flat(
     order = _order_of_buffer(params, specs, starts) if order is None else list(order)
     if sorted(order) != sorted(specs):
         different = sorted(set(order) ^ set(specs)) or sorted({name for name in order if order.count(name) > 1})
-        raise ValueError(f"order: must name every parameter once; look at {format_list(different)}")
+        raise ValueError(
+            f"order: found {format_list(different)} missing, unknown or repeated, expected every parameter once"
+        )
     if starts is None:
         starts = one_behind_another(specs, order)
     elif unknown := sorted(starts.keys() - specs.keys()):
         close = did_you_mean(unknown[0], specs)
-        raise ValueError(f"starts: {unknown[0]!r} is no parameter{close}; there are {format_list(list(specs))}")
+        raise ValueError(f"starts: {unknown[0]!r} is not a parameter{close}; there are {format_list(list(specs))}")
     _check_cuts(specs, order, starts, cuts, size)
     places = tuple(cuts)
     pieces = {name: Intervals(spec.shape, starts[name], places) for name, spec in specs.items()}
@@ -174,10 +178,10 @@ def flat(
 def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Layout:
     """Build the layout of DTensor parameters, as under FSDP2, HSDP, tensor parallelism or expert parallelism.
 
-    Parameters may have different meshes. A single parameter may also have different meshes on different ranks: under
-    FSDP2 with tensor parallelism, a parameter that is not tensor-parallel has one data-parallel mesh for each
-    tensor-parallel rank. All ranks must then call this together. The copies on these meshes are assumed to be replicas;
-    `sharded` verifies this.
+    Parameters may have different meshes. A single parameter may also have different meshes on different ranks. Under
+    FSDP2 with tensor parallelism, for example, a parameter that is not tensor-parallel has one data-parallel mesh for
+    each tensor-parallel rank. All ranks must then call this function together. The copies on these meshes are assumed
+    to be replicas; `sharded` verifies this.
 
     Args:
         params: a tree of DTensors. A plain tensor in the tree counts as replicated on all ranks.
@@ -211,30 +215,30 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
     places = {mesh: _places(mesh, ranks) for mesh in meshes}
-    found = _each_by_its_own(specs, dtensors, meshes, places, group) if len(set(meshes.values())) > 1 else None
+    found = _cuts_on_several_meshes(specs, dtensors, meshes, places, group) if len(set(meshes.values())) > 1 else None
     pieces, on_several = found or (_cuts(specs, dtensors, places, len(ranks)), ())
     for name in dtensors:
         local, piece = named[name]._local_tensor, pieces[name][rank]
         if not piece.fits(local):
             raise ShardingError(
-                f"{name!r} has a local tensor of shape {tuple(local.shape)}, its placements say {piece.shape}"
+                f"{name!r} has a local shape {tuple(local.shape)}, expected {piece.shape} from its placements and full "
+                "shape: create it with distribute_tensor or fully_shard"
             )
     return Layout(
         "from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several
     )
 
 
-def _each_by_its_own(
+def _cuts_on_several_meshes(
     specs: Mapping[str, Spec],
     dtensors: Mapping[str, DTensorSpec],
     meshes: Mapping[DeviceMesh, tuple[int, ...]],
     places: Mapping[DeviceMesh, Places],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, Cut], tuple[str, ...]] | None:
-    """Build each parameter's cut if its mesh differs between ranks; all ranks exchange their own coordinates.
+    """Build each parameter's partition if ranks may have different meshes for it; ranks exchange mesh coordinates.
 
-    Returns the cuts and the names of the parameters whose meshes differ, or None if the ranks differ in anything else:
-    `sharded` reports this difference later.
+    Also return the names of the parameters whose meshes differ between ranks; None if the ranks differ otherwise.
     """
     number = {mesh: place for place, mesh in enumerate(meshes)}
     ways = [(n, spec, (number[d.mesh], d.placements) if (d := dtensors.get(n)) else None) for n, spec in specs.items()]
@@ -261,8 +265,8 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     if group is None:
         if not dist.is_initialized():
             raise ShardingError(
-                "group: torch.distributed is not initialized; call init_process_group, or give a number of ranks for a "
-                "layout to look at"
+                "group: torch.distributed is not initialized; call init_process_group, or give a number of ranks to "
+                "inspect a layout without processes"
             )
         group = dist.group.WORLD
         assert group is not None
@@ -273,7 +277,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
-    """Return the names in the default order of a buffer: by `starts`, or sorted if the dict `params` is sorted."""
+    """Return the parameter names by `starts`, or if None in the order of `params`, a flat dict with sorted names."""
     if starts is not None:
         # Of two parameters with the same start, the empty parameter is first.
         return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
@@ -290,7 +294,9 @@ def _check_cuts(
     specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], cuts: Sequence[int], size: int
 ) -> None:
     if len(cuts) != size + 1 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
-        raise ValueError(f"cuts: found {list(cuts)}, expected {size + 1} places that rise from 0, one more than ranks")
+        raise ValueError(
+            f"cuts: found {list(cuts)}, expected {size + 1} ascending positions from 0, one more than there are ranks"
+        )
     end, before = 0, "the beginning"
     for name in order:
         if name not in starts or starts[name] < end:
@@ -298,7 +304,10 @@ def _check_cuts(
             raise ValueError(f"starts: {name!r} begins at {found}, expected {end} or more, where {before} ends")
         end, before = starts[name] + prod(specs[name].shape), repr(name)
     if end > cuts[-1]:
-        raise ValueError(f"cuts: the last is {cuts[-1]}, but {before} ends at {end}: no rank would hold the rest")
+        raise ValueError(
+            f"cuts: found {cuts[-1]} as the last, expected at least {end}, the end of {before}: extend the last rank's "
+            "part"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ DTensors
@@ -310,7 +319,7 @@ def _cuts(
     places: Mapping[DeviceMesh, Places],
     size: int,
 ) -> dict[str, Cut]:
-    """Build the cut of each parameter; parameters with one shape and placement share one cut."""
+    """Return each parameter's partition over all ranks, by name; plain tensors are whole on every rank."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -333,14 +342,14 @@ def _cuts(
 
 
 def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> Places:
-    """Return the coordinates on a mesh of the given global ranks, in their order."""
+    """Return the mesh coordinates of the given global ranks, in the order of `ranks`."""
     shape = tuple(mesh.shape)
     at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
     return Places(shape, [at.get(rank) for rank in ranks])
 
 
 def _group_of(meshes: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
-    """Return a process group of all ranks of some meshes; `meshes` maps each mesh to its ranks."""
+    """Return a process group of exactly the ranks of the given meshes; `meshes` maps each mesh to its global ranks."""
     ranks = sorted(set().union(*meshes.values()))
     if ranks == list(range(dist.get_world_size())):
         world = dist.group.WORLD

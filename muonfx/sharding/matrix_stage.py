@@ -1,7 +1,8 @@
-"""A run of matrix transforms on shards.
+"""Run neighbouring transforms that require whole matrices (a *run*) on shards.
 
-Each matrix is gathered on one rank, its owner, updated there once, and scattered back. While one bucket is computed,
-the matrices of the next bucket are being sent.
+Each matrix is gathered on one rank, its owner, updated there once, and scattered back. A *share* is a set of whole
+matrices of one parameter that one owner computes. A *bucket* is a list of shares that are sent together. While one
+bucket is computed, the matrices of the next bucket are being sent.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["init_run", "update_run"]
 
 
 def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree, store: Store) -> PyTree:
-    """Return the state of a run, built bucket by bucket if the store does not keep state with the parameters."""
+    """Return this rank's state of a run (transforms that need whole matrices); if offloaded, build it by buckets."""
     if store == IN_MEMORY:
         return _init(plan, run, tx, layout, params)
     seen: set[str] = set()
@@ -47,7 +48,7 @@ def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyT
 
 
 def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree) -> PyTree:
-    """Return the state of a run: on the owner of a share the state of its matrices, None elsewhere."""
+    """Return this rank's state of a run: the state of the matrices that this rank computes, and None for the others."""
     leaves, treedef = tree.flatten(params)
     mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
     by_name = dict(tree.named_leaves(params))
@@ -61,15 +62,15 @@ def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree
     else:
         for share in mine:
             if (like := by_name[share.name]) is not None:
-                # `init` must not read these values: if it does, the state becomes NaN.
+                # `init` has declared that it does not read these values; if it does, the state becomes NaN.
                 nowhere = torch.full((), math.nan, dtype=like.dtype, device=like.device)
                 given[share.name] = nowhere.expand(share.shape)
     state = tx.functions.init(tree.unflatten(treedef, [given.get(name) for name in by_name]))
-    return _completed(state, tx, plan, params)
+    return _with_missing_leaves(state, tx, plan, params)
 
 
-def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
-    """Fill a state with None up to the structure that it has if all leaves are present."""
+def _with_missing_leaves(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
+    """Return a state in the structure that it has with all parameters present; leaves that are missing become None."""
     shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
         share.name: share.shape for share in plan.shares
     }
@@ -92,7 +93,10 @@ def update_run(
     store: Store,
     parameters: Callable[[], list[str | None]],
 ) -> tuple[PyTree, PyTree]:
-    """Update by a run; all ranks of the layout must call it together, with the same leaves present."""
+    """Run one step of matrix transforms; return this rank's updates and the next state. All ranks call it together.
+
+    The same updates must be None on all ranks. `parameters` returns the parameter of each leaf of the state.
+    """
     updates, state, params, donate, extras, _ = call
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
@@ -141,13 +145,17 @@ def update_run(
 
 
 _Wait = Callable[[], dict[str, Tensor]]
-"""Waits for the matrices of this rank, and returns them by parameter name."""
+"""A function that waits until this rank has received its matrices, and returns them by parameter name."""
 
 
 def _send_to_owners(
     plan: RunPlan, layout: Layout, bucket: Sequence[Moves], local: Mapping[str, Any], *, as_given: bool = False
 ) -> tuple[bool, _Wait]:
-    """Start to send a bucket's matrices to their owners; return whether all matrices of this rank are new memory."""
+    """Start to send a bucket's matrices to their owners, the ranks that compute them.
+
+    Return whether this rank's matrices are in new memory, which may be overwritten, and a function that waits for them.
+    With `as_given`, messages keep the dtype of the local tensors.
+    """
     here: dict[str, Tensor] = {}
     sent: list[Moves] = []
     for moves in bucket:
@@ -155,7 +163,7 @@ def _send_to_owners(
             sent.append(moves)
         elif moves.computes:
             name, tensor = moves.share.name, local[moves.share.name]
-            here[name] = tensor.reshape(moves.share.shape) if moves.is_all else _held(moves, tensor)
+            here[name] = tensor.reshape(moves.share.shape) if moves.is_all else _held_matrices(moves, tensor)
     if not sent:  # all ranks decide identically
         return not here, lambda: here
     outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
@@ -189,8 +197,8 @@ def _send_to_owners(
     return not here, wait
 
 
-def _held(moves: Moves, tensor: Tensor) -> Tensor:
-    """Return a share that is part of a local tensor, in the shape to compute in, as a view if possible."""
+def _held_matrices(moves: Moves, tensor: Tensor) -> Tensor:
+    """Return the matrices that this rank computes and already holds in a local tensor, as a view if possible."""
     share = moves.share
     if len(moves.held) == 1:
         return moves.held[0].of(tensor).reshape(share.shape)
@@ -208,13 +216,16 @@ def _return_results(
     local: Mapping[str, Any],
     results: dict[str, Tensor],
 ) -> Callable[[], None]:
-    """Start to return a bucket's results from their owners; return a function that receives this rank's results."""
+    """Start to send a bucket's results from their owners; return a function that receives this rank's shards of them.
+
+    `done` has the results that this rank computed, by name. The shards are written to `results`.
+    """
     sent: list[Moves] = []
     for moves in bucket:
         if moves.share.needs_send:
             sent.append(moves)
         elif moves.computes and (result := done[moves.share.name]) is not None:
-            _put(moves, result, local[moves.share.name], results)
+            _store_result(moves, result, local[moves.share.name], results)
     if not sent:
         return lambda: None
     outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
@@ -231,15 +242,15 @@ def _return_results(
                 parts = [window.of(own) for window in windows]
                 for rank in transfer.ranks:
                     outgoing[rank] += parts
-        incoming[share.owner] += _places(moves, like, results)
+        incoming[share.owner] += _result_views(moves, like, results)
         expected[share.owner] += moves.numel
     wire, device = functools.reduce(torch.promote_types, wires), local[sent[0].share.name].device
     exchange = start_exchange(layout, outgoing, expected, wire, device, "returning matrices")
     return lambda: exchange.wait(incoming)
 
 
-def _put(moves: Moves, result: Tensor, like: Tensor, results: dict[str, Tensor]) -> None:
-    """Store this rank's part of a result that was computed on this rank, in place of an update."""
+def _store_result(moves: Moves, result: Tensor, like: Tensor, results: dict[str, Tensor]) -> None:
+    """Store in `results` this rank's shard of a result that this rank computed; it replaces the update `like`."""
     if moves.is_all:
         straight = result.reshape(like.shape).to(like.dtype)
         # An unchanged update stays the same tensor object, so that callers do not treat it as new and writable.
@@ -247,11 +258,11 @@ def _put(moves: Moves, result: Tensor, like: Tensor, results: dict[str, Tensor])
         results[moves.share.name] = like if same and like.numel() else straight
     else:
         own = moves.share.local(result)
-        copied([place.of(own) for place in moves.within], _places(moves, like, results))
+        copied([place.of(own) for place in moves.within], _result_views(moves, like, results))
 
 
-def _places(moves: Moves, like: Tensor, results: dict[str, Tensor]) -> list[Tensor]:
-    """Return views of this rank's part of a result in a new local tensor."""
+def _result_views(moves: Moves, like: Tensor, results: dict[str, Tensor]) -> list[Tensor]:
+    """Return this rank's part of a share (matrices that one rank computes), as views of its new shard in `results`."""
     if not moves.held:
         return []
     name = moves.share.name

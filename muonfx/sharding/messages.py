@@ -26,7 +26,7 @@ class ShardingError(RuntimeError):
 
 
 class Buffers:
-    """A pool of reusable CPU buffers for messages; allocating new memory would take as long as the transfer."""
+    """A pool of reusable CPU buffers for messages, because allocating memory takes as long as sending its contents."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -37,7 +37,7 @@ class Buffers:
         return sum(map(len, self._free))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized 1-d tensor, from the pool if it is on the CPU; return it with `give_back`."""
+        """Return an uninitialized 1-d tensor, from the pool if `device` is the CPU; `give_back` puts it back."""
         # Other devices have torch's caching allocator.
         if device.type != "cpu" or not numel:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -52,7 +52,7 @@ class Buffers:
         return memory[:nbytes].view(dtype)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Put the memory of a tensor from `take` back into the pool."""
+        """Put the memory of a tensor that `take` returned back into the pool."""
         if tensor.device.type == "cpu" and tensor.numel():
             whole = tensor.untyped_storage()
             self._free.append(torch.empty(0, dtype=torch.uint8).set_(whole))
@@ -62,7 +62,8 @@ class Buffers:
 class Exchange:
     """An asynchronous all-to-all of lists of tensors: the constructor starts it, `wait` completes it.
 
-    ``outgoing[r]`` lists the tensors to send to rank r, and ``expected[r]`` counts the elements received from rank r.
+    ``outgoing[r]`` lists the tensors to send to rank r. ``expected[r]`` is the number of elements that rank r sends to
+    this rank. ``what`` names the operation in errors.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Exchange:
         self._sizes = [number if rank != me else 0 for rank, number in enumerate(expected)]
         self._sent = buffers.take(sum(sizes), dtype, device)
         packed = [tensor for tensors in sent for tensor in tensors]
-        copied(packed, _places(self._sent, [tensor.shape for tensor in packed]))
+        copied(packed, _split_buffer(self._sent, [tensor.shape for tensor in packed]))
         self._received = buffers.take(sum(self._sizes), dtype, device)
         # Every rank of the group must start the same exchanges in the same order.
         with collective(what):
@@ -95,14 +96,14 @@ class Exchange:
             )
 
     def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
-        """Wait, and copy the tensors received from rank r into the tensors ``incoming[r]``, in the order of sending."""
+        """Wait for the messages, and copy the tensors from rank r into the tensors ``incoming[r]``, in their order."""
         sizes = [[tensor.shape for tensor in tensors] for tensors in incoming]
         for theirs, tensors in zip(self.arrived(sizes), incoming, strict=True):
             copied(theirs, tensors)
         self.end()
 
     def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
-        """Wait, and return a list of the received tensors for each rank, in the given shapes.
+        """Wait for the messages, and return for each rank the list of tensors from it, in the shapes ``shapes[rank]``.
 
         The tensors are views of the receive buffer and valid until `end` is called.
         """
@@ -111,27 +112,27 @@ class Exchange:
         self._buffers.give_back(self._sent)
         del self._sent
         others = [[] if rank == self._me else of_rank for rank, of_rank in enumerate(shapes)]
-        places = iter(_places(self._received, [shape for of_rank in others for shape in of_rank]))
+        places = iter(_split_buffer(self._received, [shape for of_rank in others for shape in of_rank]))
         found = [[next(places) for _ in of_rank] for of_rank in others]
         found[self._me] = self._own
         del self._own
         return found
 
     def end(self) -> None:
-        """Release the receive buffer."""
+        """Release the receive buffer; the tensors that `arrived` returned become invalid."""
         self._buffers.give_back(self._received)
         del self._received
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each source to the target at the same index, in one fused call."""
+    """Copy each source tensor into the target tensor at the same index, in one fused call."""
     pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
     if pairs:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
 
 
 def digest(value: object) -> str:
-    """Return a hash of a value's ``repr``, as 32 hex digits, to compare values between ranks."""
+    """Return a hash of a value's ``repr`` as 32 hex digits, with which ranks compare their values."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
@@ -144,14 +145,14 @@ def octets(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _places(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split a buffer into consecutive views of the given shapes."""
     places = buffer.split([prod(shape) for shape in shapes])
     return [place.view(shape) for place, shape in zip(places, shapes, strict=True)]
 
 
 class collective:
-    """A context manager that turns an error of torch.distributed into a `ShardingError` that names the operation."""
+    """A context manager that converts an error of torch.distributed to a `ShardingError` that names the call `what`."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -161,5 +162,6 @@ class collective:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, ShardingError):
             raise ShardingError(
-                f"{self.what} failed: another rank has ended, or did not come within the group's timeout: {error}"
+                f"{self.what} failed: another rank has ended, or did not start the same call within the timeout of the "
+                f"process group: {error}. See the error of that rank, or raise the timeout of the group"
             ) from error

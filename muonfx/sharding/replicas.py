@@ -1,4 +1,4 @@
-"""Verify replicas on several ranks by checksums, and make them equal by `broadcast`.
+"""Verify by checksums that replicas on several ranks are equal, and make them equal by `broadcast`.
 
 The checksum of 32-bit words `u_0, u_1, ...` is `sum_j w_j u_j` modulo 2^64, with a pseudo-random odd weight for each
 index. The order of elements counts, one pass suffices, and two given tensors that differ have the same checksum with a
@@ -43,19 +43,19 @@ T = TypeVar("T")
 
 
 class _Copies(NamedTuple):
-    """A leaf of which several ranks may hold replicas."""
+    """A leaf of a tree, with the ranks that hold replicas of it."""
 
     name: str
     value: Tensor | None
-    """This rank's replica."""
+    """The leaf on this rank."""
     holders: Sequence[Sequence[int]]
-    """For each part of the leaf, the ranks that hold it; the same order on all ranks."""
+    """Groups of ranks; the ranks of a group must hold equal values. The order of groups is the same on all ranks."""
 
 
 def verify_params(layout: Layout, local: PyTree, problem: Exception | None = None, *, may_fail: bool = False) -> None:
-    """Raise on all ranks if the replicas of a parameter are not bitwise equal, or if any rank passes a `problem`.
+    """Raise on all ranks if the replicas of a parameter differ in any bit, or if one rank passes an error (`problem`).
 
-    With `may_fail`, ranks exchange problems even if the layout has no replicas.
+    With `may_fail`, the ranks exchange errors even if the layout has no replicas to compare.
     """
     found = _find_difference("comparing parameters", _copies_of(layout, local), layout, problem, may_fail=may_fail)
     if found is None:
@@ -63,12 +63,13 @@ def verify_params(layout: Layout, local: PyTree, problem: Exception | None = Non
     name, where = found
     if name in layout.on_several_meshes:
         raise ShardingError(
-            f"{name!r} is on different meshes on different ranks and {where}: if these are different parameters, "
-            "give them different names, or place them on one mesh of more dims; if they are one, " + _ADVICE
+            f"{name!r} has different meshes on different ranks and {where}, expected equal values. If these are "
+            "different parameters, rename them, or place them on one mesh with more dims. If they are the same "
+            f"parameter, {_ADVICE}"
         )
     raise ShardingError(
-        f"parameter {name!r} {where}, though {layout!r} says that they hold the same; nothing was changed. Was the "
-        f"model made with another seed, or loaded on some ranks only? {_ADVICE}"
+        f"nothing was changed: parameter {name!r} {where}, expected equal values, because they are replicas in "
+        f"{layout!r}. Was the model created with another seed, or loaded on some ranks only? If so, {_ADVICE}"
     )
 
 
@@ -79,7 +80,7 @@ _ADVICE = (
 
 
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
-    """Raise on all ranks if replicas of a state leaf differ in any bit; syncs with the device."""
+    """Raise on all ranks if the replicas of a leaf of the state differ in any bit; syncs with the device."""
     described, leaves = describe_state(binding, tx, like), tree.leaves(state)
     if len(described) != len(leaves):
         return  # the state of another transform: the check of the state reports it
@@ -90,18 +91,18 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
     found = _find_difference("comparing states", copies, binding.layout)
     if found is not None:
         raise ShardingError(
-            f"the state's {found[0]!r} {found[1]}, though they hold the same; nothing was changed. Was it loaded on "
-            "some ranks only, or from different checkpoints? Load one state on all ranks"
+            f"nothing was changed: {found[0]!r} of the state {found[1]}, expected equal values on these ranks. Was it "
+            "loaded on some ranks only, or from different checkpoints? Load one state on all ranks"
         )
 
 
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
-    """Warn if replicated gradients differ between ranks, as they do if they were not reduced."""
+    """Warn if gradients of replicated parameters differ between ranks, for example because they were not reduced."""
     found = _find_difference("comparing gradients", _copies_of(layout, local), layout)
     if found is not None and layout.group is not None:
         warn_together(
-            f"the gradient of {found[0]!r} {found[1]}, though {layout!r} says that they hold the same: were gradients "
-            "reduced over the ranks? If not, the copies of the parameter drift apart",
+            f"the gradient of {found[0]!r} {found[1]}, expected equal values, because the parameter is replicated in "
+            f"{layout!r}: were gradients reduced over the ranks? If not, the replicas of the parameter will diverge",
             layout.group,
         )
 
@@ -111,19 +112,19 @@ def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
     return [_Copies(name, named.get(name), cut.copies) for name, cut in layout.pieces.items()]
 
 
-def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence[int]]:
-    """Return the groups of ranks that hold replicas of a state leaf."""
-    if what is None:
+def _holders_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequence[int]]:
+    """Return the groups of ranks that must hold equal values of a state leaf with the given placement."""
+    if placement is None:
         return []
-    if what.name is None or any(share.owner is None for share in what.shares):
+    if placement.name is None or any(share.owner is None for share in placement.shares):
         return [range(layout.size)]
-    return [] if what.owned else layout.pieces[what.name].copies
+    return [] if placement.owned else layout.pieces[placement.name].copies
 
 
 def _find_difference(
     what: str, copies: Sequence[_Copies], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
 ) -> tuple[str, str] | None:
-    """Return the name of the first leaf whose replicas differ and a description of the place; the same on all ranks."""
+    """Return the first leaf whose replicas differ (its name, and a text of the ranks), or None; equal on all ranks."""
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:
@@ -157,7 +158,7 @@ def _find_difference(
 
 
 def _checksums(values: Sequence[Tensor | None]) -> list[int]:
-    """Return checksums as integers, 0 for None, with one sync for each device."""
+    """Return the `checksum` of each tensor as an integer, 0 for None, with one sync for each device."""
     found = [0] * len(values)
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     for place, value in enumerate(values):
@@ -170,12 +171,12 @@ def _checksums(values: Sequence[Tensor | None]) -> list[int]:
 
 
 WORDS = 1 << 20
-"""Words per pass, which have one table of weights; each pass has one further weight."""
+"""The number of 32-bit words in a pass of `checksum`. All passes use one table of weights; each has its own factor."""
 
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    """Return a pseudo-random odd int64 for each index (splitmix64)."""
+    """Return the table of pseudo-random odd int64 weights of `checksum`, one for each word of a pass (splitmix64)."""
     # Constants and shifts as int64: a shift keeps the sign, which is masked away.
     z = torch.arange(1, WORDS + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
@@ -185,7 +186,7 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the checksum of the elements in order, whatever the strides, as a 0-d int64 tensor on their device."""
+    """Return a checksum of a tensor's elements, independent of strides, as a 0-d int64 tensor on its device."""
     total, weights = torch.zeros((), dtype=torch.int64, device=tensor.device), _weights(tensor.device)
     flat = tensor.detach().reshape(-1)
     for number, block in enumerate(flat.split(4 * WORDS // flat.element_size())):
@@ -203,19 +204,20 @@ def checksum(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 @plain_arguments
 def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
-    """Make replicas equal: each takes the values of the first rank that holds the shard. All ranks must call it.
+    """Make replicas equal: copy each shard from the lowest rank that holds it to the other ranks that hold it.
 
-    Use it for a model that was initialized with a different seed on each rank, or loaded on one rank only.
+    All ranks must call this together. Use it for a model that was initialized with a different seed on each rank, or
+    loaded on one rank only.
 
     Args:
-        params: a tree of local tensors, or of DTensors.
+        params: a tree of this rank's shards, or of DTensors.
         layout: the layout of the parameters.
         donate: overwrite the tensors in place, as in
             ``broadcast(dict(model.named_parameters()), layout, donate=True)`` for a model.
 
     Returns:
-        A tree like ``params``; without ``donate``, of new tensors if several ranks hold a leaf. A leaf that this rank
-        alone holds is returned unchanged.
+        A tree like ``params``. Without ``donate``, leaves that have replicas are new tensors. Other leaves are returned
+        unchanged.
 
     Raises:
         ShardingError: a leaf does not fit the layout, or another rank has an error.
@@ -241,7 +243,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
             if leaf is None or not layout.pieces[name].copies:
                 continue
             if is_missing:  # equal on all ranks, so all of them raise
-                raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
+                raise ShardingError(f"{name!r} is None on some ranks, expected a tensor on all ranks that hold it")
             if not donate:
                 leaves[place] = leaf = leaf.detach().clone()
             places[name] = local_of(leaf).detach()
@@ -250,7 +252,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
 
 
 def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
-    """Overwrite tensors by the values of the first rank that holds them."""
+    """Overwrite this rank's shards, given by parameter name, with the values of the lowest rank that holds each."""
     holders = {name: layout.pieces[name].copies for name in places}
     of_all = [name for name in places if len(holders[name][0]) == layout.size]
     for bucket in in_buckets([places[name] for name in of_all], BUCKET):
@@ -262,15 +264,15 @@ def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dis
         copied([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], tensors)
     rest = [name for name in places if len(holders[name][0]) < layout.size]
     most = max((len(ranks) for name in rest for ranks in holders[name]), default=1)
-    like = [torch.empty(layout.specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
-    for bucket in in_buckets(like, max(1, BUCKET // most)):
+    wholes = [torch.empty(layout.specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
+    for bucket in in_buckets(wholes, max(1, BUCKET // most)):
         names = [rest[place] for place in bucket]
         sends = [(places[name], first, others) for name in names for first, *others in holders[name]]
         send_copies(sends, places[names[0]], layout, "broadcasting parameters")
 
 
-def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], like: Tensor, layout: Layout, what: str) -> None:
-    """Copy tensors between ranks; each send is a rank's own tensor, the sender, and the ranks that receive it."""
+def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], wire: Tensor, layout: Layout, what: str) -> None:
+    """Copy tensors from rank to rank in place; each send is (this rank's tensor, sender, ranks to overwrite)."""
     outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
     for tensor, sender, takers in sends:
@@ -279,4 +281,4 @@ def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], like: Tensor
                 outgoing[taker].append(tensor)
         elif layout.rank in takers:
             incoming[sender].append(tensor)
-    exchange(outgoing, incoming, like, layout, what)
+    exchange(outgoing, incoming, wire, layout, what)

@@ -1,4 +1,4 @@
-"""The table of a layout: the shard of each parameter on each rank, without communication."""
+"""`ShardTable`: the part of a layout that needs no communication, namely the shard of each parameter on each rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ShardTable", "specs_of"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardTable:
-    """The fields and the lookups of a `Layout`, which adds the operations on trees."""
+    """Which shard of each parameter each rank holds. The subclass `Layout` adds the operations on trees."""
 
     kind: str
     specs: Mapping[str, Spec]
@@ -39,15 +39,15 @@ class ShardTable:
     group: dist.ProcessGroup | None = None
     stage: int | None = None
     is_flat: bool = False
-    """True if the shards are intervals of flat buffers, or whole parameters of one rank each."""
+    """True for layouts built by `zero` and `flat`, whose shards are parts of flattened parameters."""
     dtensors: Mapping[str, DTensorSpec] = field(default_factory=dict)
-    """For `from_dtensors`: the spec of each parameter that is a DTensor."""
+    """A dict from the name of each parameter that is a DTensor to its mesh and placements (a `DTensorSpec`)."""
     on_several_meshes: tuple[str, ...] = ()
-    """The parameters that have different meshes on different ranks; their shards are assumed to be replicas."""
+    """The names of parameters with different meshes on different ranks; their shards are assumed to be replicas."""
     once: Once = field(default_factory=Once)
-    """Values that follow from the layout, computed once."""
+    """A cache of values that are computed from the layout alone."""
     buffers: Buffers = field(default_factory=Buffers)
-    """The memory of the messages between its ranks."""
+    """Reusable memory for the messages between the ranks of this layout."""
 
     def __repr__(self) -> str:
         stage = "" if self.stage is None else f", stage {self.stage}"
@@ -61,46 +61,50 @@ class ShardTable:
 
     @cached_property
     def is_replicated(self) -> bool:
-        """True if every rank holds all of every parameter."""
+        """True if every rank holds every parameter whole."""
         return all(len(cut.complete) == self.size for cut in self.pieces.values() if prod(cut.shape))
 
     def piece(self, name: str, rank: int | None = None) -> Piece:
-        """Return a rank's shard of a parameter, by default this rank's.
+        """Return which elements of a parameter a rank holds, without their values.
+
+        Args:
+            name: the name of the parameter.
+            rank: the rank in the group. None: this process's rank.
 
         Raises:
-            ShardingError: there is no such parameter; the message names some existing parameters.
+            ShardingError: the layout has no parameter of this name; the message names some of its parameters.
         """
         if name not in self.specs:
             known = format_list(list(self.specs)) or "none"
-            raise ShardingError(f"{self!r} has no parameter {name!r}; it was made for {known}")
+            raise ShardingError(f"{self!r} has no parameter {name!r}; it was created for {known}")
         return self.pieces[name][self.rank if rank is None else rank]
 
     @cached_property
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of this rank's local tensor of each parameter."""
+        """A dict from the name of each parameter to the shape of this rank's shard."""
         return {name: cut[self.rank].shape for name, cut in self.pieces.items()}
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all shards, the same on all ranks."""
+        """A hash of the shards of all ranks, with which ranks compare their layouts."""
         return digest([(name, cut.digest) for name, cut in self.pieces.items()])[:12]
 
     def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
-        """Return the distinct nonempty shards of a parameter and the ranks that hold each."""
+        """Return a dict from each distinct nonempty shard of a parameter (as a `Piece`) to the ranks that hold it."""
         return self.pieces[name].holders
 
     def nbytes(self, rank: int | None = None) -> int:
-        """Return the bytes of a rank's shards of the parameters."""
+        """Return the total bytes of a rank's shards of all parameters, by default of this process's rank."""
         return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
 
     def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return meta tensors of the global shapes and dtypes by name, of all parameters or of some."""
+        """Return a dict of meta tensors with the parameters' global shapes and dtypes, of all or of some ``names``."""
         chosen = self.specs if names is None else names
         return {n: torch.empty(self.specs[n].shape, dtype=self.specs[n].dtype, device="meta") for n in chosen}
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
-    """Return shape and dtype of every leaf by name, for a DTensor the global shape."""
+    """Return a dict from the name of each leaf to its shape (of a DTensor, the global shape) and dtype."""
     check_tree("params", params)
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}

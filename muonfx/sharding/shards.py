@@ -1,8 +1,9 @@
 """Shards: the part of a tensor that a rank holds.
 
-The *whole* is the tensor as one process would hold it. A `Piece` describes a rank's shard as boxes of the whole (see
-`muonfx.sharding.boxes`). The *local tensor* holds the values of the shard: it has one dim if the shard is an interval
-of the flattened whole, else as many dims as the whole. A `Window` is the position of one box in a local tensor.
+The *whole* is the tensor as one process would hold it. A `Piece` describes which elements of the whole a rank holds, as
+boxes (rectangular parts; see `muonfx.sharding.boxes`). The *local tensor* holds the values of these elements. It has
+one dim if they are an interval of the flattened whole, else as many dims as the whole. A `Window` is the position of
+one box in a local tensor.
 
 A `FlatPiece` is an interval together with its values, as a leaf of a checkpoint. An `IntervalTensor` wraps a
 `FlatPiece` where torch requires a tensor.
@@ -32,17 +33,17 @@ Span = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """The position of a box in the local tensors of one shard, computed once and used at every step."""
+    """The position of one box (a rectangular part of a tensor) in a shard, computed once and used at every step."""
 
     interval: tuple[int, int] | None
-    """The start and the number of elements in a 1-d local tensor; None if the local tensor has the whole's dims."""
+    """For a 1-d shard, the start and the number of the elements to view in the shape `sizes`; None for an n-d shard."""
     sizes: tuple[int, ...]
     """The shape in which the interval is viewed."""
     narrowed: tuple[tuple[int, int, int], ...]
-    """Dim, first index and length, for each dim that is narrowed."""
+    """The arguments (dim, start, length) of each call of `torch.narrow` that selects the box."""
 
     def of(self, local: Tensor) -> Tensor:
-        """Return the view of a local tensor."""
+        """Return the values of the box, as a view of a shard."""
         if self.interval is not None:
             first, numel = self.interval
             local = (local if numel == local.numel() else local.narrow(0, first, numel)).view(self.sizes)
@@ -52,9 +53,11 @@ class Window(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A shard: which elements of a tensor a rank holds, without their values. Built by `whole`, `interval` or `grid`.
+    """The elements of a tensor that a rank holds, without their values. Built by `whole`, `interval` or `grid`.
 
-    >>> piece = Piece.interval((4, 5), 3, 8)
+    A *shard* is the tensor of these elements. Use `cut` to copy it out of a whole tensor, and `paste` to copy it back.
+
+    >>> piece = Piece.interval((4, 5), 3, 8)  # elements 3 to 7: the end of row 0 and the start of row 1
     >>> piece.shape, [box.sizes for box in piece.boxes]
     ((5,), [(1, 2), (1, 3)])
     >>> piece.cut(torch.arange(20.0).reshape(4, 5))
@@ -62,29 +65,29 @@ class Piece(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    """The shape of the local tensor."""
+    """The shape of the shard: one dim for an interval, else as many dims as the whole tensor."""
     boxes: tuple[Box, ...]
-    """The nonempty boxes of the whole, in the order of the local tensor."""
+    """The elements as nonempty boxes (offsets and sizes) of the whole tensor, in the order of the shard."""
     start: int | None = None
-    """The start of an interval in the flattened whole; None for a shard that is no interval."""
+    """The first element of an interval in the flattened whole tensor; None if the piece was not built by `interval`."""
     spans: tuple[tuple[Span, ...], ...] = ()
-    """For a shard that is no interval: along each dim, the indices of the whole that it has."""
+    """For each dim of the whole tensor, the spans (start, end) of indices in the piece; empty for an interval."""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """Return the shard that is all of a tensor, in its own shape."""
+        """Return the piece with all elements of a tensor of this shape. Its shard has the same shape."""
         return cls.grid([((0, size),) for size in shape])
 
     @classmethod
     def interval(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
-        """Return an interval of the flattened tensor, as a local tensor of one dim; it may be empty."""
+        """Return the piece with the elements ``start:stop`` of a flattened tensor of this shape. Its shard is 1-d."""
         return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
 
     @classmethod
     def grid(cls, spans: Sequence[Sequence[Span]]) -> Piece:
-        """Return the shard that is the product of index sets: for each dim, ascending half-open spans (start, end).
+        """Return the piece with the elements whose index in each dim is in one of that dim's spans (start, end).
 
-        >>> Piece.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape
+        >>> Piece.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
         """
         kept = tuple(tuple(span for span in along if span[1] > span[0]) for along in spans)
@@ -96,41 +99,43 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the piece."""
         return prod(self.shape)
 
     def fits(self, local: Tensor) -> bool:
-        """Return True if a tensor has the shape of the local tensor, or both have no elements."""
+        """Return True if a tensor has the shape of this piece's shard, or if both have no elements."""
         return tuple(local.shape) == self.shape or (self.numel == 0 and local.numel() == 0)
 
     def blank(self, like: Tensor) -> Tensor:
-        """Return an uninitialized local tensor with another tensor's dtype and device."""
+        """Return an uninitialized shard for this piece, with the dtype and the device of ``like``."""
         return torch.empty(self.shape, dtype=like.dtype, device=like.device)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Copy the shard out of a whole tensor."""
+        """Copy the elements of this piece out of a whole tensor, and return them as a shard."""
         local = self.blank(whole)
         for box in self.boxes:
             self.window(box).of(local).copy_(part(whole, box))
         return local
 
     def paste(self, local: Tensor, whole: Tensor) -> None:
-        """Copy a local tensor to its position in a whole tensor."""
+        """Copy the values of a shard to their positions in a whole tensor, in place."""
         for box in self.boxes:
             part(whole, box).copy_(self.window(box).of(local))
 
     def shared(self, boxes: Sequence[Box]) -> list[Box]:
-        """Return the intersections of the shard with boxes of the whole, each within one box of the shard."""
+        """Return the intersections of some boxes (offsets and sizes) of the whole tensor with this piece, as boxes."""
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
     def window(self, box: Box) -> Window:
-        """Return the position in a local tensor of a box that is within one box of the shard.
+        """Return where a box (offsets and sizes) of the whole tensor is in the shard, as a `Window` to view it.
 
         Raises:
-            ValueError: the box is not within one box of the shard.
+            ValueError: the box is not inside one of the piece's ``boxes``.
 
-        >>> Piece.interval((4, 5), 3, 17).window(Box((3, 0), (1, 2)))
-        Window(interval=(12, 2), sizes=(1, 2), narrowed=())
+        >>> piece = Piece.interval((4, 5), 3, 17)
+        >>> box = Box((3, 0), (1, 2))  # the first two elements of row 3
+        >>> piece.window(box).of(torch.arange(3, 17))
+        tensor([[15, 16]])
         """
         before = 0
         for own in self.boxes:
@@ -147,17 +152,17 @@ class Piece(NamedTuple):
                 ]
                 return Window(None, self.shape, _narrowed(firsts, box.sizes, self.shape))
             before += own.numel
-        raise ValueError(f"box {box} does not lie within one box of {self}")
+        raise ValueError(f"found {box}, expected a box that is within one box of {self}")
 
 
 def _narrowed(firsts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Return dim, first index and length of each dim that is narrowed."""
+    """Return (dim, start, length) for each dim in which a box is smaller than its tensor of shape `sizes`."""
     dims = enumerate(zip(firsts, lengths, sizes, strict=True))
     return tuple((dim, first, length) for dim, (first, length, size) in dims if length != size)
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
-    """Return the view of a box of a tensor."""
+    """Return a box (a rectangular part) of a tensor, as a view."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -166,19 +171,20 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FlatPiece:
-    """An interval of a flattened tensor, with the shape of the whole.
+    """The values of an interval of a flattened tensor, with the position of the interval and the tensor's full shape.
 
-    ZeRO concatenates all parameters in one flat buffer and splits it among the ranks, across matrices and rows. A
-    checkpoint stores the matrix instead of that buffer, so any number of ranks can load it, as shards, as
-    `torch.distributed.tensor.DTensor` or whole. Follows the protocol of ``torch.distributed._checkpointable``.
+    ZeRO concatenates all parameters in one flat buffer and splits it among the ranks, even within a matrix or a row.
+    From the `FlatPiece` of each rank, a checkpoint stores parameters in their full shapes instead of that buffer. Any
+    number of ranks can then load them, as shards, as `torch.distributed.tensor.DTensor` or whole. Follows the protocol
+    of ``torch.distributed._checkpointable``.
 
     Attributes:
         shape: the shape of the whole tensor.
-        start: the start of the interval in the flattened tensor.
-        data: the values, one dim; may be empty, and a view of a rank's buffer.
+        start: the index of the interval's first element in the flattened tensor.
+        data: the values, contiguous and with one dim. May be empty, and may be a view of a rank's buffer.
 
     Raises:
-        ValueError: the interval is not within the tensor, or ``data`` does not have one dim.
+        ValueError: the interval is not within the tensor, or ``data`` is not contiguous or does not have one dim.
 
     >>> whole = torch.arange(20.0).reshape(4, 5)
     >>> piece = FlatPiece.cut(whole, 3, 17)
@@ -198,16 +204,19 @@ class FlatPiece:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.data.ndim != 1 or not self.data.is_contiguous():
-            raise ValueError(f"data must be dense and have one dim, found shape {tuple(self.data.shape)}")
+            raise ValueError(
+                f"data: found shape {tuple(self.data.shape)} and strides {self.data.stride()}, expected a contiguous "
+                "tensor with one dim"
+            )
         if not 0 <= self.start <= self.stop <= prod(self.shape):
             raise ValueError(
-                f"elements {self.start} to {self.stop} do not lie within a tensor of shape {self.shape}, which has "
-                f"{prod(self.shape)}"
+                f"found elements {self.start} to {self.stop}, expected a range within the {prod(self.shape)} elements "
+                f"of a tensor of shape {self.shape}"
             )
 
     @classmethod
     def cut(cls, whole: Tensor, start: int, stop: int) -> FlatPiece:
-        """Cut a shard out of a whole tensor, as a view if the tensor is contiguous."""
+        """Return the elements ``start:stop`` of a flattened tensor, as a view if the tensor is contiguous."""
         return cls(tuple(whole.shape), start, whole.detach().reshape(-1)[start:stop])
 
     def __repr__(self) -> str:
@@ -215,7 +224,7 @@ class FlatPiece:
 
     @property
     def stop(self) -> int:
-        """The exclusive end of the interval."""
+        """The exclusive end of the interval in the flattened tensor."""
         return self.start + self.data.numel()
 
     @property
@@ -230,38 +239,38 @@ class FlatPiece:
 
     @property
     def boxes(self) -> list[Box]:
-        """The boxes of the whole, in order; one empty box for a tensor without elements."""
+        """The interval as boxes (offsets and sizes) of the whole tensor, in order; one empty box if it is empty."""
         if not prod(self.shape):
             return [Box((0,) * len(self.shape), self.shape)]
         return list(self.piece.boxes)
 
     @property
     def piece(self) -> Piece:
-        """The interval as a `Piece`."""
+        """The position of the interval without its values, as a `Piece`."""
         return Piece.interval(self.shape, self.start, self.stop)
 
     @property
     def whole(self) -> Tensor | None:
-        """The tensor, as a view of the values, if the shard is all of it; else None."""
+        """The whole tensor, as a view of the values, if the interval contains all its elements; else None."""
         return self.data.view(self.shape) if self.data.numel() == prod(self.shape) else None
 
     def part(self, box: Box) -> Tensor:
-        """Return the values of one of its boxes, as a view."""
+        """Return the values of a box that is in ``boxes``, as a view in the box's shape."""
         return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)
 
     def empty_like(self, device: torch.device | str | None = None) -> FlatPiece:
-        """Return the same interval with uninitialized values."""
+        """Return a `FlatPiece` of the same interval with uninitialized values, by default on the same device."""
         return FlatPiece(self.shape, self.start, torch.empty_like(self.data, device=device))
 
     def copy_(self, other: FlatPiece) -> FlatPiece:
-        """Overwrite the values by the values of another shard of the same interval."""
+        """Overwrite the values with those of ``other``, a `FlatPiece` of the same interval, and return ``self``."""
         self.data.copy_(other.data)
         return self
 
     # ------------------------------------------------------------- the protocol of torch.distributed._checkpointable
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """Return one write item for each box."""
+        """Return one item for each box, from which torch.distributed.checkpoint saves the box."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -275,13 +284,13 @@ class FlatPiece:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the boxes as torch's chunks."""
+        """Return the offsets and sizes of the boxes, in the form of torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the values of the box that begins at the offset of an index."""
+        """Return the values of the box that begins at ``index.offset``, as torch.distributed.checkpoint requests it."""
         offset = tuple(index.offset or ())
         box = next((box for box in self.boxes if box.offsets == offset), None)
         if box is None:
@@ -293,13 +302,13 @@ aten: Any = torch.ops.aten
 
 
 class IntervalTensor(Tensor):
-    """A `muonfx.checkpoint.FlatPiece` as a tensor of the whole's shape, for the state of a torch optimizer."""
+    """A `FlatPiece` as a tensor of the whole shape, for the state of a torch optimizer, which must contain tensors."""
 
     piece: FlatPiece
 
     @classmethod
     def of(cls, piece: FlatPiece) -> IntervalTensor:
-        """Wrap a shard without a copy."""
+        """Wrap a `FlatPiece` without copying its values."""
         make: Any = torch.Tensor._make_wrapper_subclass
         found: IntervalTensor = make(cls, piece.shape, dtype=piece.dtype, device=piece.device, requires_grad=False)
         found.piece = piece
@@ -312,11 +321,12 @@ class IntervalTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply elementwise copies and fills to the values; refuse every other operation."""
-        # A shard supports no other operation, because only a part of the whole is on this rank.
+        """Apply copies, conversions and fills to the values of the interval; raise for every other operation."""
         first, *rest = args
         if func not in _ON_VALUES or any(isinstance(other, Tensor) and not _same_place(first, other) for other in rest):
-            raise NotImplementedError(f"{func} on {first!r}: only a part of the whole is here; use its piece")
+            raise NotImplementedError(
+                f"{func} on {first!r}: only a part of the whole tensor is on this rank; use its attribute piece"
+            )
         values = func(
             first.piece.data, *[other.piece.data if isinstance(other, cls) else other for other in rest], **kwargs or {}
         )
@@ -334,7 +344,7 @@ class IntervalTensor(Tensor):
         return self.piece.__get_tensor_shard__(index)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the shard, since a wrapper subclass has no storage."""
+        """Pickle the wrapped `FlatPiece`, because a wrapper subclass has no storage."""
         return _rebuild, (self.piece.shape, self.piece.start, self.piece.data)
 
 

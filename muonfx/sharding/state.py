@@ -1,7 +1,8 @@
-"""The placement of the leaves of a sharded state: shards like a parameter's, states of matrices at owners, or counters.
+"""Which ranks hold each leaf of a sharded optimizer state, and the conversion of the state for checkpoints.
 
-The placement is found by running `init` on meta tensors, with a placeholder for each inner transform, never by the
-names of fields.
+A leaf is sharded like its parameter, or each owner (the rank that computes a matrix) has it for its matrices, or it is
+equal on all ranks, such as a counter. This placement is found by running `init` on meta tensors, with a placeholder for
+each inner transform, never by the names of fields.
 """
 
 from __future__ import annotations
@@ -50,50 +51,50 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """The placement of one state leaf; itself a leaf of a tree."""
+    """Which ranks hold one leaf of the optimizer state, and in which shape."""
 
     name: str | None
     """The parameter to which the leaf belongs; None for a leaf that is equal on all ranks, such as a counter."""
     owned: bool
-    """True if only the owners of matrices hold the leaf."""
+    """True if each owner (the rank that computes a matrix) holds the leaf for its matrices, and other ranks None."""
     share: Share | None
-    """For an owned leaf, this rank's share of the parameter; None if it has none."""
+    """For an owned leaf, the matrices of the parameter that this rank computes; None if it computes none."""
     shares: tuple[Share, ...]
-    """The shares of all owners."""
+    """For an owned leaf, the matrices that each owner computes."""
     shape: tuple[int, ...]
     """The shape of the whole leaf."""
     dtype: torch.dtype
     local: tuple[int, ...] | None = None
-    """The shape of this rank's local tensor; None if it has none."""
+    """The shape of the leaf on this rank; None if the leaf is None on this rank."""
 
 
-def _held(binding: Binding, node: Node) -> PyTree:
-    """Describe the state of a program node, leaf by leaf, in the structure of the state."""
+def _of_node(binding: Binding, node: Node) -> PyTree:
+    """Return a tree like a program node's state, with the placement (which ranks hold it) of each leaf."""
     if isinstance(node, Stage):
-        return _held_by_stage(binding, node)[node.members[0].name]
+        return _of_stage(binding, node)[node.members[0].name]
     if isinstance(node, ChainNode):
         state: dict[str, PyTree] = {}
         for names, child in node.entries:
-            state |= _held_by_stage(binding, child) if isinstance(child, Stage) else {names[0]: _held(binding, child)}
+            state |= _of_stage(binding, child) if isinstance(child, Stage) else {names[0]: _of_node(binding, child)}
         return state
     if isinstance(node, Around):
         state, _ = state_around(node.tx, node.like)
-        described = _described(binding, state, node.like)
-        held = [_held(binding, child) for child in node.children]
-        return tree.map(lambda leaf: held[leaf.place] if isinstance(leaf, Placeholder) else leaf, described)
+        described = _of_leaves(binding, state, node.like)
+        inner = [_of_node(binding, child) for child in node.children]
+        return tree.map(lambda leaf: inner[leaf.place] if isinstance(leaf, Placeholder) else leaf, described)
     gathers = isinstance(node, WholeTree) and not binding.holds_all
-    return _described(binding, node.tx.functions.init(node.like), {} if gathers else node.like)
+    return _of_leaves(binding, node.tx.functions.init(node.like), {} if gathers else node.like)
 
 
-def _held_by_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
-    """Describe the states of a matrix stage's transforms, which the owners hold unless this rank holds all."""
+def _of_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
+    """Return trees of placements for the states in a matrix stage, by transform; the ranks that compute hold them."""
     run = tuple((member.name, member.node.tx) for member in stage.members)
     plan = None if binding.holds_all else binding.plan(run, stage.like)
-    return {name: _described(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
+    return {name: _of_leaves(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
 
 
-def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Describe each leaf of a state by its parameter, if it has the parameter's shape or an owner."""
+def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
+    """Return a tree like `state`, with the placement of each leaf; `plan` gives the owners of states of matrices."""
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
     described: list[Any] = []
@@ -112,57 +113,57 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Describe the leaves of a state, in order; None for a leaf that is None."""
+    """Return the placement (which ranks hold it, in which shape) of each leaf of a transform's state; None for None."""
 
     def describe() -> list[LeafPlacement | None]:
         local = binding.local_like(params)
         here = tree.leaves(binding.executor.init(tx, local))
         with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
-            found = tree.leaves(_held(binding, binding.executor.program(tx, local)))
+            found = tree.leaves(_of_node(binding, binding.executor.program(tx, local)))
         return [
-            replace(what, local=None if leaf is None else tuple(leaf.shape))
-            if isinstance(what, LeafPlacement)
+            replace(placed, local=None if leaf is None else tuple(leaf.shape))
+            if isinstance(placed, LeafPlacement)
             else None
-            for what, leaf in zip(found, here, strict=True)
+            for placed, leaf in zip(found, here, strict=True)
         ]
 
     return binding.once(("held", tx.treedef, tuple(tree.names(params))), describe)
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
-    """Wrap the leaves of a state that belong to DTensor parameters as DTensors.
+    """Wrap each leaf of a state as a DTensor if it belongs to a DTensor parameter.
 
-    A DTensor of the old state whose local tensor was updated in place is used again, because wrapping takes time.
+    A DTensor in the state `old` whose local tensor was updated in place is used again, because wrapping takes time.
     """
     leaves, treedef = tree.flatten(state)
     before = [None] * len(leaves) if old is None else tree.leaves(old)
     rows = zip(describe_state(binding, tx, params), leaves, before, strict=True)
     wrapped = [
-        was if is_dtensor(was) and local_of(was) is leaf else leaf_to_dtensor(binding, what, leaf)
-        for what, leaf, was in rows
+        was if is_dtensor(was) and local_of(was) is leaf else leaf_to_dtensor(binding, placed, leaf)
+        for placed, leaf, was in rows
     ]
     return tree.unflatten(treedef, wrapped)
 
 
-def leaf_to_dtensor(binding: Binding, what: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
-    """Wrap one leaf for `state_to_dtensors`."""
-    if what is None or what.name is None or is_dtensor(leaf) or what.name not in binding.layout.dtensors:
+def leaf_to_dtensor(binding: Binding, placed: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
+    """Wrap one leaf of a state as a DTensor if it belongs to a DTensor parameter."""
+    if placed is None or placed.name is None or is_dtensor(leaf) or placed.name not in binding.layout.dtensors:
         return leaf
-    if not what.owned:
-        return None if leaf is None else parameter_like(binding.layout, what.name, leaf)
-    if leaf is None and what.local is not None:
+    if not placed.owned:
+        return None if leaf is None else parameter_like(binding.layout, placed.name, leaf)
+    if leaf is None and placed.local is not None:
         return None  # the transform keeps no state for this parameter
-    like = torch.empty(what.shape, dtype=what.dtype, device="meta")
-    if len(what.shares) == 1 and what.shares[0].owner is not None:
-        return _at_owner(binding.layout, what.shares[0].owner, leaf, like)
-    found = _like_parameter(binding.layout, what.name, what.shares, leaf, like)
+    like = torch.empty(placed.shape, dtype=placed.dtype, device="meta")
+    if len(placed.shares) == 1 and placed.shares[0].owner is not None:
+        return _to_dtensor_of_owner(binding.layout, placed.shares[0].owner, leaf, like)
+    found = _to_dtensor_like_parameter(binding.layout, placed.name, placed.shares, leaf, like)
     # Ranges of a stack that no placements express stay local tensors on their owners and None elsewhere.
     return leaf if found is None else found
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """Unwrap the DTensors of a state: the inverse of `state_to_dtensors`."""
+    """Replace the DTensors in a state by their local tensors: the inverse of `state_to_dtensors`."""
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
@@ -171,47 +172,48 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     described = describe_state(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
-    return tree.unflatten(treedef, [_from_dtensor(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
+    pairs = zip(described, leaves, strict=True)
+    return tree.unflatten(treedef, [_from_dtensor(placed, leaf) for placed, leaf in pairs])
 
 
-def _from_dtensor(what: LeafPlacement | None, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
-    """Unwrap one leaf for `without_dtensors`."""
-    if not is_dtensor(leaf) or what is None or not what.owned:
+def _from_dtensor(placed: LeafPlacement | None, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
+    """Return the local tensor of one leaf of a state, in the shape that `update` uses, or None if it has none here."""
+    if not is_dtensor(leaf) or placed is None or not placed.owned:
         return local_of(leaf)
-    return None if what.local is None else leaf._local_tensor.view(what.local)
+    return None if placed.local is None else leaf._local_tensor.view(placed.local)
 
 
 def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """Return a state in which every leaf records its position in the whole."""
+    """Convert a state to the form for checkpoints, in which each leaf records its position in the whole tensor."""
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
-    return tree.unflatten(treedef, [global_leaf(binding, device, what, leaf) for what, leaf in pairs])
+    return tree.unflatten(treedef, [global_leaf(binding, device, placed, leaf) for placed, leaf in pairs])
 
 
 def global_leaf(
-    binding: Binding, device: torch.device, what: LeafPlacement | None, leaf: Tensor | None
+    binding: Binding, device: torch.device, placed: LeafPlacement | None, leaf: Tensor | None
 ) -> Tensor | FlatPiece | None:
-    """Convert one leaf for `global_state`."""
-    if what is None or what.name is None:
+    """Convert one leaf of a state to a form that records its position: a DTensor, a `FlatPiece` or a whole tensor."""
+    if placed is None or placed.name is None:
         return leaf
-    if not what.owned:
-        return None if leaf is None else global_piece(binding.layout, what.name, leaf)
-    if what.share is None:
-        return FlatPiece(what.shape, 0, torch.empty(0, dtype=what.dtype, device=device))
-    if what.share.owner is None or leaf is None:
+    if not placed.owned:
+        return None if leaf is None else global_piece(binding.layout, placed.name, leaf)
+    if placed.share is None:
+        return FlatPiece(placed.shape, 0, torch.empty(0, dtype=placed.dtype, device=device))
+    if placed.share.owner is None or leaf is None:
         return leaf
-    return FlatPiece(what.shape, interval_of(what, what.share)[0], leaf.reshape(-1))
+    return FlatPiece(placed.shape, interval_of(placed, placed.share)[0], leaf.reshape(-1))
 
 
-def interval_of(what: LeafPlacement, share: Share) -> tuple[int, int]:
-    """Return the interval of a flattened state leaf that the owner of a share holds."""
+def interval_of(placed: LeafPlacement, share: Share) -> tuple[int, int]:
+    """Return the interval (start, end) of a flattened state leaf that belongs to the matrices of one owner."""
     each = max(prod(share.whole), 1)
-    return share.start * prod(what.shape) // each, share.stop * prod(what.shape) // each
+    return share.start * prod(placed.shape) // each, share.stop * prod(placed.shape) // each
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
-    """Return the local state that a global state describes."""
+    """Convert a state from its form for checkpoints to this rank's state: the inverse of `global_state`."""
     meta = binding.executor.init(tx, meta_like(local_tree(params)))
     leaves, treedef = tree.flatten(values)
 
@@ -230,8 +232,8 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
 # torch.distributed.checkpoint neither reads nor writes it there.
 
 
-def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) -> DTensor:
-    """Wrap a tensor that one rank holds as a DTensor on a mesh of this rank alone."""
+def _to_dtensor_of_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) -> DTensor:
+    """Wrap a state leaf of the rank `owner` as a DTensor on a mesh of this one rank; elsewhere `local` is None."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate
 
@@ -242,14 +244,14 @@ def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) ->
         return DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
 
     mesh = layout.once(("mesh of an owner", owner), make)
-    local = _nothing(mesh, like) if local is None else local.view(like.shape)
+    local = _empty_on(mesh, like) if local is None else local.view(like.shape)
     return dtensor_of(local, mesh, [Replicate()], like.shape, like.stride())
 
 
-def _like_parameter(
+def _to_dtensor_like_parameter(
     layout: Layout, name: str, shares: Sequence[Share], local: Tensor | None, like: Tensor
 ) -> DTensor | None:
-    """Wrap state of several owners as a DTensor on the parameter's mesh, or return None if no placements fit."""
+    """Wrap a state leaf that several ranks hold as a DTensor on the parameter's mesh; None if no placements fit."""
     from torch.distributed.tensor import Replicate
 
     spec = layout.dtensors[name]
@@ -258,12 +260,15 @@ def _like_parameter(
         return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like.shape, like.stride())
     if not own_what_they_hold(layout, name, shares, like.shape):
         return None
-    local = (_nothing(spec.mesh, like) if local is None else local).reshape(-1, *like.shape[1:])
+    local = (_empty_on(spec.mesh, like) if local is None else local).reshape(-1, *like.shape[1:])
     return dtensor_of(local, spec.mesh, spec.placements, like.shape, like.stride())
 
 
 def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape: Sequence[int]) -> bool:
-    """True if every rank owns exactly the range of a stack's first dim that it holds, and the state has this dim."""
+    """Return True if every rank computes exactly the matrices that its shard of a stack of matrices holds.
+
+    The stack and its state leaf, of the given shape, must be split along dim 0 only.
+    """
     spec = layout.dtensors[name]
     if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):
         return False
@@ -275,7 +280,7 @@ def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape
     return len(by_owner) == len(shares)
 
 
-def _nothing(mesh: DeviceMesh, like: Tensor) -> Tensor:
+def _empty_on(mesh: DeviceMesh, like: Tensor) -> Tensor:
     kind = mesh.device_type
     device = torch.device("cpu" if kind == "cpu" else f"{kind}:{torch.get_device_module(kind).current_device()}")
     return torch.empty(0, dtype=like.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Agreement of the ranks: on everything that must be equal when a program is bound, and before each step."""
+"""Verify that all ranks agree: on program, parameters and layout before the first step, and on each step's call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def agreed_call(
     problem: Exception | None = None,
     serial: int | None = None,
 ) -> Arguments:
-    """Return a call on local tensors on which all ranks agree: a gradient that any rank has is present on all ranks."""
+    """Verify that all ranks make the same call of `update`; return its arguments with local tensors, not DTensors.
+
+    A gradient that only other ranks have is added. An error on one rank (also `problem`, if given) is raised on all.
+    `serial` is the number of the optimizer in its process group.
+    """
     layout = binding.layout
     many = layout.group is not None and layout.size > 1
     if many and binding.serial is None:
@@ -56,7 +60,7 @@ def agreed_call(
     try:
         if problem is not None:
             raise problem
-        local = _checked(binding, tx, call, names, leaves, check=check)
+        local = _checked_call(binding, tx, call, names, leaves, check=check)
         if call.extras:
             Program(binding.executor.program(tx, local.like)).check_extras(call.extras)
         if binding.store != IN_MEMORY:
@@ -88,7 +92,7 @@ def agreed_call(
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
     if any(on_some) or max(codes, default=0) > UNPLACED:
-        completed = _completed(layout, names, leaves, codes, on_some, tree.device_of(local.like))
+        completed = _with_missing_gradients(layout, names, leaves, codes, on_some, tree.device_of(local.like))
         local = local._replace(updates=tree.unflatten(treedef, completed))
     if is_due:
         warn_of_gradients(layout, local.updates)
@@ -97,10 +101,10 @@ def agreed_call(
     return local
 
 
-def _checked(
+def _checked_call(
     binding: Binding, tx: Transform, call: Arguments, names: Sequence[str], leaves: Sequence[Any], *, check: bool
 ) -> Arguments:
-    """Return a call on local tensors; with `check`, its trees are compared with each other and with the state."""
+    """Check the arguments of a call and return them with local tensors; with `check`, also compare the trees."""
     tx.check_extras(call.extras)
     checks.check_floating("updates", call.updates)
     layout, params = binding.layout, call.params
@@ -126,18 +130,18 @@ def _checked(
 
 
 _serials: dict[str, int] = {}
-"""The number of sharded transforms and optimizers that each process group has."""
+"""How many sharded transforms and optimizers have been created for each process group, by the group's name."""
 
 
 def next_serial(layout: Layout) -> int:
-    """Return the next number of a process group; all ranks call this equally often, each time after an agreement."""
+    """Return the next number (1, 2, ...) of a transform or optimizer of a process group; all ranks call it together."""
     name = "" if layout.group is None else layout.group.group_name
     _serials[name] = _serials.get(name, 0) + 1
     return _serials[name]
 
 
 def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: int | None) -> Facts:
-    """Return the facts that must be equal on all ranks at a step, besides the program."""
+    """Describe what must be equal on all ranks in a step: hyperparameters, extras such as a loss, and step counters."""
     in_state, counts = _numbers_of_state(binding, tx, local.state, local.like)
     loaded = "loaded since the last step" if binding.has_loaded else "not loaded since the last step"
     return {
@@ -164,7 +168,7 @@ def _extra(value: object) -> str:
 
 
 def _scheduled(binding: Binding, tx: Transform, count: int) -> dict[str, str]:
-    """Return the values of all schedules and functions of the step count within a transform, at a count."""
+    """Return the value at step `count` of each schedule within a transform, as texts by the name of the argument."""
 
     def find() -> list[tuple[int, str]]:
         return [
@@ -182,7 +186,7 @@ def _scheduled(binding: Binding, tx: Transform, count: int) -> dict[str, str]:
 
 
 def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> tuple[dict[str, str], list[int]]:
-    """Describe the state leaves that belong to no parameter, and return the counters among those in host memory."""
+    """Describe the state leaves that belong to no parameter, and return the values of the step counters on the CPU."""
     leaves = tree.leaves(state)
 
     def find() -> dict[int, str] | None:
@@ -203,7 +207,7 @@ def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTr
     return {name: number_text(leaves[i]) for i, name in found.items()}, counts
 
 
-def _completed(
+def _with_missing_gradients(
     layout: Layout,
     names: Sequence[str],
     leaves: Sequence[Tensor | None],
@@ -211,13 +215,15 @@ def _completed(
     on_some: Sequence[bool],
     device: torch.device,
 ) -> list[Tensor | None]:
-    """Return local gradients in the placements of their parameters, with the gradients that only other ranks have."""
+    """Return gradients as local tensors in their parameters' placements, with those that only other ranks have."""
     # A gradient may be partial under tensor parallelism, and None on some ranks if only the losses of others use it.
     assert layout.group is not None
     for name, code, is_missing in zip(names, codes, on_some, strict=True):
         if code > UNPLACED and is_missing:
             raise ShardingError(
-                f"nothing was changed on any rank: the gradient of {name!r} is partial on some ranks and None on others"
+                f"nothing was changed on any rank: the gradient of {name!r} is a partial DTensor on some ranks and "
+                "None on others, expected a gradient on all of them: use the parameter in the loss of every rank, or "
+                "redistribute its gradient before step()"
             )
     found: list[Tensor | None] = []
     for name, leaf in zip(names, leaves, strict=True):
@@ -246,22 +252,22 @@ def _completed(
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------- when bound
-
-
 def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
-    """Raise on all ranks unless they have the same program, parameters, layout, settings and versions."""
+    """Raise on all ranks unless all have the same transform, parameters, layout, settings and package versions."""
     layout = binding.layout
     facts: Facts = {}
     if layout.size > 1 and layout.group is None:
-        raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
+        raise ShardingError(
+            f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create "
+            "it in the running job, after init_process_group. Without a group it supports plan_for and inspection only"
+        )
     try:
         checks.check_params(params)
         check_pieces(layout, tree.names(params), tree.leaves(params))
         local = local_tree(params)
         binding.likes[tx.treedef] = meta_like(local)
         if layout.size > 1 and problem is None:
-            facts = _facts(binding, tx, local)
+            facts = _facts_of_binding(binding, tx, local)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     if layout.group is not None and layout.size > 1:
@@ -271,8 +277,8 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         raise problem
 
 
-def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
-    """Return all that must be equal on all ranks, in the order in which differences are reported."""
+def _facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
+    """Describe everything that must be equal on all ranks before the first step, by subject, in the order to report."""
     layout, store, kept = binding.layout, binding.store, "in memory with the parameters"
     device = tree.device_of(local)
     roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
@@ -310,7 +316,7 @@ def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
 
 
 def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
-    """Describe the lowered program: the transforms of each parameter, and the transforms with masks as resolved."""
+    """Describe which transforms are applied to each parameter, and the arguments of these transforms."""
     transforms: dict[str, str] = {}
     of_each: dict[str, list[str]] = {}
     for place, node in enumerate(Program(binding.executor.program(tx, params)).transforms()):
@@ -325,7 +331,7 @@ def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
 
 
 def _text(value: object) -> str:
-    """Describe a transform by its factory and arguments; functions count by their results, not by their code."""
+    """Describe a transform by its factory and arguments. All functions have one text: their results are compared."""
     if isinstance(value, Recorded):
         return f"{value.factory.__name__}({', '.join(f'{k}={_text(v)}' for k, v in value.arguments.items())})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
@@ -334,18 +340,18 @@ def _text(value: object) -> str:
 
 
 def numbers_of(tx: Transform) -> dict[str, str]:
-    """Describe the current hyperparameters of a transform, by dotted name."""
+    """Return the current hyperparameters of a transform, as a dict from dotted name to text."""
     if "numbers" not in tx.derived:
         tx.derived["numbers"] = parts_of(tx)
     return {name: number_text(number) for name, number in tx.derived["numbers"]}
 
 
 SMALL = 64
-"""The largest number of elements of a CPU tensor whose values are compared at every step."""
+"""Values of a CPU tensor are compared at every step if it has at most this number of elements."""
 
 
 def number_text(value: object) -> str:
-    """Describe a number by a text, without a device sync."""
+    """Describe a hyperparameter or counter by a text, without a device sync."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     # Values on a device are compared when replicas are verified.

@@ -1,7 +1,7 @@
 """`sharded`: run a transform on this rank's shards, with the same update as on whole tensors.
 
-`to_global` and `from_global` convert its state between the local form, for updates, and the global form, for
-checkpoints, in which each leaf records its position in the whole tensor.
+`to_global` and `from_global` convert the state of a sharded transform between the local form, for updates, and the
+global form, for checkpoints, in which each leaf records its position in the whole tensor.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ __all__ = [
 P = ParamSpec("P")
 
 Replicas = Literal["auto", "split", "everyone"]
-"""Which ranks compute a matrix that all ranks hold."""
+"""Which ranks orthogonalize a matrix that all ranks hold; see the argument ``replicas`` of `sharded`."""
 
 
 class Sharded(Transform):
-    """The class of the transforms that `sharded` returns. Errors are raised on all ranks, before any tensor changes."""
+    """A transform that `sharded` returned. Its errors are raised on all ranks, before any tensor changes."""
 
     @property
     def layout(self) -> Layout:
-        """The layout of the parameters."""
+        """The layout of the parameters, with which `sharded` built this transform."""
         return self.arguments["layout"]
 
     @property
     def stays_outermost(self) -> bool:
-        """Always True: wrappers such as `offload` are applied to the inner transform, inside `sharded`.
+        """Always True: a wrapper such as `offload` must be applied to the inner transform, inside `sharded`.
 
-        The ranks agree on a step before any of it runs, so a sharded transform must be the outermost transform.
+        The ranks agree on a step before any transform runs, so a sharded transform must be the outermost transform.
         """
         return True
 
     def init(self, params: PyTree) -> PyTree:
-        """Return this rank's state for its shards of the parameters.
+        """Return the optimizer state of this rank for its shards of the parameters.
 
         All ranks must call this together, unless ``params`` are meta tensors.
         """
@@ -87,12 +87,12 @@ class Sharded(Transform):
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
     ) -> tuple[PyTree, PyTree]:
-        """Return this rank's shards of the new updates, and its next state. All ranks must call this together."""
+        """Return this rank's shards of the updates, and this rank's next state. All ranks must call this together."""
         return self.functions.update(updates, state, params, donate=donate, check=True, **extras)
 
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
-    """Decorate the constructor of `sharded`; its transforms have the hyperparameters and state of their inner one."""
+    """Decorate the constructor of `sharded`: its result has the hyperparameters and state of the inner transform."""
     return make_factory(Sharded, constructor, Declaration(), transparent=True)
 
 
@@ -111,7 +111,8 @@ def sharded(
     computed there once, and scattered back. Sums over the tree, such as a global norm, run over all ranks.
 
     Args:
-        tx: any transform. The result keeps its hyperparameters, its state's structure and its fingerprint.
+        tx: any transform. The result has the same hyperparameters, structure of the state, and fingerprint (the hash
+            by which a checkpoint identifies a transform).
         layout: the layout of the parameters.
         replicas: which ranks compute a matrix that all ranks hold. "split": one rank, which sends the result to the
             others; "everyone": every rank, without communication; "auto": the faster of the two.
@@ -124,7 +125,7 @@ def sharded(
 
     Raises:
         TypeError: ``tx`` is not a transform or ``layout`` is not a layout.
-        ValueError: an unknown setting.
+        ValueError: ``replicas`` or ``bucket_bytes`` has an unknown value.
 
     The communication follows Dion (arXiv 2504.05295) and distributed Muon (arXiv 2502.16982), but needs no padding and
     supports every layout.
@@ -165,7 +166,7 @@ def sharded(
         state: PyTree,
         params: PyTree = None,
         *,
-        donate: Any = NOTHING,  # checked with the trees, because its error too is raised on all ranks
+        donate: Any = NOTHING,  # checked later, with the trees, so that its error is raised on all ranks
         check: bool = False,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
@@ -184,7 +185,7 @@ def sharded(
 
 
 def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
-    """Verify that the ranks agree, and return this rank's state. An error on one rank is raised on all ranks."""
+    """Verify that all ranks have the same transform and parameters; return this rank's state, or raise on all ranks."""
     try:
         warn_of_unmatched(tx.name_patterns, params)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
@@ -210,7 +211,7 @@ def step_sharded(
     problem: Exception | None = None,
     serial: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Run one step on local tensors; return the updates and the next state. An error on one rank is raised on all."""
+    """Run one step on this rank's shards; return the updates and the next state. Errors are raised on all ranks."""
     # `tx` has the current hyperparameters; `serial` numbers an optimizer, because several may share a binding.
     local = agreed_call(binding, tx, call, check=check, problem=problem, serial=serial)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
@@ -219,7 +220,7 @@ def step_sharded(
 
 
 def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
-    """Return the `Binding` of a layout with some settings and a store, created once and cached in the layout."""
+    """Return the `Binding` (which runs transforms over the ranks) for a layout, settings and store of state; cached."""
     return layout.once(("binding", settings, store), lambda: Binding(layout, settings, store))
 
 
@@ -227,14 +228,14 @@ def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Bindin
 
 
 def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
-    """Convert this rank's state to leaves that record their position in the whole tensors, without communication.
+    """Convert this rank's state to the form for checkpoints, in which leaves record their position in whole tensors.
 
-    `muonfx.checkpoint.save` calls this if it is given ``tx``. The checkpoint then has the names and whole tensors of a
-    single process, and loads under any layout and number of ranks.
+    There is no communication. `muonfx.checkpoint.save` calls this if it is given ``tx``. The checkpoint then has the
+    names and whole tensors of a single process, and loads under any layout and number of ranks.
 
     Args:
         tx: a transform that `sharded` built.
-        state: this rank's state. A state that was converted already is returned unchanged.
+        state: this rank's state. A state that is already converted is returned unchanged.
         params: this rank's parameters; needed if ``tx`` has not been used yet.
 
     Returns:
@@ -261,7 +262,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
-    """Convert a state from `to_global` to this rank's local state, which ``tx.update`` accepts.
+    """Convert a state from the form of `to_global` to this rank's local state, which ``tx.update`` accepts.
 
     `muonfx.checkpoint.load` calls this if it is given ``tx``. If one rank calls it, all ranks must, because the next
     update then compares the replicas of the state between ranks.
@@ -293,8 +294,8 @@ def is_global(values: PyTree) -> bool:
 
 
 def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
-    """Raise unless a local state has the described number of leaves, with this rank's shapes."""
-    advice = "was it made by this chain, under this layout?"
+    """Raise unless a state has the leaves that `described` lists (one placement per leaf), in this rank's shapes."""
+    advice = "create it with init of this transform under this layout, or load it from a checkpoint"
     leaves = tree.leaves(state)
     if len(leaves) != len(described):
         raise ShardingError(f"the state has {len(leaves)} leaves, expected {len(described)}: {advice}")
@@ -302,20 +303,20 @@ def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state
         want = None if what is None else what.local
         if leaf is not None and want is not None and tuple(leaf.shape) != want and (leaf.numel() or prod(want)):
             raise ShardingError(
-                f"the state's {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
+                f"state: {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
                 f"{advice}"
             )
 
 
 def settings_of(tx: Sharded) -> Settings:
-    """Return the settings with which `sharded` built a transform."""
+    """Return the arguments ``replicas`` and ``bucket_bytes`` of a sharded transform, as `Settings`."""
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
 def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
-    """Return the `Binding` of a sharded transform, its inner transform, and `params` or, if None, meta tensors."""
+    """Return a sharded transform's `Binding` to its ranks, its inner transform, and `params` (None: meta tensors)."""
     if not isinstance(tx, Sharded):
-        raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
+        raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
     layout = tx.layout
     binding = bind(layout, settings_of(tx), store_of(tx.arguments["tx"]))
     like = params if params is not None else binding.likes.get(inner_of(tx.arguments["tx"]).treedef)

@@ -407,7 +407,7 @@ def test_copies_on_different_meshes_that_differ_are_an_error(here: Here):
         torch.full((4, 3), float(here.rank // 2)), here.grid["inner"], [Shard(0)], src_data_rank=None
     )
     both = distribute_tensor(torch.ones(4, 3), here.grid, [Shard(0), Shard(1)], src_data_rank=None)
-    with pytest.raises(ShardingError, match="'own' is on different meshes"):
+    with pytest.raises(ShardingError, match="'own' has different meshes"):
         mfx.TransformOptimizer({"own": nn.Parameter(own), "both": nn.Parameter(both)}, mfx.momentum())
 
 

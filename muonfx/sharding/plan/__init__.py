@@ -1,1 +1,1 @@
-"""Decide which rank runs the matrix transforms of each matrix, and estimate the cost of that assignment."""
+"""Decide which rank computes each matrix, and estimate the cost of this assignment."""

@@ -1,10 +1,10 @@
-"""The plan of a run and of a chain: which rank computes which matrices, by which route, in which order.
+"""The plan of a chain: which rank computes which matrices, how these reach the rank, and in which order.
 
 A *run* is a sequence of neighbouring transforms of a chain that need whole matrices. A *share* is a set of whole
 matrices of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A
 *transfer* is the part of a share in one shard, which is sent to the owner and back. A *bucket* is a set of shares that
-are sent together. A plan follows from the layout, the chain and shapes alone, so all ranks make the same plan
-independently.
+are sent together. A plan depends on the layout, the chain and shapes alone, so all ranks compute the same plan without
+communication.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan
 
 
 class Machine(NamedTuple):
-    """The speed of a rank in computing and sending, from which `sharded` chooses where to compute matrices."""
+    """The estimated speed of one rank in computing and sending, used to choose which rank computes a matrix."""
 
     flops: float
     """Floating-point operations per second in matrix products."""
@@ -46,42 +46,42 @@ class Machine(NamedTuple):
 
     @classmethod
     def of(cls, device: str, compute: torch.dtype = torch.float32) -> Machine:
-        """Return an estimate for a kind of device, right to an order of magnitude."""
+        """Return an estimate for a device such as "cuda" and the dtype of products, right to an order of magnitude."""
         # On a CPU the ranks are processes of one host that exchange by gloo.
         if device == "cuda":
             return cls(4e14, 5e10, latency=5e-5, overhead=1e-5)
         return cls(6e11 if compute == torch.bfloat16 else 1e11, 7e8, latency=3.5e-4, overhead=5e-5)
 
     def computing(self, cost: float, matrices: int = 1) -> float:
-        """Return the seconds to compute a number of matrices with a total cost in floating-point operations."""
+        """Return the seconds to compute ``matrices`` matrices that cost ``cost`` floating-point operations in total."""
         return cost / self.flops + matrices * self.overhead
 
     def sending(self, nbytes: float, exchanges: int = 1) -> float:
-        """Return the seconds that one rank needs to send `nbytes` in a number of exchanges."""
+        """Return the seconds that one rank needs to send ``nbytes`` bytes in a number of exchanges."""
         return nbytes / self.bandwidth + exchanges * self.latency
 
 
 class Settings(NamedTuple):
-    """The settings of `sharded`."""
+    """The arguments of `sharded` that decide which rank computes which matrix, and how many are sent together."""
 
     replicas: str = "auto"
-    """For matrices that several ranks hold whole: "split", "everyone" or "auto"."""
+    """Who computes a matrix that all ranks hold: "split" is one rank, "everyone" every rank, "auto" the faster way."""
     bucket_bytes: int = 1 << 28
-    """The approximate bytes of an exchange: matrices and messages of three buckets; a larger matrix is sent alone."""
+    """The approximate memory for one exchange of matrices, message buffers included; a larger matrix is sent alone."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The owners of one run's matrices, their routes, and their buckets."""
+    """Which rank computes which matrices, in which order, for a run (transforms that need whole matrices)."""
 
     run: Run = field(repr=False)
-    """The transforms, applied to stacks as stacks."""
+    """The transforms by name, in the form that treats the parameters in `stacks` as stacks of matrices."""
     stacks: tuple[str, ...]
-    """The parameters that are stacks of independent matrices for all transforms of the run."""
+    """The names of the parameters that all transforms of the run treat as a stack of independent matrices."""
     size: int
     shares: tuple[Share, ...]
     buckets: tuple[tuple[int, ...], ...]
-    """Indices of shares, all of one dtype, that are sent together, in this order."""
+    """Groups of indices into `shares`: the matrices of a group have one dtype and are sent together."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
     _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
@@ -89,12 +89,12 @@ class RunPlan:
 
     @cached_property
     def moves(self) -> list[list[Moves]]:
-        """The transfers of this rank, bucket by bucket."""
+        """The messages that this rank sends and receives, as one list for each bucket (matrices sent together)."""
         return [[self.shares[i].moves(self.rank) for i in bucket] for bucket in self.buckets]
 
     @cached_property
     def shares_of(self) -> dict[str, tuple[Share, ...]]:
-        """The shares of each parameter."""
+        """A dict from each parameter's name to its shares (sets of its matrices, with the rank that computes each)."""
         by_name: dict[str, tuple[Share, ...]] = {}
         for share in self.shares:
             by_name[share.name] = (*by_name.get(share.name, ()), share)
@@ -102,7 +102,7 @@ class RunPlan:
 
     @property
     def flops(self) -> list[float]:
-        """The load of each rank, in operations of full products that take the same time."""
+        """The load of each rank per step, in floating-point operations of dense products that take the same time."""
         loads = [sum(share.cost for share in self.shares if share.owner is None)] * self.size
         for share in self.shares:
             if share.owner is not None:
@@ -111,11 +111,11 @@ class RunPlan:
 
     @property
     def sent(self) -> list[int]:
-        """The bytes that each rank sends, to owners and back."""
+        """The bytes that each rank sends in a step: updates to the ranks that compute matrices, and results back."""
         return self.sent_for(self.shares)
 
     def sent_for(self, shares: Sequence[Share]) -> list[int]:
-        """Return the bytes that each rank sends for some shares, to owners and back."""
+        """Return the bytes that each rank sends for some shares: updates to ranks that compute, and results back."""
         sent = [0] * self.size
         for share in shares:
             if share.owner is None:
@@ -129,7 +129,7 @@ class RunPlan:
         return sent
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes in which updates are sent to the owner and back, which change no value."""
+        """Return the dtypes of messages to owners and back; narrower than `dtype` only if transforms round to them."""
         if dtype not in self._wire_dtypes:
             self._wire_dtypes[dtype] = self._narrowed(0, dtype), self._narrowed(-1, dtype)
         return self._wire_dtypes[dtype]
@@ -143,13 +143,13 @@ class RunPlan:
 
 # One for the matrices, two for messages of the next bucket, two for messages of the previous results, one for a result.
 BUFFERS_PER_BUCKET = 6
-"""The bytes in use at a time, as a multiple of the bytes of a bucket's matrices."""
+"""The peak memory of an exchange, as a multiple of the bytes of the matrices that are sent together (a bucket)."""
 
 
 def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.device, settings: Settings) -> RunPlan:
-    """Plan a run for the named parameters that reach it."""
+    """Assign the matrices of the named parameters to ranks, for one run (transforms that need whole matrices)."""
     specs = {name: layout.specs[name] for name in names}
-    # "auto" does not stand for this machine's dtype here, because all ranks must make the same plan.
+    # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     machine = Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
@@ -176,7 +176,7 @@ def _owners(
     machine: Machine,
     settings: Settings,
 ) -> list[int | None]:
-    """Return the owner of each part, or None for a part that all ranks compute."""
+    """Return the rank that computes each part (a set of matrices), or None for a part that all ranks compute."""
     # Parts that all ranks hold whole may be split, which costs an exchange, or computed by all. Whole assignments are
     # compared by the busiest rank, since splitting saves nothing if there are fewer matrices than ranks, for example.
     everywhere = [len(part.candidates) == layout.size > 1 and part.complete for part in parts]
@@ -211,8 +211,8 @@ def _seconds(
 ) -> float:
     """Estimate the seconds per step of the busiest rank if it computes and sends matrices as `owners` assigns them.
 
-    `each` and `nbytes` list seconds and bytes by part. `free` are the parts that all ranks hold; of these, `split` are
-    computed by one rank each. Transfers of parts that no rank holds whole are equal for all choices and left out.
+    `each` and `nbytes` list the seconds and bytes of each part (a set of matrices). `free` are the parts that all ranks
+    hold; of these, `split` are computed by one rank each. Transfers of other parts are equal for all choices.
     """
     loads, sent = [0.0] * size, [0] * size
     for i, owner in owners.items():
@@ -226,7 +226,7 @@ def _seconds(
 
 
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
-    """Group every owner's shares of a dtype into lists of `limit` bytes; the n-th lists of all owners are bucket n."""
+    """Yield buckets (indices of shares to send together): bucket n has up to `limit` bytes of each owner's matrices."""
     places = sorted(range(len(shares)), key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i))
     for dtype in dict.fromkeys(specs[share.name].dtype for share in shares):
         by_owner: dict[int | None, dict[int, int]] = {None: {}}
@@ -241,10 +241,10 @@ def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Ite
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rank (the owner) computes each matrix of a transform, and the bytes that are sent. Prints as a table.
+    """Which rank (the owner) computes each matrix of a transform, and how many bytes are sent. Prints as a table.
 
     Attributes:
-        runs: a plan for each run, a sequence of neighbouring transforms that require whole matrices.
+        runs: a list with a plan for each run (a sequence of neighbouring transforms that require whole matrices).
         size: the number of ranks.
 
     >>> import muonfx as mfx
@@ -259,22 +259,22 @@ class Plan:
 
     @property
     def flops(self) -> list[float]:
-        """The floating-point operations of each rank in a step, for matrices only."""
+        """A list with the floating-point operations of each rank in a step, in transforms that need whole matrices."""
         return [sum(loads) for loads in zip(*(run.flops for run in self.runs), strict=True)] or [0.0] * self.size
 
     @property
     def sent(self) -> list[int]:
-        """The bytes that each rank sends in a step for matrices, to the owners and back."""
+        """A list with the bytes that each rank sends in a step: updates to the ranks that compute, and results back."""
         return [sum(sent) for sent in zip(*(run.sent for run in self.runs), strict=True)] or [0] * self.size
 
     @property
     def balance(self) -> float:
-        """The busiest rank's operations divided by the mean; 1 is perfect."""
+        """The operations of the busiest rank divided by the mean over ranks; 1.0 is a perfect balance."""
         flops = self.flops
         return max(flops) * self.size / sum(flops) if sum(flops) else 1.0
 
     def owners(self) -> dict[str, list[int | None]]:
-        """Return the owners of each parameter's matrices; None means all ranks."""
+        """Return a dict from each parameter's name to the ranks that compute its matrices; None means all ranks."""
         found: dict[str, list[int | None]] = {}
         for run in self.runs:
             for share in run.shares:
@@ -282,7 +282,7 @@ class Plan:
         return found
 
     def explain(self) -> Report:
-        """Return tables of each share, and of the work and the bytes of each rank, for a terminal or a notebook."""
+        """Return tables of the matrices with the ranks that compute them, and of each rank's operations and bytes."""
         titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
         parts: list[str | Table] = []
         for run in self.runs:
@@ -315,13 +315,13 @@ class Plan:
 
 
 def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:
-    """Return the plan by which `sharded` assigns matrices to ranks, computed from shapes without communication.
+    """Return which rank computes which matrix under `sharded`, computed from shapes without communication.
 
     Args:
         tx: the transform, sharded or not.
         layout: the layout of the parameters, with or without processes.
         device: the type of device of the training run. The dtype "auto" counts as bf16 on CUDA, else as fp32.
-        **settings: the settings of `sharded`.
+        **settings: the arguments ``replicas`` and ``bucket_bytes`` of `sharded`.
 
     Raises:
         TypeError: ``tx`` is not a transform, or ``layout`` is not a layout.
@@ -334,8 +334,8 @@ def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu
     require_transform("tx", tx)
     if not isinstance(layout, Layout):
         raise TypeError(
-            f"layout must be a muonfx.sharding layout, found {type(layout).__name__}; for a number of ranks that are "
-            "not here: muonfx.sharding.zero(params, 8)"
+            f"layout must be a muonfx.sharding layout, found {type(layout).__name__}; to plan for 8 ranks without "
+            "processes, use muonfx.sharding.zero(params, 8)"
         )
     device = torch.device(device)
     given = Settings(**settings)

@@ -15,14 +15,14 @@ __all__ = ["assign", "assign_by_bytes"]
 
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
-    """Assign every item to one of its candidates so that the sums of costs are about equal."""
+    """Return for each item one of its candidate ranks, so that ranks have about equal costs; `sizes` break ties."""
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
     board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     groups = {id(own): own for own in candidates if len(own) > 1}
     by_ranks = {own: _Queue(board, own) for own in map(tuple, groups.values())}  # equal groups share a queue
     queues = {key: by_ranks[tuple(own)] for key, own in groups.items()}
     owners = [own[0] for own in candidates]
-    # Items with one candidate are first; the others follow by falling cost, ties by bytes, then by rank.
+    # Items with one candidate are first; the others follow by descending cost, ties by bytes, then by rank.
     for i, own in enumerate(candidates):
         if len(own) == 1:
             _give(board, owners[i], costs[i], sizes[i])
@@ -42,7 +42,7 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: i
 
 
 def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) -> list[int]:
-    """Assign every item to a rank so that both the sums of costs and the sums of sizes are about equal."""
+    """Return a rank for each item, so that the sums of costs and the sums of sizes by rank are both about equal."""
     # Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more
     # than the largest item.
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], -sizes[i], i))
@@ -67,7 +67,7 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
 
 
 _Board = list[tuple[float, int, int]]
-"""The load and the bytes of each rank so far, and the rank."""
+"""For each rank: the sum of costs and the sum of bytes assigned to it so far, and the rank itself."""
 
 
 def _give(board: _Board, rank: int, cost: float, size: int) -> None:
@@ -76,7 +76,7 @@ def _give(board: _Board, rank: int, cost: float, size: int) -> None:
 
 
 class _Queue:
-    """A priority queue of ranks, the least loaded first."""
+    """A priority queue of ranks; first is the rank with the lowest sum of costs so far."""
 
     def __init__(self, board: _Board, ranks: Iterable[int]) -> None:
         self._board = board
@@ -94,24 +94,26 @@ class _Queue:
             heapq.heapreplace(self._heap, now)
 
     def leave(self) -> None:
-        """Remove the first rank."""
+        """Remove the first rank, so that it gets no further items from this queue."""
         heapq.heappop(self._heap)
 
 
-def _packed(falling: Sequence[float], before: dict[int, float], most: float) -> list[int]:
-    """Return the rank of each item such that the largest load is as far below `most` as the search finds, or [].
+def _packed(descending: Sequence[float], before: dict[int, float], most: float) -> list[int]:
+    """Return a rank for each item so that the largest load by rank is below `most`, or [] if the search finds none.
 
-    `falling` are the items' costs in descending order, and `before` the load of each rank without them.
+    `descending` has the items' costs in descending order, and `before` the load of each rank without these items.
     """
-    least = max((sum(falling) + sum(before.values())) / len(before), max(before.values()), max(falling, default=0.0))
+    least = max(
+        (sum(descending) + sum(before.values())) / len(before), max(before.values()), max(descending, default=0.0)
+    )
     # More items are balanced without packing, which would take longer than a fraction of a second.
-    if most <= 1.01 * least or len(falling) * len(before) > 200_000:
+    if most <= 1.01 * least or len(descending) * len(before) > 200_000:
         return []
     order = sorted(before, key=lambda rank: (-before[rank], rank))
     found: list[int] = []
     for _ in range(12):
         limit = (least + most) / 2
-        owners = _first_fit(limit, falling, {rank: before[rank] for rank in order})
+        owners = _first_fit(limit, descending, {rank: before[rank] for rank in order})
         if owners is None:
             least = limit
         else:
@@ -119,10 +121,10 @@ def _packed(falling: Sequence[float], before: dict[int, float], most: float) -> 
     return found
 
 
-def _first_fit(limit: float, falling: Sequence[float], loads: dict[int, float]) -> list[int] | None:
+def _first_fit(limit: float, descending: Sequence[float], loads: dict[int, float]) -> list[int] | None:
     """Assign each item to the first rank on which it stays below `limit`, or return None if an item does not fit."""
     owners: list[int] = []
-    for cost in falling:
+    for cost in descending:
         owner = next((rank for rank, load in loads.items() if load + cost <= limit), None)
         if owner is None:
             return None

@@ -1,7 +1,7 @@
-"""The cost of a run of transforms for a parameter, from shapes alone.
+"""The estimated cost of a run (neighbouring transforms that need whole matrices) for a parameter, from shapes alone.
 
-Owners are chosen by this cost. All ranks must choose identically without communication, so the cost depends on the
-arguments only, never on the machine: not on its clock, its CPU, or the installed packages.
+The rank that computes a matrix is chosen by this cost. All ranks must choose identically without communication, so the
+cost depends on the arguments only, never on the machine: not on its clock, its CPU, or the installed packages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from muonfx.tree import Spec
 __all__ = ["Run", "RunCost", "costs_of", "runs_of"]
 
 _PER_ELEMENT = 10.0
-"""The operations of a transform for each element, besides the cost that it declares."""
+"""The operations of one transform for each element, in addition to the cost that it declares."""
 
 
 class RunCost:
-    """The cost of a run for a leaf: the declared costs, and ten operations per element for each transform."""
+    """A function that estimates the operations of a run (transforms that need whole matrices) for one parameter."""
 
     def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
         called = [tx for _, entry in run for tx in within(entry)]
@@ -36,20 +36,20 @@ class RunCost:
         self._declared = [cost(tx, device, compute) for tx in called if (cost := tx.declaration.cost) is not None]
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """Return the cost for a leaf of a shape, or for some of its matrices; `dtype` is the updates' dtype."""
+        """Return the estimated operations for updates of this shape and dtype: a parameter, or some of its matrices."""
         own = self._each * prod(shape)
         return sum((cost(name, tuple(shape), dtype) for cost in self._declared), start=own)
 
 
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
-    """Yield the runs within a transform, each with the names of its parameters."""
+    """Yield each run (neighbouring transforms that need whole matrices) in a transform, with its parameters' names."""
     for node in Program(lower_node(tx, dict(params))).nodes():
         if isinstance(node, Stage):
             yield tuple((member.name, member.node.tx) for member in node.members), list(node.names)
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:
-    """Return the cost of each parameter in the runs of a transform, by default of orthogonalizing its matrices."""
+    """Return each parameter's estimated operations in the matrix transforms of `tx`; if None, in Newton-Schulz."""
     if tx is None:
         return {name: _of_matrix(spec, device) if len(spec.shape) >= 2 else 0.0 for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)

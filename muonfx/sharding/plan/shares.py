@@ -1,4 +1,8 @@
-"""Parts, shares and transfers: the candidates for matrices, an owner's matrices, and their parts in each shard."""
+"""Divide the matrices of each parameter among the ranks.
+
+A `Part` is a set of matrices, with the ranks that may compute them. A `Share` is a part with the rank that computes it,
+its owner. A `ShareTransfer` is the overlap of a share with one shard, which is sent to the owner and back.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ __all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "o
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
-    """Return the rank of an ascending list that is nearest to the owner, the lower one in a tie."""
+    """Return the rank in an ascending list that is nearest to the rank `owner`; in a tie, the lower rank."""
     if len(ranks) == 1:
         return ranks[0]
     place = bisect_left(ranks, owner)
@@ -31,81 +35,81 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
 
 
 class ShareTransfer(NamedTuple):
-    """The part of a share in one shard."""
+    """The overlap of one shard of a parameter with a share (matrices of the parameter that one owner computes)."""
 
     ranks: tuple[int, ...]
     """The ranks that hold the shard, ascending."""
     sender: int
-    """The rank that sends the part to the owner: the owner itself, or the nearest holder."""
+    """The rank that sends the overlap to the owner: the owner itself if it holds the shard, else the nearest holder."""
     boxes: tuple[Box, ...]
-    """Boxes of the whole parameter."""
+    """The overlap as boxes (offsets and sizes) of the whole parameter."""
     numel: int
 
 
 class Moves(NamedTuple):
-    """One rank's transfers of a share, to the owner and back; the same at every step."""
+    """The elements that one rank sends and receives in a step for a share (matrices that one owner computes)."""
 
     share: Share
     computes: bool
     """True if the rank computes the share."""
     is_all: bool
-    """True if the rank's shard of the parameter and the share have the same elements."""
+    """True if the rank's shard of the parameter has exactly the elements of the share."""
     held: tuple[Window, ...]
-    """The windows, in the rank's own shard, of its part of the share."""
+    """The positions, in the rank's local tensor, of the boxes in which its shard overlaps the share."""
     within: tuple[Window, ...]
-    """The windows of the same part in the share."""
+    """The positions of the same boxes in the tensor of the share."""
     numel: int
-    """The number of elements."""
+    """The number of elements in these boxes."""
     sends: bool
-    """True if the rank sends them to the owner."""
+    """True if the rank sends these elements to the owner; another rank may hold a replica and send it."""
     transfers: tuple[tuple[ShareTransfer, tuple[Window, ...]], ...]
-    """On the owner, the transfers of all shards with their windows in the share; empty on other ranks."""
+    """On the owner, the overlap of each shard with the share and its positions in the share; empty on other ranks."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Whole matrices of one parameter, computed by one rank or, if the owner is None, by every rank."""
+    """Whole matrices of one parameter that one rank, the owner, computes; if the owner is None, every rank does."""
 
     name: str
     start: int
-    """The first element, in the flattened parameter."""
+    """The index of the first element in the flattened parameter."""
     stop: int
     shape: tuple[int, ...]
-    """The shape in which the owner computes: the parameter's own, or (count, rows, columns) for a stack."""
+    """The shape in which the owner computes: the parameter's own, or (count, rows, columns) for a stack of matrices."""
     whole: tuple[int, ...]
-    """The parameter's shape."""
+    """The shape of the whole parameter."""
     owner: int | None
     cost: float
-    """The load, in operations of full products that take the same time."""
+    """The estimated cost, in floating-point operations of dense matrix products that take the same time."""
     cut: Cut = field(repr=False)
-    """The partition of the parameter."""
+    """The partition of the parameter over the ranks."""
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the share."""
         return self.stop - self.start
 
     @cached_property
     def piece(self) -> Piece:
-        """The share as a `Piece` of the parameter."""
+        """The elements of the parameter that the share contains, without their values."""
         return (
             Piece.whole(self.whole) if self.shape == self.whole else Piece.interval(self.whole, self.start, self.stop)
         )
 
     def local(self, tensor: Tensor) -> Tensor:
-        """View a tensor of the share's shape as the local tensor of its `piece`."""
+        """View a tensor of the share's shape in the shape of `piece`: flat if the share is a part of the parameter."""
         return tensor if self.shape == self.whole else tensor.reshape(-1)
 
     @property
     def transfers(self) -> Iterator[ShareTransfer]:
-        """The transfers of all shards that overlap the share; as many as ranks, on a large mesh."""
+        """The overlaps of this share with all shards of the parameter, computed one by one."""
         # Computed on request: a rank needs all transfers of the shares that it owns, and only its own of the others.
         for piece, ranks in self.cut.holders.items():
             if (transfer := self._transfer(piece, ranks)) is not None:
                 yield transfer
 
     def transfer_of(self, rank: int) -> ShareTransfer | None:
-        """Return the transfer of a rank's own shard, or None if the shard does not overlap the share."""
+        """Return the overlap of this share with a rank's shard of the parameter, or None if there is none."""
         piece = self.cut[rank]
         return self._transfer(piece, self.cut.holders[piece]) if piece.numel else None
 
@@ -119,7 +123,7 @@ class Share:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
 
     def moves(self, rank: int) -> Moves:
-        """Return the transfers of a rank."""
+        """Return the elements that a rank sends and receives for this share."""
         transfer, held = self.transfer_of(rank), self.cut[rank]
         boxes = () if transfer is None else transfer.boxes
         return Moves(
@@ -141,24 +145,28 @@ class Share:
 
     @cached_property
     def needs_gather(self) -> bool:
-        """True if any element must be sent to the owner."""
+        """True if the owner must receive elements of the share from other ranks before it can compute."""
         return self.owner is not None and (0 if self._at_owner is None else self._at_owner.numel) < self.numel
 
     @cached_property
     def needs_send(self) -> bool:
-        """True if any element must be sent back."""
+        """True if the owner must send elements of the result to other ranks."""
         return self.needs_gather or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
 
     @property
     def route(self) -> str:
-        """How the matrices reach their owner and the results return: "everyone", "owner", "split" or "local"."""
+        """How the matrices reach the rank that computes them (the owner), and the results reach the other ranks.
+
+        "everyone": all ranks compute, and nothing is sent. "owner": the matrices are gathered on the owner. "split":
+        the owner holds them and sends only the results. "local": only the owner holds them, and nothing is sent.
+        """
         if self.owner is None:
             return "everyone"
         return "owner" if self.needs_gather else "split" if self.needs_send else "local"
 
     @property
     def reason(self) -> str:
-        """Why the share has its `route`, as a text for `Plan.explain`."""
+        """The reason for the share's `route`, as a text for `Plan.explain`."""
         held = self._at_owner
         if self.owner is None:
             return f"all ranks hold it, and {self.cost:.1e} operations take less time than to send it"
@@ -171,7 +179,7 @@ class Share:
 
 
 class Part(NamedTuple):
-    """Matrices of one parameter that one owner may take, and the candidate ranks."""
+    """A set of matrices of one parameter, with the ranks (`candidates`) of which one is to compute it."""
 
     name: str
     start: int
@@ -179,18 +187,18 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     candidates: tuple[int, ...]
     complete: bool
-    """True if each candidate holds all of it."""
+    """True if each candidate rank holds the whole part."""
     one_each: bool = False
-    """True if a candidate may take at most one such part of the parameter."""
+    """True if a rank may compute at most one of the parameter's parts that have this flag."""
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the part."""
         return self.stop - self.start
 
 
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Return the shape of one matrix, for the leaves that all transforms of a run treat as the same stacks."""
+    """Return, by name, the shape of a matrix of each parameter that all transforms treat as one stack of matrices."""
     found = [tx.on_stacks(shapes)[1] for _, tx in run]
     return {
         name: matrix
@@ -200,12 +208,12 @@ def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple
 
 
 def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
-    """Return the transforms of a run for some leaves as stacks of matrices."""
+    """Return the transforms of a run in the form that treats the leaves of the given shapes as stacks of matrices."""
     return tuple((name, tx.on_stacks(shapes)[0]) for name, tx in run)
 
 
 def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[Part]:
-    """Yield the parts of a parameter: ranges of its stack, or all of it if it is no stack."""
+    """Yield the sets of matrices to assign to ranks: ranges of a stack of matrices, or all if `matrix` is None."""
     shape, cut = layout.specs[name].shape, layout.pieces[name]
     if matrix is None:
         candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
@@ -224,7 +232,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
 
 
 def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part]:
-    """Fix the owners of parts with `one_each`: for each parameter the least loaded candidates."""
+    """Assign parts that need different ranks (`one_each`) to the least loaded of their candidate ranks."""
     loads = [0.0] * size
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for i, part in enumerate(parts):
@@ -242,29 +250,29 @@ def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part
 
 
 class _Range(NamedTuple):
-    """Consecutive matrices of a stack."""
+    """A range of consecutive matrices of a stack, with the ranks that may compute them."""
 
     first: int
     last: int
     """The exclusive end."""
     candidates: tuple[int, ...]
-    """The one owner; or, for a single matrix, the ranks that may own one such matrix of the stack each."""
+    """The rank that computes the range; or, for a single matrix, ranks that may each compute one of the stack."""
     complete: bool
-    """True if each candidate holds all of it."""
+    """True if each candidate holds the whole range."""
 
 
 class _Held(NamedTuple):
-    """The holders of one matrix of a stack."""
+    """The ranks that hold elements of one matrix of a stack."""
 
     ranks: tuple[int, ...]
-    """The ranks that hold all of it, or else the ranks that hold some of it."""
+    """The ranks that hold the whole matrix or, if there is no such rank, the ranks that hold some of it."""
     complete: bool
     most: tuple[int, ...]
-    """The ranks that hold most of it."""
+    """The ranks that hold the largest part of the matrix."""
 
 
 def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
-    """Divide the matrices of a stack among its holders, in ranges."""
+    """Divide the matrices of a stack (`each` elements per matrix) among the ranks that hold them, in ranges."""
     holders = cut.holders
     found: list[_Range] = []
 
@@ -275,7 +283,8 @@ def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
             found.append(_Range(first, last, (owner,), complete))
 
     matrices = [
-        _held(holders, boxes_of_interval(shape, i * each, (i + 1) * each), each) for i in range(prod(shape) // each)
+        _holders_of_matrix(holders, boxes_of_interval(shape, i * each, (i + 1) * each), each)
+        for i in range(prod(shape) // each)
     ]
     times = Counter(rank for held in matrices for rank in held.ranks)
     for _, alike in itertools.groupby(range(len(matrices)), lambda i: matrices[i][:2]):
@@ -297,7 +306,7 @@ def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
     return found
 
 
-def _held(holders: Mapping[Piece, Sequence[int]], boxes: Sequence[Box], each: int) -> _Held:
+def _holders_of_matrix(holders: Mapping[Piece, Sequence[int]], boxes: Sequence[Box], each: int) -> _Held:
     have = [(sum(box.numel for box in piece.shared(boxes)), rank) for piece, ranks in holders.items() for rank in ranks]
     whole = sorted(rank for numel, rank in have if numel == each)
     some = sorted(rank for numel, rank in have if numel)
