@@ -96,8 +96,7 @@ def agreed_call(
         local = local._replace(updates=tree.unflatten(treedef, completed))
     if is_due:
         warn_of_gradients(layout, local.updates)
-    binding.steps += 1
-    binding.has_loaded = False
+    binding.steps, binding.has_loaded = binding.steps + 1, False
     return local
 
 
