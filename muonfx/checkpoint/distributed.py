@@ -3,9 +3,8 @@
 DCP collects the leaves of every rank (the local plans), decides on one rank which rank writes each box (the global
 plan, in which a replicated tensor is written once), and sends an error on one rank to all ranks. Its storage is not
 used: its file system writer pickles the metadata, and its safetensors writer keeps neither dtypes nor checksums. Here
-each rank writes one data file, and then rank 0 writes the index.
-
-All checks run inside the steps of DCP, so that an error on one rank is raised on all ranks.
+each rank writes one data file, and then rank 0 writes the index. All checks run inside the steps of DCP, so that an
+error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
