@@ -116,7 +116,7 @@ def replaced_often(path: Path) -> str:
 
 @contextmanager
 def reading(path: Path, index: Index) -> Generator[None]:
-    """Convert `CorruptError` to `ReplacedError` if the checkpoint was replaced after ``index`` was read from it."""
+    """In the ``with`` block, raise `ReplacedError` for `CorruptError` if the checkpoint no longer has this index."""
     try:
         yield
     except CorruptError as error:

@@ -146,7 +146,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_Block]:
-    """Return the consecutive blocks of a chunk that fill ``into``, beginning with block number ``first``."""
+    """Return the blocks of a chunk (a stored box of the leaf ``name``) that fill ``into``, from number ``first`` on."""
     return [
         _Block(chunk.file, chunk.begin + place * BLOCK, into[at : at + BLOCK], chunk.crc32[place], name)
         for place, at in enumerate(range(0, len(into), BLOCK), first)
@@ -236,7 +236,7 @@ class Reader:
                     raise CorruptError(f"{path}: the leaf {name!r} is damaged in {where}")
 
     def read_into(self, destinations: Mapping[str, Tensor]) -> None:
-        """Read whole leaves into tensors of the same shapes, given by leaf name; convert dtypes and devices."""
+        """Read whole leaves into ``destinations``, a dict from leaf name to tensor; convert dtypes and devices."""
         blocks: list[_Block] = []
         for name, out in destinations.items():
             leaf = self.index.leaves[name]

@@ -115,7 +115,7 @@ class _Writer(StorageWriter):
         """After communication has failed, clean up; return whether the save was committed, None if unknown."""
         if self.draft is None:
             return False if self.commits else None
-        written = self.draft.is_committed() if self.commits else self.draft.is_there()
+        written = self.draft.is_committed() if self.commits else self.draft.is_at_path()
         if self.commits and written is False:
             self.draft.discard()
         # On other ranks the files must stay: rank 0 may still commit an index that names them.
@@ -344,7 +344,7 @@ def load_together(
 
 
 def _require_same(arguments: list[dict[str, str]], action: str, outcome: str) -> None:
-    """Raise if an argument differs between ranks; ``arguments`` has a dict of names and values for each rank."""
+    """Raise if an argument differs between ranks; ``arguments`` has a dict by name for each rank."""
     for name in arguments[0]:
         ranks: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(arguments):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 # fmt: off
 __all__ = [
     "CheckpointError", "CorruptError", "FormatError", "MismatchError", "NotFoundError", "ReplacedError", "WriteError",
-    "first_ones",
+    "first_of_each_kind",
 ]
 # fmt: on
 
@@ -61,7 +61,7 @@ class MismatchError(CheckpointError, ValueError):
         return type(self), (str(self), self.problems)
 
 
-def first_ones(problems: Iterable[str], most: int = 10) -> list[str]:
+def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
     """Return at most ``most`` problems of each kind, and a line that counts the rest of the kind.
 
     The kind of a problem is the word before its first colon, such as "missing".

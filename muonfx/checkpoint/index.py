@@ -83,7 +83,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Index(Shown):
-    """The contents of a checkpoint without the values of tensors; returned by `inspect`.
+    """The description of a checkpoint that `inspect` returns: everything except the values of tensors.
 
     Attributes:
         save_id: the random id of the save, which is part of the names of its files.
@@ -115,7 +115,7 @@ class Index(Shown):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all leaves."""
+        """The bytes of all leaves at their global shapes."""
         return sum(leaf.spec.nbytes for leaf in self.leaves.values())
 
     def report(self) -> Report:

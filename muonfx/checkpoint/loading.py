@@ -115,7 +115,7 @@ def load_params(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Read the parameters from a checkpoint into the structure of ``like``.
+    """Read the parameters, stored by ``save(params=...)``, from a checkpoint into the structure of ``like``.
 
     Args:
         path: the folder of the checkpoint.

@@ -106,7 +106,7 @@ class StateSpec:
         return {} if self._tx is None else product_dtypes(strip_transparent(self._tx), [dtype], device)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
-        """Return a tree with the structure of the state, filled from a dict of leaves by name; the rest is None."""
+        """Return a state with leaves from a dict by name; leaves that are not in the dict are None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.errors import MismatchError, first_ones
+from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import in_section, named_tensors, plain_names
@@ -111,7 +111,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
         advice.append(f"to ignore leaves of the checkpoint: allow_extra={_shown(extra)}, or True")
     _check_leaves(index, want, rules, there, problems, advice)
     if problems:
-        lines, hints = "\n  ".join(first_ones(problems)), "\n  ".join(dict.fromkeys(advice))
+        lines, hints = "\n  ".join(first_of_each_kind(problems)), "\n  ".join(dict.fromkeys(advice))
         text = f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else "")
         raise MismatchError(text, problems)
     return {name: there.get(name) for name in want}
@@ -124,7 +124,7 @@ def _any(patterns: Iterable[str], name: str) -> bool:
 def _renaming(
     index: Index, want: StateSpec, names: Mapping[str, str], missing: Sequence[str], extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """Suggest a ``rename`` argument that makes extra leaves of the checkpoint the missing ones; empty if none fits."""
+    """Suggest a ``rename`` argument that maps extra leaves of the checkpoint to missing leaves; empty if none fits."""
     found = found_renaming(
         {name: index.leaves[written].spec.shape for name, written in extra.items()},
         {name: want[name].shape for name in missing},

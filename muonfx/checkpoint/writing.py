@@ -76,7 +76,7 @@ class Job:
         group: ProcessGroup | None,
         copy: bool = False,
     ) -> Job:
-        """Check the arguments of `save` and return them; with a group, an error is stored as ``problem``."""
+        """Check the arguments of `save`; with a group, store an error as ``problem``. ``copy`` copies to the CPU."""
         where, layout = Path(), tx.layout if isinstance(tx, Sharded) else None
         if layout is not None and group is None and layout.group is not None:
             if copy:  # training continues and communicates on the same group
@@ -275,9 +275,9 @@ class Draft:
     def is_committed(self) -> bool | None:
         """Return whether the index of this save was renamed into place; None if that cannot be known."""
         # A network file system may report an error for a rename that it has performed.
-        return self.is_there() if self._tried and not self._done else self._done
+        return self.is_at_path() if self._tried and not self._done else self._done
 
-    def is_there(self) -> bool | None:
+    def is_at_path(self) -> bool | None:
         """Return whether the index at the path was written by this save; None if the index cannot be read."""
         try:
             return inspect(self.path).save_id == self.save_id

@@ -91,7 +91,7 @@ class Listed(Book):
 
 @dataclass(frozen=True)
 class Float8(Book):
-    """A codebook of the finite numbers of an 8-bit float type, divided by the largest, squared ``roots`` times."""
+    """A codebook of the finite numbers of an 8-bit float type, divided by the largest, and squared ``roots`` times."""
 
     roots: int
 

@@ -73,7 +73,7 @@ def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) 
 
 @_compact
 def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
-    r"""Store a state as 8-bit integers with an fp32 scale for each block of elements.
+    r"""Return a dtype for optimizer state: 8-bit integers with an fp32 scale for each block of elements.
 
     A state tensor is flattened and split into blocks of ``block`` consecutive elements. The scale of a block is its
     largest magnitude, and each element is rounded to one of at most 255 levels between minus and plus the scale.
@@ -116,7 +116,7 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
 
 @_compact
 def fp8(block: int = 2048, *, format: Format = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
-    """Store a state as 8-bit floats with an fp32 scale for each block of elements.
+    """Return a dtype for optimizer state: 8-bit floats with an fp32 scale for each block of elements.
 
     State tensors are encoded as by `int8`, but the levels are the finite numbers of a float type, divided by the
     largest number. In torch 2.13, ``torch.save`` supports float8 tensors, but ``pickle.dumps``, ``torch.equal`` and

@@ -65,7 +65,7 @@ class Holder:
         return KeyedQuantizedState(codes, scales, at.fill(keys))
 
     def read(self, at: Present, held: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
-        """Return the leaves at the positions ``at``, decoded to new fp32 tensors."""
+        """Return the leaves of the encoded tree ``held`` at the positions ``at``, decoded to new fp32 tensors."""
         pairs = zip(at.pick(held.codes), at.pick(held.scales), strict=True)
         return [self.codec.decode(codes, scales) for codes, scales in pairs]
 

@@ -221,7 +221,7 @@ def _check_what(what: object) -> None:
 
 
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
-    """Return the rows for a tree that no sharded transform made; DTensors in it report their global shapes."""
+    """Return a row for each leaf of a tree; DTensors and flat shards in it have their global shapes."""
     return [
         _leaf_of(path, leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None, local_of(leaf))
         for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)

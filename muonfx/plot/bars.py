@@ -224,6 +224,6 @@ def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
 
 
 def _fitting(name: str, part: float) -> str:
-    """Shorten a parameter name to fit a segment that is ``part`` of the axis; keep the end, which differs most."""
+    """Shorten a parameter name to fit a segment as wide as ``part`` of the axis; keep the end of the name."""
     room = max(3, int(part * 62))
     return name if len(name) <= room else "..." + name[-(room - 3) :] if room > 5 else name[-room:]

@@ -27,7 +27,10 @@ Options = Mapping[str, Any]
 
 
 class Keys(NamedTuple):
-    """The keys of the first momentum or moment, the second moment, and the step count of a parameter, if stored."""
+    """The keys under which an optimizer stores a parameter's momentum or first moment, second moment, and step count.
+
+    A key is None if the optimizer does not store the value.
+    """
 
     first: str
     second: str | None = None
@@ -64,7 +67,11 @@ def _muon_chain(
     lr_scaling: ShapeRule | None,
     **more: Any,
 ) -> Transform:
-    """Return a chain for Muon; ``options`` and ``more`` are arguments of `orthogonalize`; ``options`` override."""
+    """Return a Muon chain with the hyperparameters of a parameter group.
+
+    ``options`` and ``more`` are arguments of `orthogonalize`, and ``options`` take precedence. Its view is given to
+    `scale_by_shape` too.
+    """
     orthogonal = orthogonalize(**{**more, **options})
     return chain(
         # float(), since some optimizers hold these numbers in tensors.

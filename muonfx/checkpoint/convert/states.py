@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checkpoint.errors import first_ones
+from muonfx.checkpoint.errors import first_of_each_kind
 from muonfx.compact import KeyedQuantizedState, QuantizedState
 from muonfx.core import EmptyState, ScheduledState, Transform
 from muonfx.core.contract import within
@@ -105,7 +105,7 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         f"{name!r} has a {leaves[name].kind} state that the transform does not keep" for name in leaves.keys() - shown
     ]
     if wrong:
-        raise ValueError("the source does not fit the transform: " + "; ".join(first_ones(sorted(set(wrong)))))
+        raise ValueError("the source does not fit the transform: " + "; ".join(first_of_each_kind(sorted(set(wrong)))))
     return state
 
 

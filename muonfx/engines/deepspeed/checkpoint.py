@@ -132,7 +132,7 @@ def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], 
 
 
 def _merged(leaves: Iterable[Tensor | FlatPiece | None]) -> Tensor | FlatPiece | None:
-    """Return the value that is not None; of several, such as step counters of units, the maximum."""
+    """Return the one value that is not None, or the maximum of several, such as step counters of flat tensors."""
     found = [leaf for leaf in leaves if leaf is not None]
     if len(found) < 2:
         return found[0] if found else None

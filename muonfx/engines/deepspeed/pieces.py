@@ -37,7 +37,7 @@ def stage_3_of(params: Iterable[Tensor]) -> Any:
 
 
 class Located(NamedTuple):
-    """The position of this rank's shard of one parameter."""
+    """The position of this rank's shard of a parameter: in DeepSpeed's flat tensor, and in the parameter."""
 
     start: int
     """First element of the shard in DeepSpeed's flat tensor."""

@@ -56,7 +56,7 @@ class Unit:
         return {name: some.get(name) for name in self._names}
 
     def _lay_out(self, state: PyTree, states: States) -> None:
-        """Store a new state in ``optimizer.state``, with leaves of the shapes of shards as parts of flat tensors."""
+        """Store a new state in ``optimizer.state``; leaves with the shape of a shard are copied into flat tensors."""
         local = self.pieces.views(self.pieces.flat)
         leaves, self._treedef = tree.flatten(state)
         for x in self.pieces.flat:
@@ -141,7 +141,7 @@ class Unit:
                 old.copy_(new)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
-        """Update the parameters and ``optimizer.state`` by one step, with the hyperparameters in ``numbers``."""
+        """Update the parameters and their state in ``states`` by one step, with the hyperparameters in ``numbers``."""
         self._check(states)
         if numbers is not self._values:
             self._now = with_hyperparams(self._tx, fitted(hyperparams(self._tx), [numbers])[0]).prepare_all()
@@ -161,9 +161,9 @@ class Unit:
         self._write(state, after, states)
 
     def to_global(self, states: States) -> tuple[dict[str, Any], list[Any]]:
-        """Return the parameters by name and a list of state leaves, None for leaves of other units.
+        """Return the parameters by name, and a list of state leaves with None for parameters of other flat tensors.
 
-        Each is a whole tensor, or a shard with its position (`FlatPiece`).
+        Each leaf is a whole tensor, or a shard with its position (`FlatPiece`).
         """
         self._check(states)
         params = self.pieces.views([x.detach() for x in self.pieces.flat])
@@ -182,7 +182,7 @@ class Unit:
 
     @torch.no_grad()
     def take(self, params: Mapping[str, Any], leaves: Sequence[Any], states: States) -> None:
-        """Copy loaded parameters and state leaves, in the form that `to_global` returns, into this unit."""
+        """Copy loaded parameters and state leaves, in the form that `to_global` returns, into the flat tensors."""
         views = self.pieces.views([x.detach() for x in self.pieces.flat])
         for name, view in views.items():
             leaf = params[name]
