@@ -93,7 +93,7 @@ class StateSpec:
     def of_chain(self, tx: Transform) -> StateSpec:
         """Return a copy of this spec with a transform.
 
-        If the spec is then loaded, the fingerprint of the transform (a hash of its structure) is compared with the
+        When `load` gets this spec, it compares the fingerprint of the transform (a hash of its structure) with the
         fingerprint in the checkpoint.
         """
         return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)

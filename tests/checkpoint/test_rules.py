@@ -526,7 +526,7 @@ def test_an_absent_leaf_is_no_leaf(tmp_path: Path):
         ({"a": {"b": 1.0}}, {}, "'a/b' is a float, expected a tensor"),
         ({"a": torch.ones(1).to_sparse()}, {}, "'a' must be a dense tensor"),
         ({"a": torch.ones(1, device="meta")}, {}, "'a' must be a dense tensor with values"),
-        ({1.5: torch.ones(1)}, {}, "keys must be strings or ints"),
+        ({1.5: torch.ones(1)}, {}, "expected a string or an int: keys are part of the leaf names"),
         ({"a": torch.empty(2, dtype=torch.float4_e2m1fn_x2)}, {}, "dtype torch.float4_e2m1fn_x2"),
         ({}, {"extra": {"x": {1, 2}}}, "extra must be JSON"),
         ({}, {"extra": {"x": float("nan")}}, "extra must be JSON"),
