@@ -127,7 +127,7 @@ WRONG = {
     "describe(SGD)": "SGD has no names and labels .* expected a muonfx.TransformOptimizer",
     "summary(3)": "found int with no tensor",
     "summary(SGD)": "found SGD with no tensor",
-    "summary((W, scale(1.0)))": "the transform comes first",
+    "summary((W, scale(1.0)))": r"found a pair \(state, transform\), expected",
     "chain(momentum)": "argument 0 must be a Transform .*call the factory to get a transform",
     "chain([momentum()])": r"chain\(\*transforms\)",
     "chain(('rate', scale(1.0)), ('rate', scale(2.0)))": "'rate' is empty, has a '.' or '/', or is taken",

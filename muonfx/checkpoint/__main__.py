@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; invalid arguments end the process with exit code 2."""
+    """Run one command and return its exit code. Arguments that cannot be parsed end the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint", description="Look at checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, run, text in (

@@ -19,7 +19,7 @@ __all__ = ["Saving", "start", "wait_for_saves", "warn_of_failed_saves"]
 
 
 class Saving:
-    """A save that runs in the background; returned by `save_async`.
+    """The handle of a save that runs in a background thread; `save_async` returns it.
 
     >>> import tempfile
     >>> saving = mfx.checkpoint.save_async(tempfile.mkdtemp(), {"w": torch.ones(2)})
@@ -33,7 +33,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """True if the save has ended, with or without an error; `wait` raises the error."""
+        """True if the save has ended, successfully or with an error. `wait` raises that error."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> Path:
@@ -58,11 +58,11 @@ class Saving:
         return self.path
 
     def failure(self) -> str | None:
-        """Return a sentence about the failure of a save that has ended, None if it succeeded."""
+        """Return a sentence with the error of this save, which must have ended; None if it succeeded."""
         error = self._future.exception()
         if error is None:
             return None
-        return f"the save to {self.path} in the background has failed, and nobody has waited for it: {error!r}"
+        return f"the save to {self.path} in the background failed, and wait() was not called on it: {error!r}"
 
 
 _savings: list[Saving] = []
@@ -70,7 +70,7 @@ _savings: list[Saving] = []
 
 
 def start(path: Path, save: Callable[[], None]) -> Saving:
-    """Call ``save`` in a thread when the earlier saves in the background have ended."""
+    """Call ``save`` in a new thread after all earlier background saves have ended; return its `Saving`."""
     earlier = _under_way()
 
     def run() -> None:
@@ -86,7 +86,7 @@ def start(path: Path, save: Callable[[], None]) -> Saving:
 
 
 def wait_for_saves() -> None:
-    """Wait until the earlier saves in the background have ended."""
+    """Wait until all background saves that this process has started have ended."""
     wait(_under_way())
 
 
@@ -95,7 +95,7 @@ def _under_way() -> list[Future[None]]:
 
 
 def warn_of_failed_saves() -> None:
-    """Warn once of each failed background save on which `wait` was not called."""
+    """Warn, once per save, of failed background saves on which `Saving.wait` was not called."""
     for saving in [saving for saving in _savings if saving.done]:
         _savings.remove(saving)
         if (failure := saving.failure()) is not None:
@@ -104,7 +104,7 @@ def warn_of_failed_saves() -> None:
 
 @atexit.register
 def _report_at_exit() -> None:
-    """Print the failed saves on which `wait` was not called, after all threads have ended."""
+    """Print, when the process exits, the failed background saves on which `Saving.wait` was not called."""
     for saving in _savings:
         if saving.done and (failure := saving.failure()) is not None:
             print(f"muonfx: {failure}", file=sys.stderr)

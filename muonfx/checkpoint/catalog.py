@@ -1,4 +1,4 @@
-"""Manage a folder of checkpoints: name them by step, find the newest good one, remove the oldest."""
+"""Manage a folder of checkpoints: name them by step, find the newest undamaged one, remove old ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def step_path(folder: str | os.PathLike[str], step: int) -> Path:
-    """Return the path ``folder/step-<step>`` for the checkpoint of a step.
+    """Return the path for the checkpoint of a training step: ``folder/step-<step>``, with nine digits.
 
     Raises:
         ValueError: ``step`` is not an int of 0 or more.
@@ -40,13 +40,13 @@ def step_path(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 def check_step(step: object) -> None:
-    """Raise unless ``step`` is an int from 0 to 2**63 - 1."""
+    """Raise ValueError unless ``step`` is an int from 0 to 2**63 - 1."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
         raise ValueError(f"step must be an int of 0 or more, found {step!r}")
 
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a checkpoint that need not exist; raise if the argument cannot be a path."""
+    """Return a ``path`` argument as an absolute path; raise if it cannot name a folder. It need not exist."""
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
     try:
@@ -59,13 +59,15 @@ def folder_named(path: str | os.PathLike[str]) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in a name that `step_path` made, None for any other name."""
+    """Return the step in the name of a checkpoint folder, such as 100 for ``step-000000100``; None for other names."""
     found = _STEP.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
 def inspect(path: str | os.PathLike[str]) -> Index:
-    """Read the index of a checkpoint: step, extra values, transform, versions, and the shapes and dtypes of the leaves.
+    """Return the index of a checkpoint: step, extra values, transform, and the shape and dtype of each leaf.
+
+    The index also has the versions of muonfx and torch. No tensor is read.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
@@ -84,7 +86,7 @@ def inspect(path: str | os.PathLike[str]) -> Index:
     try:
         return read_index(path / INDEX)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(_why_not(path)) from None
+        raise NotFoundError(_why_no_checkpoint(path)) from None
     except OSError as error:
         of_the_path = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
         raise (CheckpointError if of_the_path else CorruptError)(
@@ -99,7 +101,7 @@ Result = TypeVar("Result")
 
 
 def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
-    """Return ``work(index, reader)`` for a checkpoint; start again if the checkpoint was replaced meanwhile."""
+    """Open a checkpoint and return ``work(index, reader)``; start again if another save replaces it meanwhile."""
     for _ in range(TRIES):
         index = inspect(path)
         with suppress(ReplacedError), reading(path, index), Reader(path, index) as reader:
@@ -108,13 +110,13 @@ def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
 
 
 def replaced_often(path: Path) -> str:
-    """Return the message of the error after `TRIES` attempts."""
+    """Return the error message for a checkpoint that was replaced during each of `TRIES` attempts to read it."""
     return f"{path} was replaced {TRIES} times while it was read: pause its writer, or read a copy"
 
 
 @contextmanager
 def reading(path: Path, index: Index) -> Generator[None]:
-    """Raise `ReplacedError` instead of `CorruptError` if the checkpoint was replaced while it was read."""
+    """In the ``with`` block, raise `ReplacedError` for `CorruptError` if the checkpoint no longer has this index."""
     try:
         yield
     except CorruptError as error:
@@ -123,7 +125,7 @@ def reading(path: Path, index: Index) -> Generator[None]:
         raise
 
 
-def _why_not(path: Path) -> str:
+def _why_no_checkpoint(path: Path) -> str:
     with suppress(OSError, CheckpointError):
         if not path.exists():
             return f"there is no checkpoint at {path}: no such folder"
@@ -135,9 +137,10 @@ def _why_not(path: Path) -> str:
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """List the complete checkpoints of a folder, by ascending step, without checking their contents.
+    """Return the paths of the complete checkpoints in a folder, in ascending order of step.
 
-    Their names must be as `step_path` returns them. An interrupted save has no index and is not listed.
+    These are the folders named by `step_path` that contain an index; an interrupted save has none. Only names are read;
+    `verify` checks the contents.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -175,11 +178,11 @@ def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
 
 
 def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
-    """Return the undamaged checkpoint of the highest step in a folder.
+    """Return the path of the newest undamaged checkpoint in a folder: the one of the highest step.
 
     Args:
         folder: the folder with the checkpoints, named by `step_path`.
-        verify: True to check every byte; False to check the index, and the size and header of each file.
+        verify: True to check every byte; False to check only the index, and the size and header of each file.
 
     Returns:
         The path of the checkpoint; None if the folder has no undamaged checkpoint.
@@ -206,19 +209,19 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = None) -> list[Path]:
-    """Remove old checkpoints from a folder, and keep the ``keep`` undamaged ones of the highest steps.
+    """Remove old checkpoints from a folder, and keep the ``keep`` undamaged checkpoints of the highest steps.
 
-    A damaged checkpoint is removed if it is older than all kept ones. Of each removed checkpoint, the index and the
-    files that it names are deleted, and its folder if it is then empty. Symbolic links are ignored.
+    A damaged checkpoint is removed only if it is older than every kept checkpoint. To remove a checkpoint, its index
+    and the data files named in the index are deleted, and its folder if that is then empty. Symbolic links are ignored.
 
     Args:
         folder: the folder with the checkpoints, named by `step_path`.
         keep: the number of undamaged checkpoints to keep, at least 1.
-        written: a checkpoint to keep whatever its step. `save` passes the checkpoint that it has just written, because
-            a run that was restarted from an earlier step may have left checkpoints of higher steps.
+        written: a checkpoint that is kept, as one of ``keep``, even if its step is not among the highest. `save` passes
+            the new checkpoint, because an earlier run may have left checkpoints of higher steps.
 
     Returns:
-        The checkpoints that were removed.
+        The paths of the removed checkpoints.
 
     Raises:
         ValueError: ``keep`` is not an int of 1 or more.
@@ -260,16 +263,16 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
 
 
 def remove_files(path: Path, files: Iterable[DataFile]) -> None:
-    """Remove the data files of a checkpoint that is no longer at the path."""
+    """Delete data files of a replaced or removed checkpoint from its folder; files that are missing are ignored."""
     for file in files:
         (path / file.name).unlink(missing_ok=True)
 
 
 def clean(path: str | os.PathLike[str]) -> list[Path]:
-    """Remove files that interrupted saves have left.
+    """Remove the files of interrupted saves from a checkpoint, or from all checkpoints in a folder.
 
-    A killed writer leaves its files behind, and so may several writers that save to one path at the same time. Do not
-    call this function during a save to the path: it cannot distinguish the files of that save, and would remove them.
+    A save leaves files behind if its process is killed, or if several processes save to one path at the same time. Do
+    not call this function during a save to the path: it would also remove the files of that save.
 
     Args:
         path: a checkpoint, or a folder of checkpoints, named by `step_path`. A checkpoint whose folder or index cannot
@@ -307,14 +310,14 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def warn_of_later_steps(path: Path) -> None:
-    """Warn if the folder has checkpoints of later steps, which `latest` prefers to the new one."""
+    """Warn if the folder around a new checkpoint has later steps, because `latest` would return one of those."""
     step = step_of(path)
     if step is not None:
         later = [other for other in checkpoints(path.parent) if (step_of(other) or 0) > step]
         if later:
             warnings.warn(
-                f"{path.name} was written, but the folder has checkpoints of later steps, up to {later[-1].name}, and "
-                "latest() returns the one of the highest step: if the run went back on purpose, move the later ones "
-                "to another folder",
+                f"{path.name} was written, but the folder has later steps, up to {later[-1].name}, which latest() "
+                "returns: if you restarted from an earlier step on purpose, move the later checkpoints to another "
+                "folder",
                 stacklevel=2,
             )

@@ -42,36 +42,37 @@ with suppress(ImportError):  # isal has the same values, in about a tenth of the
 
 
 class Part(NamedTuple):
-    """A box of a leaf to write."""
+    """A box of a tensor (an interval of indices in each dim) that is written to a data file."""
 
     key: str
-    """The name in the data file, unique there."""
+    """Unique name of the box in the data file."""
     dtype: torch.dtype
     box: Box
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a dense CPU tensor as bytes; the caller must keep the tensor alive."""
+    """Return a view of the bytes of a dense CPU tensor; the caller must keep the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
-    """Return the CRC-32 in the form that an index stores."""
+    """Return the CRC-32 of some bytes as eight hex digits, as the index of a checkpoint stores it."""
     return f"{crc32_of(data):08x}"
 
 
 def check_byte_order() -> None:
-    """Require a little-endian machine, since the files are little-endian."""
+    """Raise on a big-endian machine, because the files of checkpoints are little-endian."""
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints store little-endian numbers, and this machine is big-endian")
 
 
 def write_data(path: Path, parts: Sequence[Part], values: Callable[[str], Tensor]) -> tuple[DataFile, dict[str, Chunk]]:
-    """Write the parts to a new file and flush it; return the file, and the chunks by key with file number 0.
+    """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
 
-    ``values`` returns the values of the part with a key, and is called just before they are written.
+    ``values(key)`` returns the values of the part with this key, and is called immediately before they are written. The
+    result is the description of the file, and a dict from key to the location of the part, with file number 0.
     """
     check_byte_order()
     # Largest element size first, so that each leaf begins at a multiple of its element size.
@@ -114,7 +115,7 @@ _MOST_OPEN = 64
 
 @contextmanager
 def _reading(path: Path) -> Generator[None]:
-    """Raise an error of the system as `CorruptError`."""
+    """Convert an OSError in the ``with`` block to a `CorruptError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -122,7 +123,7 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def _fill(file: FileIO, at: int, into: memoryview) -> None:
-    """Fill a buffer from a position on; with preadv, several threads may read one file."""
+    """Read from byte ``at`` of a file until ``into`` is full; with preadv, several threads may read one file."""
     while into:
         if hasattr(os, "preadv"):
             got = os.preadv(file.fileno(), [into], at)
@@ -135,7 +136,7 @@ def _fill(file: FileIO, at: int, into: memoryview) -> None:
 
 
 class _Block(NamedTuple):
-    """A block to be read: its file, position and checksum, and the memory to read it into."""
+    """A block of a leaf to read (at most 4 MiB): file number, first byte, destination, checksum, name of the leaf."""
 
     file: int
     begin: int
@@ -145,7 +146,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_Block]:
-    """Return the blocks of a chunk that fill the memory, from block number ``first`` on."""
+    """Return the blocks of a chunk (a stored box of the leaf ``name``) that fill ``into``, from number ``first`` on."""
     return [
         _Block(chunk.file, chunk.begin + place * BLOCK, into[at : at + BLOCK], chunk.crc32[place], name)
         for place, at in enumerate(range(0, len(into), BLOCK), first)
@@ -153,7 +154,7 @@ def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_
 
 
 class Reader:
-    """Reads leaves from the data files of a checkpoint and verifies every byte that it returns."""
+    """Reads leaves from the data files of a checkpoint, and verifies the checksum of all bytes that it reads."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         check_byte_order()
@@ -171,7 +172,7 @@ class Reader:
             self.close()
 
     def close(self) -> None:
-        """Close all files; raise if the system reports an error for one."""
+        """Close all data files; raise `CorruptError` if the operating system reports an error."""
         self._pool.shutdown()
         with ExitStack() as stack:
             for _, closing in self._files.values():
@@ -179,13 +180,13 @@ class Reader:
             self._files = {}
 
     def check_files(self, numbers: Iterable[int] | None = None) -> Reader:
-        """Open and check the data files with these numbers, by default all of them."""
+        """Open data files by number (default: all), and check their sizes and headers; return the reader itself."""
         for number in range(len(self.index.files)) if numbers is None else sorted(numbers):
             self._file(number)
         return self
 
     def _file(self, number: int) -> FileIO:
-        """Return an open data file; the first time, check its size and its header."""
+        """Return the open data file with this number; check its size and header when it is opened."""
         if number not in self._files:
             # The number of open files is limited, and each rank has written one file; no read is in progress.
             if len(self._files) >= _MOST_OPEN:
@@ -205,7 +206,7 @@ class Reader:
         return self._files[number][0]
 
     def _read_blocks(self, blocks: list[_Block]) -> None:
-        """Read and check blocks, file by file; blocks of one file are read in parallel."""
+        """Read blocks and verify their checksums, one file after another; blocks of one file are read in parallel."""
         blocks.sort(key=attrgetter("file", "begin"))
         for number, of_file in groupby(blocks, attrgetter("file")):
             file, path = self._file(number), self.folder / self.index.files[number].name
@@ -234,10 +235,10 @@ class Reader:
                     where = f"bytes {begin} to {begin + len(into)} of the file"
                     raise CorruptError(f"{path}: the leaf {name!r} is damaged in {where}")
 
-    def read_into(self, rooms: Mapping[str, Tensor]) -> None:
-        """Read leaves into tensors of the same shapes; chunks that need a conversion are copied one at a time."""
+    def read_into(self, destinations: Mapping[str, Tensor]) -> None:
+        """Read whole leaves into ``destinations``, a dict from leaf name to tensor; convert dtypes and devices."""
         blocks: list[_Block] = []
-        for name, out in rooms.items():
+        for name, out in destinations.items():
             leaf = self.index.leaves[name]
             for chunk in leaf.chunks:
                 part = out[tuple(map(slice, chunk.box.offsets, chunk.box.ends))] if len(leaf.chunks) > 1 else out
@@ -248,7 +249,10 @@ class Reader:
         self._read_blocks(blocks)
 
     def read_box(self, name: str, leaf: Leaf, chunk: Chunk, box: Box, out: Tensor) -> None:
-        """Read a box, with offsets within the chunk, into a tensor of its size; only blocks with its bytes are read."""
+        """Read a box of a chunk into ``out``, a tensor of its size; read only the blocks that contain its bytes.
+
+        The offsets of ``box`` are relative to the chunk.
+        """
         if not box.numel:
             return
         if box.sizes == chunk.box.sizes and _takes_bytes(out, leaf):
@@ -266,7 +270,7 @@ class Reader:
         out.copy_(held.as_strided(box.sizes, strides, start - first * BLOCK // dtype.itemsize))
 
     def verify(self) -> Index:
-        """Read and check every byte and return the index."""
+        """Read every byte of the checkpoint, verify all checksums, and return the index."""
         self.check_files()
         for name, leaf in self.index.leaves.items():
             for chunk in leaf.chunks:
@@ -276,5 +280,5 @@ class Reader:
 
 
 def _takes_bytes(out: Tensor, leaf: Leaf) -> bool:
-    """True if the bytes of the file can be read directly into the tensor."""
+    """Return whether the bytes of a leaf in its file can be read directly into ``out``, without a conversion."""
     return out.dtype == leaf.spec.dtype and out.device.type == "cpu" and out.is_contiguous()

@@ -3,9 +3,8 @@
 DCP collects the leaves of every rank (the local plans), decides on one rank which rank writes each box (the global
 plan, in which a replicated tensor is written once), and sends an error on one rank to all ranks. Its storage is not
 used: its file system writer pickles the metadata, and its safetensors writer keeps neither dtypes nor checksums. Here
-each rank writes one data file, and then rank 0 writes the index.
-
-All checks run inside the steps of DCP, so that an error on one rank is raised on all ranks.
+each rank writes one data file, and then rank 0 writes the index. All checks run inside the steps of DCP, so that an
+error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ __all__ = ["load_together", "save_together"]
 
 @contextmanager
 def _sendable() -> Generator[None]:
-    """Convert an error that torch may fail to pickle into a `CheckpointError`, as the other ranks wait for it."""
+    """Convert an error that torch may be unable to pickle for the other ranks to a `CheckpointError`."""
     try:
         yield
     except Exception as error:
@@ -66,7 +65,7 @@ def _sendable() -> Generator[None]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans as torch does, for the leaves of a job."""
+    """DCP's default save planner for the leaves of one `Job`, with checks that all ranks agree."""
 
     def __init__(self, job: Job, ranks: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -81,7 +80,7 @@ class _SavePlanner(DefaultSavePlanner):
             super().set_up_planner(self.job.leaves, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Require equal arguments and leaves on all ranks, then let torch assign boxes to ranks."""
+        """Raise unless all ranks save with equal arguments and leaves; then let DCP assign each box to a rank."""
         if len(all_plans) != self.ranks:  # torch saves on this rank alone, with a warning, if the group was destroyed
             raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before the save")
         _require_same([plan.storage_data for plan in all_plans], "save", "nothing was written")
@@ -99,45 +98,45 @@ class _SavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the values of a box; torch itself looks up shards of tensors only."""
+        """Return the values of one item of the save plan. The method of DCP does not support `FlatPiece`."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else super().lookup_object(index)
 
 
 class _Writer(StorageWriter):
-    """Writes a data file on each rank, and the index on one rank."""
+    """DCP storage that writes a data file on each rank, and the index on the rank with ``commits=True``."""
 
     def __init__(self, job: Job, *, commits: bool) -> None:
         self.job, self.commits = job, commits
         self.draft: Draft | None = None
-        """Set when this rank begins to write."""
+        """The files of this save; None until this rank begins to write."""
 
     def abandon(self) -> bool | None:
-        """Clean up after communication has failed; return whether the checkpoint was written, None if unknown."""
+        """After communication has failed, clean up; return whether the save was committed, None if unknown."""
         if self.draft is None:
             return False if self.commits else None
-        written = self.draft.is_committed() if self.commits else self.draft.is_there()
+        written = self.draft.is_committed() if self.commits else self.draft.is_at_path()
         if self.commits and written is False:
             self.draft.discard()
         # On other ranks the files must stay: rank 0 may still commit an index that names them.
         return written if self.commits or written else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: each save has a writer of its own."""
+        """Do nothing; DCP requires this method, and each save creates a new writer."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the plan is not yet known."""
+        """Do nothing; DCP requires this method, and `prepare_global_plan` creates the folder."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Add the arguments that must be the same on all ranks."""
+        """Add the arguments of `save` on this rank to its plan, so that they are compared between ranks."""
         job, head = self.job, self.job.head
         same = {"path": str(job.path), "step": head.step, "extra": head.extra, "keep": job.keep, "tx": head.fingerprint}
         return replace(plan, storage_data={name: repr(value) for name, value in same.items()})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder and assign the data files."""
+        """On one rank, create the folder of the checkpoint, and assign a data file to each rank."""
         draft = self.draft = Draft(self.job.path)
-        with draft.whole_or_not():
+        with draft.discard_on_error():
             draft.begin()
         return [
             replace(plan, storage_data=(draft.save_id, draft.data_file(rank, len(plans))))
@@ -145,7 +144,7 @@ class _Writer(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the boxes of this rank."""
+        """Write the boxes that the plan assigns to this rank into its data file."""
         save_id, path = plan.storage_data
         draft = self.draft = self.draft or Draft(self.job.path, save_id)
         results: list[WriteResult] = []
@@ -162,7 +161,7 @@ class _Writer(StorageWriter):
             return Part(key, data.properties.dtype, box)
 
         if plan.items:
-            with _sendable(), draft.whole_or_not():
+            with _sendable(), draft.discard_on_error():
                 parts = [part(item) for item in plan.items]
                 items |= {part.key: item for part, item in zip(parts, plan.items, strict=True)}
                 file, chunks = draft.write(path, parts, values)
@@ -172,7 +171,7 @@ class _Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index after all ranks have written."""
+        """On one rank, write the index after all ranks have written their data files."""
         files: dict[DataFile, int] = {}
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
         for result in (result for rank in results for result in rank):
@@ -188,7 +187,7 @@ class _Writer(StorageWriter):
         draft = self.draft
         assert draft is not None
         try:
-            with draft.whole_or_not():
+            with draft.discard_on_error():
                 draft.commit(replace(self.job.head, save_id=draft.save_id, files=tuple(files), leaves=leaves))
             draft.tidy(self.job.keep)
         except BaseException as error:
@@ -203,7 +202,7 @@ class _Writer(StorageWriter):
 
 
 def save_together(job: Job) -> None:
-    """Save on all ranks of the job's group."""
+    """Save a checkpoint together; every rank of the job's group calls this."""
     group = check_group(job.group, f"the save to {job.path}")
     try:
         wait_for_all(group, "checkpoint.save")
@@ -227,7 +226,7 @@ def save_together(job: Job) -> None:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Plans as torch does, for the leaves that the rules match, under the names in the checkpoint."""
+    """DCP's default load planner for the leaves of a `Target`, under their names in the checkpoint."""
 
     def __init__(self, make_target: Callable[[], Target], where: str) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -240,27 +239,27 @@ class _LoadPlanner(DefaultLoadPlanner):
         # torch's own set-up is not called: it flattens dataclasses and allocates meta tensors.
         with _sendable():
             self.target = self.make_target()
-            self.leaves, rooms = self.target.make_room(metadata.planner_data, self.where)
-            self.state_dict = self.original_state_dict = rooms
+            self.leaves, destinations = self.target.allocate(metadata.planner_data, self.where)
+            self.state_dict = self.original_state_dict = destinations
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the destination of a box; torch itself looks up shards of tensors only."""
+        """Return the destination of one item of the load plan. The method of DCP does not support `FlatPiece`."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else super().lookup_tensor(index)
 
 
 class _Reader(StorageReader):
-    """Reads boxes of chunks and verifies every byte that it reads."""
+    """DCP storage that reads boxes of leaves from the data files, and verifies every byte that it reads."""
 
     def __init__(self, path: Any, stack: ExitStack, rules: Rules) -> None:
         self.path, self.stack, self.rules = path, stack, rules
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: each load has a reader of its own."""
+        """Do nothing; DCP requires this method, and each load creates a new reader."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index as torch's metadata."""
+        """Return the index of the checkpoint as DCP metadata."""
         try:
             self.path = folder_named(self.path)
             self.index = index = inspect(self.path)
@@ -275,10 +274,10 @@ class _Reader(StorageReader):
         return Metadata(found, planner_data=index)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: files are opened when the plan is known."""
+        """Do nothing; DCP requires this method, and `prepare_local_plan` opens the files."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Open the files that this rank needs and report which checkpoint it reads."""
+        """Open the data files that this rank needs; add the save id and the arguments of `load` to its plan."""
         # Open files stay readable when the checkpoint is replaced.
         with reading(self.path, self.index):
             self.reader = self.stack.enter_context(Reader(self.path, self.index))
@@ -286,27 +285,27 @@ class _Reader(StorageReader):
         return replace(plan, storage_data=(self.index.save_id, {"path": str(self.path), **self.rules.described()}))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Require that all ranks read the same checkpoint with the same rules."""
+        """Raise unless all ranks read the same save of the checkpoint with the same arguments of `load`."""
         _require_same([said for plan in plans for said in plan.storage_data[1:]], "load", "nothing was loaded")
         if len({plan.storage_data[0] for plan in plans}) > 1:
             raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
         return plans
 
     def chunk(self, item: ReadItem) -> Chunk:
-        """Return the chunk that contains an item."""
+        """Return the stored chunk from which an item of the load plan is read."""
         at = tuple(item.storage_index.offset or ())
         chunks = self.index.leaves[item.storage_index.fqn].chunks
         return next(chunk for chunk in chunks if chunk.box.offsets == at and chunk.box.numel)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the boxes that this rank needs."""
+        """Read the boxes in this rank's plan into their destinations."""
         with reading(self.path, self.index):
             for item in plan.items:
                 name = item.storage_index.fqn
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                room = planner.resolve_tensor(item).detach()
-                self.reader.read_box(name, self.index.leaves[name], self.chunk(item), box, room)
-                planner.commit_tensor(item, room)
+                destination = planner.resolve_tensor(item).detach()
+                self.reader.read_box(name, self.index.leaves[name], self.chunk(item), box, destination)
+                planner.commit_tensor(item, destination)
             self.reader.close()  # here, so that an error is raised on all ranks
         future: Future[None] = Future()
         future.set_result(None)
@@ -320,7 +319,7 @@ class _Reader(StorageReader):
 def load_together(
     path: str | os.PathLike[str], make_target: Callable[[], Target], rules: Rules, group: dist.ProcessGroup
 ) -> PyTree:
-    """Load on all ranks of a group."""
+    """Load a checkpoint together; every rank of the group calls this. ``make_target`` runs once per attempt."""
     check_group(group, f"the load of {path}")
     wait_for_saves()  # a save in the background may use the same group
     try:
@@ -344,16 +343,16 @@ def load_together(
     raise ReplacedError(replaced_often(Path(path)))
 
 
-def _require_same(said: list[dict[str, str]], what: str, state: str) -> None:
-    """Require equal arguments, given for each rank by name, and report the first that differs."""
-    for name in said[0]:
+def _require_same(arguments: list[dict[str, str]], action: str, outcome: str) -> None:
+    """Raise if an argument differs between ranks; ``arguments`` has a dict by name for each rank."""
+    for name in arguments[0]:
         ranks: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(said):
+        for rank, of_rank in enumerate(arguments):
             ranks.setdefault(of_rank[name], []).append(rank)
         if len(ranks) > 1:
             difference = "; ".join(f"{listed(own)}: {value:.200}" for value, own in ranks.items())
             raise CheckpointError(
-                f"{state}: the ranks {what} with different {name}= ({difference}): pass the same everywhere"
+                f"{outcome}: the ranks {action} with different {name}= ({difference}): pass the same everywhere"
             )
 
 
@@ -361,15 +360,15 @@ _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
 """Errors that torch.distributed raises when communication fails."""
 
 
-def check_group(group: Any, what: str) -> dist.ProcessGroup:
-    """Require a process group that contains this rank."""
+def check_group(group: Any, action: str) -> dist.ProcessGroup:
+    """Return the process group; raise unless it exists and contains this rank. ``action`` begins the message."""
     try:
         found = dist.get_rank(group) if dist.is_initialized() else None
     except (ValueError, RuntimeError, TypeError, AttributeError):
         found = None
     if found is None or found < 0:
         why = "it was destroyed, or this process is not one of its ranks"
-        raise CheckpointError(f"{what}: group={group!r} is not a process group that can be used: {why}")
+        raise CheckpointError(f"{action}: group={group!r} is not a process group that can be used: {why}")
     return group
 
 
@@ -380,7 +379,7 @@ def _ended(error: BaseException) -> str:
 
 
 def _raise(error: CheckpointException, path: str) -> NoReturn:
-    """Raise the errors of the ranks as one error, the same on all ranks."""
+    """Raise one error that lists the errors of all ranks; it is the same on every rank."""
     said: dict[str, list[int]] = {}
     for rank, (problem, _) in sorted(error.failures.items()):
         text = str(problem) if isinstance(problem, CheckpointError) else f"{path}: {problem}"
@@ -395,6 +394,6 @@ def _raise(error: CheckpointException, path: str) -> NoReturn:
 
 
 def _written(error: CheckpointException) -> bool | None:
-    """Return whether a failed save is at the path, as reported by the rank that writes the index."""
+    """Return whether a failed save was committed, as reported by the rank that writes the index; None if unknown."""
     said = [getattr(problem, "written", False) for problem, _ in error.failures.values()]
     return next((written for written in said if written is not False), False)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 # fmt: off
 __all__ = [
     "CheckpointError", "CorruptError", "FormatError", "MismatchError", "NotFoundError", "ReplacedError", "WriteError",
-    "first_ones",
+    "first_of_each_kind",
 ]
 # fmt: on
 
@@ -49,20 +49,23 @@ class ReplacedError(CheckpointError):
 
 
 class MismatchError(CheckpointError, ValueError):
-    """A checkpoint does not fit the requested state; the message lists the first differences of each kind."""
+    """A checkpoint does not fit the state to load into; the message lists the first differences of each kind."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
-        """All differences, one sentence each."""
+        """All differences between the checkpoint and the requested state, one sentence each."""
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[str, tuple[str, ...]]]:
         """Pickle both arguments, since torch sends errors from one rank to the others."""
         return type(self), (str(self), self.problems)
 
 
-def first_ones(problems: Iterable[str], most: int = 10) -> list[str]:
-    """Return at most `most` lines of each kind, then a line that counts the rest; the kind is the text before ":"."""
+def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
+    """Return at most ``most`` problems of each kind, and a line that counts the rest of the kind.
+
+    The kind of a problem is the word before its first colon, such as "missing".
+    """
     kinds: dict[str, list[str]] = {}
     for problem in problems:
         kind, colon, _ = problem.partition(":")

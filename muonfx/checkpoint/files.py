@@ -28,7 +28,7 @@ _BUFFER = 1 << 20
 
 @contextmanager
 def fresh_file(path: Path) -> Generator[BinaryIO]:
-    """Open a new file for writing, flush it to the disk at the end, and remove it on failure."""
+    """Create a file and yield it for writing; flush it to the disk at the end, or remove it after an error."""
     try:
         file = FileIO(path, "xb")
     except FileNotFoundError:  # another process has removed the folder, which was still empty
@@ -47,7 +47,7 @@ def fresh_file(path: Path) -> Generator[BinaryIO]:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, and flush their entries."""
+    """Create a folder and its missing parents, and flush the new directory entries to the disk."""
     missing = [path, *(parent for parent in path.parents if not parent.exists())]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -56,7 +56,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, if the system supports it."""
+    """Flush the entries of a folder to the disk (fsync), if the system supports it."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -70,7 +70,7 @@ def sync_folder(path: Path) -> None:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading without blocking; follow links; raise OSError for anything else."""
+    """Open a regular file for reading; raise OSError, without blocking, for a pipe, a device or a folder."""
     # O_NONBLOCK keeps the call from blocking on a pipe without a writer and has no effect on regular files.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     file = FileIO(path, "rb", opener=lambda name, _: os.open(name, flags))
@@ -85,7 +85,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Read a regular file of at most ``most`` bytes."""
+    """Return the contents of a regular file; raise OSError if it has more than ``most`` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -95,7 +95,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 @contextmanager
 def no_collection() -> Generator[None]:
-    """Pause Python's cyclic garbage collector; also a decorator.
+    """Pause Python's cyclic garbage collector in a ``with`` block or a decorated function.
 
     A save or load creates many small objects for thousands of leaves. They would start a full collection, which takes
     longer (100 ms) than the save itself (50 ms). The pause takes milliseconds, and tensors are written outside of it.

@@ -54,7 +54,7 @@ _BIGGEST = 2**63 - 1
 
 
 class DataFile(NamedTuple):
-    """A data file: its name in the folder, its size, and the size and CRC-32 of its header."""
+    """A data file of a checkpoint: its name in the folder, its size, and the size and CRC-32 of its header."""
 
     name: str
     nbytes: int
@@ -63,7 +63,10 @@ class DataFile(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a leaf: its file, the position of its first byte there, and the CRC-32 of each block."""
+    """The location of a box of a leaf: number of the data file, first byte, the box, and the CRC-32 of each block.
+
+    The box is an interval of indices in each dim. A block has 4 MiB, the last one less.
+    """
 
     file: int
     begin: int
@@ -72,7 +75,7 @@ class Chunk(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A leaf: its global shape and dtype, and the chunks that together hold each element exactly once."""
+    """A leaf of a saved tree: its global shape and dtype, and the chunks that together hold each element once."""
 
     spec: Spec
     chunks: tuple[Chunk, ...]
@@ -80,18 +83,18 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Index(Shown):
-    """The contents of a checkpoint without the values of tensors; returned by `inspect`.
+    """The description of a checkpoint that `inspect` returns: everything except the values of tensors.
 
     Attributes:
-        save_id: the random id of the save.
+        save_id: the random id of the save, which is part of the names of its files.
         step: the number of steps taken; None if it was not given.
         extra: the JSON values that were passed to `save`.
-        fingerprint: the fingerprint of the transform; None if no transform was given.
-        chain: the transform as code; None if no transform was given.
-        products: the dtypes of the transform's matrix products, by the name of the inner transform.
+        fingerprint: a hash of the structure of the transform, 16 hex digits; None if `save` was given no transform.
+        chain: the code that constructs the transform; None if `save` was given no transform.
+        products: a dict from the name of an inner transform to the dtype of its matrix products, such as "bfloat16".
         versions: the versions of muonfx and torch.
         files: the data files.
-        leaves: a dict from name to `Leaf`, which has a ``spec`` (shape and dtype) and the location of its bytes.
+        leaves: a dict from name to a `Leaf`, which has a ``spec`` (shape and dtype) and the location of its bytes.
 
     >>> import tempfile
     >>> import muonfx as mfx
@@ -112,11 +115,11 @@ class Index(Shown):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all leaves."""
+        """The bytes of all leaves at their global shapes."""
         return sum(leaf.spec.nbytes for leaf in self.leaves.values())
 
     def report(self) -> Report:
-        """Return a table of the leaves with a heading."""
+        """Return the index for printing: a heading with step, transform and versions, and a table of the leaves."""
         said = {
             "step": "-" if self.step is None else self.step,
             "chain": f"{self.chain} (fingerprint {self.fingerprint})" if self.fingerprint is not None else "-",
@@ -134,17 +137,17 @@ class Index(Shown):
 
 
 def data_name(save_id: str, rank: int, ranks: int) -> str:
-    """Return the name of a rank's data file."""
+    """Return the name of the data file that a rank writes in a save over ``ranks`` ranks."""
     return f"data-{save_id}-{rank:05}-of-{ranks:05}.safetensors"
 
 
 def unfinished_index_name(save_id: str) -> str:
-    """Return the name of an index until it is complete and renamed."""
+    """Return the name of the index file of a save before it is complete and renamed to ``index.json``."""
     return f".{INDEX}-{save_id}.part"
 
 
 def is_own_name(name: str) -> bool:
-    """True if a save may have given a file this name."""
+    """Return whether a file name has the form of a data file or of an unfinished index of some save."""
     return _OWN_NAME.fullmatch(name) is not None
 
 
@@ -153,7 +156,7 @@ _OWN_NAME = re.compile(rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.esca
 
 @no_collection()
 def text_of(index: Index) -> bytes:
-    """Serialize an index; raise `CheckpointError` if it would be too long to be read."""
+    """Return the contents of ``index.json``; raise `CheckpointError` if they are longer than `read_index` accepts."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -179,13 +182,16 @@ def text_of(index: Index) -> bytes:
     }
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     if _START + len(text) + len(_TAIL) > LONGEST:
-        raise CheckpointError(f"the index would have {len(text)} bytes, and the limit is {LONGEST}: save fewer pieces")
+        raise CheckpointError(f"the index has {len(text)} bytes, expected at most {LONGEST}: save fewer leaves")
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
 
 
 @no_collection()
 def read_index(path: Path) -> Index:
-    """Read an index in bounded time and memory; raise `CorruptError`, or `FormatError` for another version."""
+    """Read an index file, which may be untrusted, in bounded time and memory.
+
+    Raise `CorruptError` if it is damaged, and `FormatError` if it has another version of the format.
+    """
     data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):
         raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")
@@ -265,7 +271,7 @@ def _index(body: Any) -> Index:
 
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -> Leaf:
-    """Return a leaf; add the bytes of its chunks to ``ends``, the ends of the bytes in each file."""
+    """Parse one leaf of an index; add the bytes of its chunks to ``ends``, the number of used bytes in each file."""
     dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")

@@ -39,7 +39,7 @@ def load(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Read a state from a checkpoint that was written under any layout.
+    """Read a state from a checkpoint into the structure of another state, however the saved state was sharded.
 
     Nothing is unpickled, and the checksum of every byte that is read is verified. The result has the structure, dtypes,
     strides and devices of ``like``, in new memory. Values are restored bit for bit, also into a wider dtype.
@@ -52,10 +52,11 @@ def load(
     Args:
         path: the folder of the checkpoint.
         like: a state, which is not modified, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
-            are `DTensor` or `FlatPiece`, each rank reads its shards, and ``group`` is required.
-        tx: the transform of the state. Its fingerprint, a hash of its structure, is compared with the checkpoint's. A
-            `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded` made ``tx``,
-            ``like`` and the result are this rank's local state, as ``tx.init`` returns it.
+            are `DTensor` or `FlatPiece` (an interval of a flattened tensor), each rank reads its shards, and ``group``
+            is required.
+        tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
+            checkpoint's. A `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded`
+            made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it.
         allow_missing: patterns of leaves that may be missing in the checkpoint, or True for all leaves; the missing
             leaves are copied from ``like``.
         allow_extra: patterns of leaves of the checkpoint that may be missing in ``like``, or True for all leaves.
@@ -114,16 +115,17 @@ def load_params(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Read the parameters from a checkpoint into the structure of ``like``.
+    """Read the parameters, stored by ``save(params=...)``, from a checkpoint into the structure of ``like``.
 
     Args:
-        path: the checkpoint.
+        path: the folder of the checkpoint.
         like: a tree of tensors, which is not modified; use meta tensors to load into host memory.
-        tx: the transform of the parameters. If `muonfx.sharding.sharded` made it, ``like`` holds this rank's shards.
-        allow_missing: parameters that may be missing in the checkpoint.
-        allow_extra: parameters in the checkpoint that may be missing in ``like``.
+        tx: a transform from `muonfx.sharding.sharded`, if ``like`` holds this rank's shards under the layout of ``tx``;
+            other transforms have no effect.
+        allow_missing: patterns of parameters that may be missing in the checkpoint, or True; see `load`.
+        allow_extra: patterns of parameters in the checkpoint that may be missing in ``like``, or True.
         cast: a dict from patterns of parameters that may be rounded to their dtype in ``like``.
-        rename: from names in the checkpoint to names in ``like``, as in `load`; both begin with "params/".
+        rename: a dict from names in the checkpoint to names in ``like``, as in `load`; both begin with "params/".
         device: the device of all parameters; None for the devices in ``like``.
         group: a process group, whose ranks must all call this function. None: this process reads alone, or, if ``tx``
             is sharded, the group of its layout.
@@ -168,9 +170,9 @@ def _load(
     target = Target.of(make_like(), tx, rules, device, section, whole=True)
 
     def read_all(index: Index, reader: Reader) -> dict[str, Any]:
-        leaves, rooms = target.make_room(index, str(path))
+        leaves, destinations = target.allocate(index, str(path))
         # Without a group, Target.of has refused every leaf of which this rank holds only a shard.
-        reader.read_into({name: getattr(room, "whole", room) for name, room in rooms.items()})
+        reader.read_into({name: getattr(leaf, "whole", leaf) for name, leaf in destinations.items()})
         return leaves
 
     return target.want.unflatten(with_reader(path, read_all))
@@ -198,10 +200,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def verify(path: str | os.PathLike[str]) -> Index:
-    """Read every byte of a checkpoint and compare the checksums.
+    """Read every byte of a checkpoint, and raise unless all checksums match.
 
     Returns:
-        The index, as `inspect` does.
+        The index of the checkpoint, as `inspect` returns it.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.

@@ -36,7 +36,7 @@ _ROOT = "~"
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """Return the name of the leaf of a state at a path, as `muonfx.tree.paths` lists paths."""
+    """Return the name of a leaf, such as "momentum/trace/fc.weight", from its path, a tuple of keys."""
     if not path:
         return _ROOT
     entries = [_escaped(entry) for entry in path]
@@ -49,8 +49,8 @@ def name_of(path: tuple[Any, ...]) -> str:
 def _escaped(entry: object) -> str:
     if isinstance(entry, bool) or not isinstance(entry, str | int):
         raise TypeError(
-            f"the key {entry!r} cannot be part of a leaf's name in a checkpoint: keys must be strings or ints, found "
-            f"{type(entry).__name__}"
+            f"found the key {entry!r} of type {type(entry).__name__}, expected a string or an int: keys are part of "
+            "the leaf names in a checkpoint"
         )
     if isinstance(entry, int):
         return str(int(entry))
@@ -59,7 +59,10 @@ def _escaped(entry: object) -> str:
 
 
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """Return (name, leaf) pairs, None leaves included; names have no wrapper prefixes and begin with ``section``."""
+    """Return a (name, leaf) pair for each leaf of a tree, None leaves included.
+
+    Names begin with ``section``, if given. The prefixes that wrappers such as ``torch.compile`` add are removed.
+    """
     if section:
         found = [section + "".join(f"/{_escaped(entry)}" for entry in path) for path in tree.paths(values)]
     else:
@@ -76,7 +79,7 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """Return `named_leaves` and require that each leaf is a tensor, a shard of a tensor, or None."""
+    """Return `named_leaves`; raise TypeError unless each leaf is a tensor, a shard of a tensor, or None."""
     named = named_leaves(values, section)
     for name, leaf in named:
         if leaf is not None and not isinstance(leaf, Tensor) and not hasattr(leaf, "__create_chunk_list__"):
@@ -88,18 +91,18 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Map each leaf name to the same name without the components that wrappers add to parameter names."""
+    """Return a dict from each leaf name to the name without the prefixes of wrappers such as ``torch.compile``."""
     found = {name: name for name in names}
     if not any(map(MAY_BE_WRAPPED.search, found)):
         return found
     # Leaves with a common prefix, such as those of one momentum, belong to one model.
-    beside: dict[str, dict[str, str]] = {}
+    siblings: dict[str, dict[str, str]] = {}
     for name in found:
         above, level, last = name.rpartition("/")
         if not _INTEGER.fullmatch(last):
             entry = re.sub("~[01]", lambda found: _ESCAPES[found[0]], last.removeprefix("~2"))
-            beside.setdefault(above + level, {})[entry] = name
-    for above, group in beside.items():
+            siblings.setdefault(above + level, {})[entry] = name
+    for above, group in siblings.items():
         for entry, plain in unwrapped(group).items():
             if plain != entry:
                 reserved = "~2" if not above and plain in _RESERVED else ""
@@ -108,6 +111,6 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def in_section(name: str, section: str) -> bool:
-    """Return True if a leaf name is in a section: "params" for parameters, or "" for the state, all other names."""
+    """Return whether a leaf name is in a section: "params" has the parameters, "" has the state (all other names)."""
     of_params = name == PARAMS or name.startswith(PARAMS + "/")
     return of_params == (section == PARAMS)

@@ -45,8 +45,8 @@ def save(
         path: the folder of the checkpoint; `step_path` names one for each step. An existing checkpoint is replaced.
         state: a tree of tensors of any dtype and device, such as the state of ``tx``; None for no state. Leaves that
             share storage are written separately. At most one leaf at a time is copied to host memory.
-        tx: the transform of the state. Its fingerprint (a hash of its structure), its code, and the dtypes of its
-            matrix products are recorded, so that `load` can compare them. If `muonfx.sharding.sharded` made ``tx``,
+        tx: the transform whose state is saved. Its fingerprint (a hash of its structure), its repr, and the dtypes of
+            its matrix products are recorded, so that `load` can compare them. If `muonfx.sharding.sharded` made ``tx``,
             pass this rank's shards as ``state`` and ``params``, on all ranks; the whole tensors are stored.
         params: parameters to store in the same checkpoint.
         step: the number of steps taken.
@@ -54,8 +54,9 @@ def save(
         keep: the number of checkpoints, of the highest steps, to keep in the parent folder (see `prune`). The path must
             then be named by `step_path`. None: remove none.
         group: a process group, whose ranks must all call this function; each rank writes its shards. Leaves may be
-            `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be equal on all ranks. The ranks must
-            share a file system. None: this process writes alone, or, if ``tx`` is sharded, the group of its layout.
+            `torch.distributed.tensor.DTensor` or `FlatPiece` (an interval of a flattened tensor); plain tensors must be
+            equal on all ranks. The ranks must share a file system. None: this process writes alone, or, if ``tx`` is
+            sharded, the group of its layout.
 
     Returns:
         The absolute path of the checkpoint.
@@ -118,7 +119,7 @@ def save_async(
             before you destroy the group.
 
     Returns:
-        A `Saving`. Its method `Saving.wait` raises errors that occurred while writing.
+        A `Saving`. Its method `Saving.wait` waits for the end of the save and raises errors that occurred in it.
 
     Raises:
         TypeError: an argument is not valid, as in `save`. With a group, `Saving.wait` raises this error on all ranks.
@@ -144,7 +145,7 @@ def _run(job: Job) -> None:
         save_together(job)
         return
     draft = Draft(job.path)
-    with draft.whole_or_not():
+    with draft.discard_on_error():
         draft.begin()
         specs = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in job.leaves.items()}
         parts = [Part(name, spec.dtype, Box((0,) * len(spec.shape), spec.shape)) for name, spec in specs.items()]

@@ -22,7 +22,7 @@ __all__ = ["StateSpec", "described", "spec", "spec_of_named"]
 
 
 def described(spec: Spec) -> str:
-    """Return a shape and dtype as text, for messages."""
+    """Return a shape and dtype as text for messages, such as "(2, 3) float32"."""
     return f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}"
 
 
@@ -33,9 +33,9 @@ class StateSpec:
     `muonfx.spec` returns it, and `muonfx.checkpoint.load` accepts it in place of a state. Iteration gives the names.
 
     Attributes:
-        leaves: a dict from name to `muonfx.tree.Spec`, in the order of the state's leaves; None leaves are left out.
-        fingerprint: the fingerprint of the transform; None if it is not known.
-        chain: the transform as code; None if it is not known.
+        leaves: a dict from name to `muonfx.tree.Spec` (shape and dtype), in the order of the state; None is left out.
+        fingerprint: a hash of the structure of the transform; None if the transform is not known.
+        chain: the code that constructs the transform; None if the transform is not known.
 
     >>> import muonfx as mfx
     >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2, 3, dtype=torch.bfloat16)})
@@ -65,7 +65,7 @@ class StateSpec:
         return self.leaves[name]
 
     def __str__(self) -> str:
-        """Return one line per leaf: name, shape, dtype."""
+        """Return one line for each leaf: name, shape, dtype."""
         shapes = {name: str(spec.shape) for name, spec in self.leaves.items()}
         wide = max((len(name) for name in shapes), default=0), max((len(shape) for shape in shapes.values()), default=0)
         return "\n".join(
@@ -75,12 +75,12 @@ class StateSpec:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all leaves, on all ranks together."""
+        """The bytes of all leaves at their global shapes, without replicas."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
     @classmethod
     def of(cls, state: PyTree) -> StateSpec:
-        """Make the spec of an existing state.
+        """Return the names, shapes and dtypes of an existing state.
 
         Raises:
             TypeError: a leaf is not a tensor; the message names it.
@@ -91,31 +91,41 @@ class StateSpec:
         return spec_of_named(named_tensors(state), state)
 
     def of_chain(self, tx: Transform) -> StateSpec:
-        """Return the same leaves with a transform, whose fingerprint a load compares with the checkpoint's."""
+        """Return a copy of this spec with a transform.
+
+        When `load` gets this spec, it compares the fingerprint of the transform (a hash of its structure) with the
+        fingerprint in the checkpoint.
+        """
         return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
 
     def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-        """The dtypes of the transform's matrix products for parameters of a dtype, by the name of its part."""
+        """Return a dict from the name of an inner transform to the dtype of its matrix products.
+
+        It is computed for parameters of the given dtype and device, and empty if the transform is not known.
+        """
         return {} if self._tx is None else product_dtypes(strip_transparent(self._tx), [dtype], device)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
-        """Return a tree with the structure of the state from leaves by name; missing leaves are None."""
+        """Return a state with leaves from a dict by name; leaves that are not in the dict are None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
 
 
 def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | None = None) -> StateSpec:
-    """Return the spec of a tree, given its `named_tensors`."""
+    """Return the `StateSpec` of a tree; ``named`` is the result of `named_tensors` for it."""
     leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
     found = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(name for name, _ in named))
     return found if tx is None else found.of_chain(tx)
 
 
 def spec(tx: Transform, params: PyTree) -> StateSpec:
-    """Return the names, shapes and dtypes of a transform's state without allocating it, by `init` on meta tensors.
+    """Return the names, shapes and dtypes of a transform's state, without allocating the state.
 
     Args:
         tx: the transform.
         params: the parameters on any device, including meta; only global shapes and dtypes are used.
+
+    Returns:
+        A `StateSpec`, made by ``tx.init`` on meta tensors. `muonfx.checkpoint.load` accepts it in place of a state.
 
     Raises:
         TypeError: ``tx`` is not a transform, or a parameter is not a floating-point tensor.

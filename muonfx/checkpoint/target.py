@@ -1,4 +1,4 @@
-"""The target of a load: the requested leaves, the differences that are allowed, and the tensors that are filled."""
+"""The target of a load: the tree to fill, the differences from the checkpoint that are allowed, and their check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.errors import MismatchError, first_ones
+from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import in_section, named_tensors, plain_names
@@ -24,16 +24,16 @@ from muonfx.tree.renaming import Rename, found_renaming, new_names
 __all__ = ["Allow", "Rules", "Target", "matches", "patterns_of"]
 
 Allow = bool | str | Collection[str]
-"""True for all leaves, False for none, or one or more patterns of leaf names."""
+"""An ``allow_...`` argument of `load`: True for all leaves, False for none, or one or more patterns of names."""
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if a pattern is the name, a prefix of its levels, or a glob that matches it."""
+    """Return whether a pattern is the name of a leaf, the first levels of the name, or a glob that matches it."""
     return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
 
 
 def patterns_of(given: Allow) -> tuple[str, ...]:
-    """Return the patterns in an argument; ``*`` for True."""
+    """Return an ``allow_...`` argument of `load` as a tuple of patterns; True is the pattern ``*``."""
     if isinstance(given, bool):
         return ("*",) if given else ()
     return (given,) if isinstance(given, str) else tuple(given)
@@ -41,7 +41,7 @@ def patterns_of(given: Allow) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rules:
-    """The arguments of ``load`` that allow differences; see there."""
+    """The arguments of `load` that allow differences between a checkpoint and ``like``; see there."""
 
     allow_missing: tuple[str, ...]
     allow_extra: tuple[str, ...]
@@ -50,7 +50,7 @@ class Rules:
     rename: Rename
 
     def described(self) -> dict[str, str]:
-        """Return the arguments as texts that can be compared between ranks; functions all compare equal."""
+        """Return the arguments as texts, to compare them between ranks; every function has the same text."""
 
         def text(given: object) -> str:
             if callable(given):
@@ -61,7 +61,10 @@ class Rules:
 
 
 def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
-    """Map each leaf in ``want`` to its name in the checkpoint, None if it is allowed to be missing."""
+    """Return a dict from each leaf name in ``want`` to its name in the checkpoint; None if it may be missing.
+
+    Raise `MismatchError` with all differences that the rules do not allow.
+    """
     problems: list[str] = []
     advice: list[str] = []
     names, wrong = plain_names(index.leaves), list[str]()
@@ -108,7 +111,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
         advice.append(f"to ignore leaves of the checkpoint: allow_extra={_shown(extra)}, or True")
     _check_leaves(index, want, rules, there, problems, advice)
     if problems:
-        lines, hints = "\n  ".join(first_ones(problems)), "\n  ".join(dict.fromkeys(advice))
+        lines, hints = "\n  ".join(first_of_each_kind(problems)), "\n  ".join(dict.fromkeys(advice))
         text = f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else "")
         raise MismatchError(text, problems)
     return {name: there.get(name) for name in want}
@@ -121,7 +124,7 @@ def _any(patterns: Iterable[str], name: str) -> bool:
 def _renaming(
     index: Index, want: StateSpec, names: Mapping[str, str], missing: Sequence[str], extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the renaming that turns extra leaves into missing ones and changes no other name; empty if none."""
+    """Suggest a ``rename`` argument that maps extra leaves of the checkpoint to missing leaves; empty if none fits."""
     found = found_renaming(
         {name: index.leaves[written].spec.shape for name, written in extra.items()},
         {name: want[name].shape for name in missing},
@@ -173,7 +176,7 @@ def _shown(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """The tree that a load produces, independent of the checkpoint that it reads."""
+    """The tree that a `load` fills, and the rules for matching it with the leaves of a checkpoint."""
 
     like: Mapping[str, Any]
     """The leaves of the caller's tree by name: tensors, shards of tensors, or `Spec`s."""
@@ -181,7 +184,7 @@ class Target:
     rules: Rules
     device: torch.device | str | None
     section: str
-    """The top level of the names: "" for a state, "params" for parameters."""
+    """The first level of the leaf names: "params" for parameters, "" (none) for a state."""
 
     @classmethod
     def of(
@@ -194,7 +197,7 @@ class Target:
         *,
         whole: bool,
     ) -> Target:
-        """Check the arguments of ``load``; with ``whole``, require that ``like`` holds no shards of tensors."""
+        """Check arguments of `load` and return their target; ``whole`` refuses a ``like`` with shards of tensors."""
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):
@@ -209,8 +212,11 @@ class Target:
         return cls(leaves, spec_of_named(named, like, tx), rules, device, section)
 
     @no_collection()
-    def make_room(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Allocate the target leaves; return all by name, and those to read by their names in the checkpoint."""
+    def allocate(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Match the leaves with a checkpoint and allocate them; ``where`` is its path, for messages.
+
+        Return two dicts: all leaves by name, and the leaves to read by their names in the checkpoint.
+        """
         sources = match(index, self.want, self.rules, section=self.section, where=where)
         self._warn_of_products(index, where)
         leaves = {
@@ -220,7 +226,7 @@ class Target:
         return leaves, {source: leaves[name] for name, source in sources.items() if source is not None}
 
     def _warn_of_products(self, index: Index, where: str) -> None:
-        """Warn if the run that wrote the checkpoint computed its matrix products in other dtypes."""
+        """Warn if the transform now computes its matrix products in other dtypes than when the checkpoint was saved."""
         real = (leaf.device for leaf in self.like.values() if isinstance(leaf, Tensor) and not leaf.is_meta)
         device = torch.device(self.device or next(real, "cpu"))
         # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
@@ -237,7 +243,7 @@ class Target:
                 )
 
     def _empty(self, leaf: Any) -> Any:
-        """Allocate a tensor for the values of a leaf."""
+        """Allocate a tensor or shard, with the shape and dtype of a leaf of ``like``, on the device of the target."""
         if isinstance(leaf, Spec):
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device or "cpu")
         if isinstance(leaf, Tensor):
@@ -246,11 +252,11 @@ class Target:
         return leaf.empty_like()
 
     def _copy(self, name: str, leaf: object) -> Any:
-        """Copy the value in ``like`` of a leaf that is missing in the checkpoint."""
+        """Return a copy of a leaf of ``like`` that is missing in the checkpoint."""
         if isinstance(leaf, Spec) or (isinstance(leaf, Tensor) and leaf.device.type == "meta"):
             raise ValueError(
-                f"the leaf {name!r} is missing in the checkpoint, which is allowed, but like= has no values to keep: "
-                "give a state, tx.init(params), instead of a spec"
+                f"like=: found a spec without values for {name!r}, which is missing in the checkpoint, expected a "
+                "state with values to keep: pass like=tx.init(params)"
             )
         room = self._empty(leaf)
         room.copy_(leaf.detach() if isinstance(leaf, Tensor) else leaf)

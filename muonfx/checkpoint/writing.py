@@ -50,13 +50,13 @@ __all__ = ["Draft", "Job"]
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of one save; if they are not valid, ``problem`` is the error, to be raised on all ranks."""
+    """The checked arguments of one save; if one is not valid, ``problem`` is the error to raise on all ranks."""
 
     path: Path
     head: Index = field(default_factory=Index)
-    """The index without its id, files and leaves."""
+    """The known part of the index: all fields except the save id, the files and the leaves."""
     leaves: dict[str, Any] = field(default_factory=dict)
-    """The leaves by name; copied to the CPU for a save in the background."""
+    """A dict from leaf name to tensor or shard; copies on the CPU for a save in the background."""
     keep: int | None = None
     group: ProcessGroup | None = None
     problem: Exception | None = None
@@ -76,7 +76,7 @@ class Job:
         group: ProcessGroup | None,
         copy: bool = False,
     ) -> Job:
-        """Check the arguments of ``save``; with a group, an error is stored as ``problem``."""
+        """Check the arguments of `save`; with a group, store an error as ``problem``. ``copy`` copies to the CPU."""
         where, layout = Path(), tx.layout if isinstance(tx, Sharded) else None
         if layout is not None and group is None and layout.group is not None:
             if copy:  # training continues and communicates on the same group
@@ -127,14 +127,14 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
     if back != extra:
         changed = sorted(str(key) for key in extra if key not in back or back[key] != extra[key])
         raise ValueError(
-            f"extra would be loaded with other values: {', '.join(changed)}; JSON has lists, no tuples, and keys are "
-            "strings"
+            f"extra: found values that JSON changes: {', '.join(changed)}; expected lists instead of tuples, and "
+            "strings as keys"
         )
     return back
 
 
 def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
-    """Return the leaves by name and require that they can be written; ``whole`` refuses shards of tensors."""
+    """Return a dict from name to leaf; raise if a leaf cannot be written. ``whole`` refuses shards of tensors."""
     found: dict[str, Any] = {}
     for tree, section in ((state, ""), (params, PARAMS)):
         if tree is not None:
@@ -155,7 +155,7 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
 
 
 def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an index that describe a transform; each is computed once for a value of a transform."""
+    """Return the index fields ``fingerprint``, ``chain`` and ``products`` of a transform, cached in ``tx.derived``."""
     dtypes = {name: leaf.dtype for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
     # The state's dtypes stand in for the dtypes of parameters that are not saved.
     held = frozenset([dtypes[name] for name in dtypes if in_section(name, PARAMS)] or dtypes.values())
@@ -169,7 +169,7 @@ def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(leaf: Any) -> Any:
-    """Copy a leaf to the CPU."""
+    """Return a copy of a tensor or shard in CPU memory."""
     if isinstance(leaf, FlatPiece):
         return leaf.empty_like("cpu").copy_(leaf)
     if is_dtensor(leaf):
@@ -183,7 +183,7 @@ def _copy(leaf: Any) -> Any:
 
 
 class Draft:
-    """A save in progress on one rank; `whole_or_not` removes its files if it fails before the commit.
+    """The files of a save in progress on one rank, which `discard_on_error` removes if the save fails.
 
     Every file name contains the id of its save, so two writers never write to the same file. The rename of the index
     decides which save is at the path. After it, the files that the replaced index names are removed, and no others:
@@ -199,11 +199,11 @@ class Draft:
         self._other_writer = self._made = self._tried = self._done = False
 
     def data_file(self, rank: int, ranks: int) -> Path:
-        """Return the path of a rank's data file, whose name is unique to the save."""
+        """Return the path of a rank's data file; its name contains the id of the save."""
         return self.path / data_name(self.save_id, rank, ranks)
 
     def begin(self) -> None:
-        """Make the folder; in a group one rank does so before the others begin."""
+        """Create the checkpoint folder. In a group, one rank calls this before the other ranks write."""
         begin = b""
         with suppress(FileNotFoundError, NotADirectoryError), open_regular(self.path / INDEX) as file:
             begin = file.read(4096)
@@ -219,12 +219,15 @@ class Draft:
     def write(
         self, file: Path, parts: Sequence[Part], values: Callable[[str], Tensor]
     ) -> tuple[DataFile, dict[str, Chunk]]:
-        """Write a data file of this save; see `write_data`."""
+        """Write a data file of this save; arguments and result are those of `write_data`."""
         self._own.append(file)
         return write_data(file, parts, values)
 
     def commit(self, index: Index) -> None:
-        """Write the index, which puts this save at the path; after an error, `is_committed` returns whether it did."""
+        """Write the index under a temporary name and rename it, which replaces the previous checkpoint.
+
+        After an error, `is_committed` returns whether the rename was done.
+        """
         for file in index.files:
             if not (self.path / file.name).exists():
                 raise FileNotFoundError(
@@ -243,7 +246,7 @@ class Draft:
         sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
 
     def _identity(self) -> tuple[int, int] | None:
-        """Return a value that changes when the index at the path is replaced, None if there is none."""
+        """Return a value that changes whenever the index at the path is replaced; None if the path has no index."""
         try:
             found = os.stat(self.path / INDEX)
         except (FileNotFoundError, NotADirectoryError):
@@ -251,7 +254,7 @@ class Draft:
         return found.st_ino, found.st_mtime_ns
 
     def tidy(self, keep: int | None) -> None:
-        """Remove obsolete files and checkpoints after the commit; warn if the system refuses to."""
+        """After the commit, remove the replaced checkpoint's files and all but ``keep`` checkpoints; warn on errors."""
         try:
             remove_files(self.path, self._replaced)
             if keep is not None:
@@ -270,12 +273,12 @@ class Draft:
             )
 
     def is_committed(self) -> bool | None:
-        """Return whether this save was committed, None if that cannot be known."""
+        """Return whether the index of this save was renamed into place; None if that cannot be known."""
         # A network file system may report an error for a rename that it has performed.
-        return self.is_there() if self._tried and not self._done else self._done
+        return self.is_at_path() if self._tried and not self._done else self._done
 
-    def is_there(self) -> bool | None:
-        """Return whether the index at the path is this save's, None if it cannot be read."""
+    def is_at_path(self) -> bool | None:
+        """Return whether the index at the path was written by this save; None if the index cannot be read."""
         try:
             return inspect(self.path).save_id == self.save_id
         except NotFoundError:
@@ -284,7 +287,7 @@ class Draft:
             return None
 
     def discard(self) -> None:
-        """Remove the files that this rank has written; no index will name them."""
+        """Remove the files that this rank has written, after it is certain that no index will name them."""
         for file in self._own:
             with suppress(OSError):
                 file.unlink()
@@ -293,8 +296,8 @@ class Draft:
                 self.path.rmdir()
 
     @contextmanager
-    def whole_or_not(self) -> Generator[None]:
-        """On failure, discard the files of an uncommitted save and raise an OSError as `WriteError`."""
+    def discard_on_error(self) -> Generator[None]:
+        """If the block fails before the commit, remove the files of the save; raise an OSError as `WriteError`."""
         try:
             yield
         except BaseException as error:

@@ -21,7 +21,7 @@ __all__ = ["FLOAT8", "Book", "Float8", "Grid", "Listed", "dynamic", "float8", "g
 
 @dataclass(frozen=True)
 class Book:
-    """A codebook: its levels and the dtype of its codes. Each subclass defines how to find the nearest level."""
+    """A codebook: its levels and the dtype of its codes. Subclasses define how to find the nearest level."""
 
     signed: bool
     dtype: torch.dtype
@@ -32,21 +32,21 @@ class Book:
         raise NotImplementedError
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round each magnitude at random to one of its two neighbouring levels, preserving the mean; return codes."""
+        """Return the code of a level next to each magnitude, chosen by ``noise`` such that the mean is preserved."""
         levels = table(self.levels, magnitudes.device)
         below = (torch.bucketize(magnitudes, levels, right=True) - 1).clamp(0, len(self.levels) - 2)
         low, high = _look_up(levels, below), _look_up(levels, below + 1)
         return below + (noise < (magnitudes - low) / (high - low)).to(torch.int64)
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Decode codes to fp32 fractions of the block's scale, in [-1, 1]."""
+        """Decode codes to fp32 numbers in [-1, 1], the fractions of the scale of a block."""
         raise NotImplementedError
 
     def encode(self, fractions: Tensor, present: Tensor, noise: Tensor | None = None) -> Tensor:
         """Return the codes of fp32 fractions in [-1, 1], or in [0, 1] if unsigned.
 
-        An unsigned codebook does not round elements to zero where ``present`` is True. With ``noise`` in [0, 1),
-        rounding is stochastic.
+        An unsigned codebook does not round elements to zero where ``present`` is True. With ``noise``, uniform in
+        [0, 1), rounding is stochastic.
         """
         magnitudes = fractions.abs()
         if not self.signed:
@@ -63,11 +63,11 @@ class Grid(Book):
     roots: int
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Round to the nearest level after taking the roots."""
+        """Return the index of the level that is nearest to each magnitude after ``roots`` square roots."""
         return (_root(magnitudes, self.roots) * (len(self.levels) - 1)).round()
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Divide by the number of steps and undo the roots."""
+        """Decode codes: divide them by the largest code, then square ``roots`` times."""
         return _square(codes.to(torch.float32) / (len(self.levels) - 1), self.roots)
 
 
@@ -76,12 +76,12 @@ class Listed(Book):
     """A codebook of arbitrary increasing levels. A code is the index of its level."""
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Round to the nearest level, and a midpoint to the lower level."""
+        """Return the index of the level nearest to each magnitude; a midpoint is rounded to the lower level."""
         levels = table(self.levels, magnitudes.device)
         return torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Look up the codes; -128, which is never encoded, decodes to NaN."""
+        """Decode codes with a table. The code -128, which `encode` never returns, decodes to NaN."""
         if not self.signed:
             return _look_up(table(self.levels, codes.device), codes.to(torch.int32))
         negative = tuple(-level for level in reversed(self.levels[1:]))
@@ -91,20 +91,20 @@ class Listed(Book):
 
 @dataclass(frozen=True)
 class Float8(Book):
-    """A codebook of the finite numbers of an 8-bit float type, divided by the largest and squared ``roots`` times."""
+    """A codebook of the finite numbers of an 8-bit float type, divided by the largest, and squared ``roots`` times."""
 
     roots: int
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Take the roots and scale to the range of the float type. The cast to the code dtype then rounds."""
+        """Return ``roots`` square roots of magnitudes, scaled to the range of the float type; the later cast rounds."""
         return _root(magnitudes, self.roots) * torch.finfo(self.dtype).max
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round as in `Book`, but return numbers of the float type instead of indices."""
+        """Round at random as `Book.between` does, but return numbers of the float type instead of indices."""
         return self.nearest(_look_up(table(self.levels, magnitudes.device), super().between(magnitudes, noise)))
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Divide by the largest number and undo the roots."""
+        """Decode codes: divide them by the largest number of the float type, then square ``roots`` times."""
         return _square(codes.to(torch.float32) / torch.finfo(self.dtype).max, self.roots)
 
 
@@ -121,7 +121,7 @@ def _square(x: Tensor, times: int) -> Tensor:
 
 
 def grid(*, signed: bool) -> Grid:
-    """Return the "linear" codebook: signed levels ``k / 127``, or unsigned levels ``(k / 255)**4``."""
+    """Return the "linear" codebook of `int8`: signed levels ``k / 127``, or unsigned levels ``(k / 255)**4``."""
     # Second moments of a block span many orders of magnitude. On log-normal blocks of 2048 with a standard deviation
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
     steps, roots, dtype = (127, 0, torch.int8) if signed else (255, 2, torch.uint8)
@@ -130,7 +130,7 @@ def grid(*, signed: bool) -> Grid:
 
 
 def dynamic(*, signed: bool) -> Listed:
-    """Return the "dynamic" codebook of Dettmers et al. (arXiv 2110.02861), changed so that it has both -1 and 1."""
+    """Return the "dynamic" codebook of `int8`, from Dettmers et al. (arXiv 2110.02861), with both -1 and 1."""
     # Leading zero bits of a code count decades; the bits after the first one divide the decade evenly.
     bits = 6 if signed else 7
     levels: list[float] = []
@@ -147,7 +147,7 @@ FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def float8(format: str, *, signed: bool) -> Float8:
-    """Return the codebook of a float type. Unsigned e4m3 stores square roots, because its range is too small."""
+    """Return the codebook of "e4m3" or "e5m2". Unsigned e4m3 stores square roots, as its range is too small."""
     dtype, roots = FLOAT8[format], 1 if format == "e4m3" and not signed else 0
     numbers = torch.arange(128, dtype=torch.uint8).view(dtype).to(torch.float32)
     levels = _square(numbers[numbers.isfinite()] / torch.finfo(dtype).max, roots)
@@ -158,12 +158,12 @@ _tables: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
 def _look_up(numbers: Tensor, places: Tensor) -> Tensor:
-    """Return ``numbers[places]``; indexing with 0-d places would read their value in a compiled graph."""
+    """Return ``numbers[places]``. Plain indexing with a 0-d tensor would read its value in a compiled graph."""
     return numbers.index_select(0, places.reshape(-1)).reshape(places.shape)
 
 
 def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as an fp32 vector on a device, cached unless a trace is active."""
+    """Return numbers as an fp32 vector on a device; it is cached, except in a trace or in inference mode."""
     watched = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
     if watched or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)

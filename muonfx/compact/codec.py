@@ -1,4 +1,4 @@
-"""The encoding of one leaf in eight bits: codes in the shape of the leaf, and a scale for each block."""
+"""The encoding of one tensor in eight bits: codes in the shape of the tensor, and a scale for each block."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ __all__ = ["Codec", "Encoded"]
 
 
 class Encoded(NamedTuple):
-    """The codes and scales of one leaf."""
+    """The encoding of one tensor: its codes and the scales of its blocks."""
 
     codes: Tensor
-    """Codes in the leaf's shape and the codebook's dtype; fp32 values if the leaf is too small to encode."""
+    """8-bit codes in the shape of the tensor; the fp32 values themselves if the tensor is too small to encode."""
     scales: Tensor
-    """The largest magnitude of each block of the flattened leaf, fp32; empty if the leaf is stored in fp32."""
+    """The largest magnitude of each block of the flattened tensor, fp32; empty if the tensor is not encoded."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes leaves with one codebook and one block size."""
+    """Encodes and decodes tensors of at least ``min_size`` elements, in blocks of ``block``, with a codebook."""
 
     book: Book
     block: int
     min_size: int
 
     def keeps(self, shape: torch.Size) -> bool:
-        """Return whether leaves of this shape are too small to encode, and are stored in fp32."""
+        """Return whether tensors of this shape are too small to encode, so that they are stored in fp32."""
         return prod(shape) < self.min_size
 
     def zeros(self, param: Tensor) -> Encoded:
-        """Return the encoding of zeros in the shape of a parameter."""
+        """Return the encoding of a tensor of zeros, with the shape and device of a parameter."""
         shape, device = param.shape, param.device
         blocks = 0 if self.keeps(shape) else -(-prod(shape) // self.block)
         dtype = torch.float32 if self.keeps(shape) else self.book.dtype
@@ -58,14 +58,14 @@ class Codec:
         return Encoded(_flat(self.book.encode(fractions, usable & (rows > 0), noise), x.shape), scales)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Decode one leaf to a new contiguous fp32 tensor."""
+        """Return the values of an encoded tensor as a new contiguous fp32 tensor."""
         if self.keeps(codes.shape):
             return codes.clone(memory_format=torch.contiguous_format)
         return _flat(_rows(self.book.fractions(codes), self.block) * scales.unsqueeze(-1), codes.shape)
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
-    """Return a leaf as a matrix with one block in each row, padded with zeros."""
+    """Return the elements of a tensor as a matrix with one block in each row, padded with zeros."""
     flat = x.reshape(-1)
     width = max(1, min(block, flat.shape[0]))
     missing = -flat.shape[0] % width
@@ -73,6 +73,6 @@ def _rows(x: Tensor, block: int) -> Tensor:
 
 
 def _flat(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Undo `_rows` for a leaf of the given shape."""
+    """Return the elements of a matrix from `_rows` as a tensor of the given shape, without the padding."""
     flat, number = rows.reshape(-1), prod(shape)
     return (flat if flat.shape[0] == number else flat[:number].clone()).reshape(shape)

@@ -15,12 +15,12 @@ __all__ = ["QuantizedDtype", "fp8", "int8"]
 
 
 class Resolved(NamedTuple):
-    """The codecs (encoder and decoder of a leaf) and the seed of a quantized dtype."""
+    """The codecs (encoders and decoders of tensors) and the seed that the arguments of a quantized dtype define."""
 
     signed: Codec
-    """For values of either sign."""
+    """The codec for values of either sign."""
     unsigned: Codec
-    """For values that are never negative, such as second moments."""
+    """The codec for values that are never negative, such as second moments."""
     seed: int | None
     """The seed of stochastic rounding; None rounds to nearest."""
 
@@ -28,8 +28,8 @@ class Resolved(NamedTuple):
 class QuantizedDtype(Recorded):
     """A dtype that stores a state in eight bits per element and an fp32 scale per block; made by `int8` or `fp8`.
 
-    It is a frozen value: it prints as the code that makes it, can be compared, hashed and pickled, and is part of the
-    fingerprint of a transform that has it as an argument.
+    It is a frozen value. It prints as the code that constructs it, and can be compared, hashed and pickled. It is part
+    of the fingerprint (a hash of the structure) of a transform that has it as an argument.
 
     >>> import muonfx as mfx
     >>> mfx.int8() == mfx.int8(block=2048), mfx.momentum(dtype=mfx.int8(block=256))
@@ -38,7 +38,7 @@ class QuantizedDtype(Recorded):
 
     @property
     def resolved(self) -> Resolved:
-        """The codecs and the seed that the arguments define."""
+        """The codecs (encoders and decoders of tensors) and the seed that the arguments define."""
         return self.built
 
 
@@ -73,7 +73,7 @@ def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) 
 
 @_compact
 def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
-    r"""Store a state as 8-bit integers with an fp32 scale for each block of elements.
+    r"""Return a dtype for optimizer state: 8-bit integers with an fp32 scale for each block of elements.
 
     A state tensor is flattened and split into blocks of ``block`` consecutive elements. The scale of a block is its
     largest magnitude, and each element is rounded to one of at most 255 levels between minus and plus the scale.
@@ -91,7 +91,7 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
             below half the distance between two levels, so use stochastic rounding for second moments and averaged
             parameters with decay rates above about 0.99. The state contains a counter for each tensor, which seeds the
             noise and grows by one per update, so runs are reproducible.
-        seed: the seed from which, with the name of each tensor, its first counter is computed.
+        seed: the seed of stochastic rounding. The first counter of a tensor is a hash of the seed and of its name.
 
     Returns:
         A `QuantizedDtype`: the ``dtype`` of `momentum` or `ema_params`, the ``mu_dtype`` or ``nu_dtype`` of
@@ -116,7 +116,7 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
 
 @_compact
 def fp8(block: int = 2048, *, format: Format = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
-    """Store a state as 8-bit floats with an fp32 scale for each block of elements.
+    """Return a dtype for optimizer state: 8-bit floats with an fp32 scale for each block of elements.
 
     State tensors are encoded as by `int8`, but the levels are the finite numbers of a float type, divided by the
     largest number. In torch 2.13, ``torch.save`` supports float8 tensors, but ``pickle.dumps``, ``torch.equal`` and

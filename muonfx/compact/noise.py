@@ -25,9 +25,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(key: Tensor, number: int) -> Tensor:
-    """Return ``number`` pseudo-random fp32 values in [0, 1), a function of the key.
+    """Return a vector of ``number`` pseudo-random fp32 values in [0, 1), as a pure function of the key.
 
-    The key is a 0-d int64 tensor of 0 or more. The values are multiples of 2**-24.
+    The key is a nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
     """
     low, high = key & _MASK, key >> 32
     start = _mix(_mix(low) ^ high)
@@ -39,7 +39,7 @@ def uniform(key: Tensor, number: int) -> Tensor:
 
 
 def key_of(text: str) -> int:
-    """Return a 62-bit FNV-1a hash of a text, which is the same in every process and can be traced."""
+    """Return a 62-bit FNV-1a hash of a text. It is the same in every process, and torch.compile can trace it."""
     found = 0xCBF29CE484222325
     for character in text:
         found = ((found ^ ord(character)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
@@ -47,7 +47,7 @@ def key_of(text: str) -> int:
 
 
 def keys_of(prefix: str, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return a random key for each leaf: a 0-d int64 hash of the prefix and its name, on the device of the leaf."""
+    """Return a key for each leaf, the seed of its noise: a 0-d int64 hash of prefix and name, on the leaf's device."""
     return [
         torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device)
         for name, leaf in zip(names, leaves, strict=True)

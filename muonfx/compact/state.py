@@ -1,4 +1,4 @@
-"""A tree of tensors in eight bits, as part of a transform's state.
+"""A tree of 8-bit tensors, as part of a transform's state.
 
 Codes, scales and keys are three trees with the structure of the parameters. So the name of a state tensor ends in the
 name of its parameter (``trace.codes.blocks.0.up.weight``), which checkpoints, layouts and the torch optimizer look up.
@@ -19,7 +19,7 @@ __all__ = ["QuantizedState", "Holder", "KeyedQuantizedState"]
 
 
 class QuantizedState(NamedTuple):
-    """A state tree in eight bits, rounded to the nearest levels."""
+    """A tree of state tensors in eight bits, such as momenta, rounded to the nearest levels of a codebook."""
 
     codes: PyTree
     """For each parameter, 8-bit codes in its shape; fp32 values if it has fewer than ``min_size`` elements."""
@@ -28,7 +28,7 @@ class QuantizedState(NamedTuple):
 
 
 class KeyedQuantizedState(NamedTuple):
-    """A state tree in eight bits, rounded stochastically."""
+    """A tree of state tensors in eight bits, such as momenta, rounded stochastically."""
 
     codes: PyTree
     """As in `QuantizedState`."""
@@ -39,7 +39,7 @@ class KeyedQuantizedState(NamedTuple):
 
 
 class Holder:
-    """Creates, reads and writes one tree of a transform's state in a quantized dtype."""
+    """Creates, reads and writes one tree of a transform's state, such as its momenta, in a quantized dtype."""
 
     def __init__(self, dtype: QuantizedDtype, role: str, *, signed: bool) -> None:
         resolved = dtype.resolved
@@ -48,12 +48,12 @@ class Holder:
         self.role = role  # such as "mu": two trees of one parameter get different noise
 
     def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Return the encoding of zeros in the shapes of the parameters."""
+        """Return the encoding of a tree of zeros in the shapes of the parameters."""
         at = Present(params)
         return self._fresh(at, [self.codec.zeros(param) for param in at.pick(params)])
 
     def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Return the encoding of a tree of values, rounded to the nearest levels."""
+        """Return the encoding of a tree of tensors, rounded to the nearest levels."""
         at = Present(values)
         return self._fresh(at, [self.codec.encode(value) for value in at.pick(values)])
 
@@ -65,14 +65,14 @@ class Holder:
         return KeyedQuantizedState(codes, scales, at.fill(keys))
 
     def read(self, at: Present, held: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
-        """Decode the selected leaves to new fp32 tensors."""
+        """Return the leaves of the encoded tree ``held`` at the positions ``at``, decoded to new fp32 tensors."""
         pairs = zip(at.pick(held.codes), at.pick(held.scales), strict=True)
         return [self.codec.decode(codes, scales) for codes, scales in pairs]
 
     def write(
         self, at: Present, values: list[Tensor], held: QuantizedState | KeyedQuantizedState
     ) -> QuantizedState | KeyedQuantizedState:
-        """Return the state with new values at the selected leaves; all other leaves stay as in ``held``."""
+        """Return the encoded tree with new values at the positions ``at``; all other leaves stay as in ``held``."""
         keys = at.pick(held.keys) if isinstance(held, KeyedQuantizedState) else [None] * len(values)
         leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
         codes = at.fill([leaf.codes for leaf in leaves], held.codes)

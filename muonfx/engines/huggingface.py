@@ -39,7 +39,7 @@ class TrainingArguments(Protocol):
 
 
 class MuonFactory:
-    """Makes the optimizer; the Trainer calls the class without arguments, and then the instance with the model.
+    """The factory of the Muon optimizer; a Trainer calls ``MuonFactory()(model, **arguments)``.
 
     >>> optimizer = MuonFactory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=0.01)
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
@@ -49,13 +49,13 @@ class MuonFactory:
     def __call__(
         self, model: nn.Module, *, zero: bool = False, eps: float | None = None, **options: Any
     ) -> torch.optim.Optimizer:
-        """Make the optimizer.
+        """Return the Muon optimizer for a model.
 
         Args:
             model: the model; the types of its modules decide which parameters Muon trains.
             zero: True if DeepSpeed will shard the parameters.
             eps: the epsilon of AdamW; None for the default of `muonfx.adamw`.
-            options: arguments of `muonfx.Muon`. If they come from a file, see `muonfx.engines.parts`.
+            options: arguments of `muonfx.Muon`, also in the form that `muonfx.engines.parts` reads from a file.
         """
         made: torch.optim.Optimizer = deepspeed.Muon(model, **options) if zero else Muon(model, **with_parts(options))
         for group in made.param_groups:
@@ -65,7 +65,7 @@ class MuonFactory:
 
 
 def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], dict[str, Any]]:
-    """Configure Muon for a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
+    """Return Muon in the form for a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
 
     The learning rate, the weight decay, and the betas and epsilon of AdamW come from the training arguments. The
     Trainer's scheduler changes the rates of Muon and AdamW; the log shows the rate of the first group, which is Muon's.
@@ -77,11 +77,11 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
             `muonfx.engines.deepspeed.Muon`. They take precedence over ``args``.
 
     Returns:
-        The factory of the optimizer, and its arguments other than the model.
+        The class of the optimizer factory, and the arguments that the Trainer passes to the factory after the model.
 
     Raises:
-        ValueError: the configuration of DeepSpeed has an optimizer, or would replace Muon by DeepSpeed's own when the
-            optimizer is offloaded; the message contains the entry to change.
+        ValueError: the configuration of DeepSpeed has an optimizer, or replaces Muon by DeepSpeed's CPU Adam because
+            the optimizer is offloaded; the message contains the entry to change.
 
     >>> from types import SimpleNamespace
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
@@ -91,20 +91,20 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
     """
     if args.deepspeed_plugin is not None:
         require_own_step(args.deepspeed_plugin.deepspeed_config)
-    said = {
+    arguments = {
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
         "zero": args.deepspeed_plugin is not None,  # the plugin is set also if ``accelerate launch`` selects DeepSpeed
     }
-    return MuonFactory, {**said, **options}
+    return MuonFactory, {**arguments, **options}
 
 
 class MuonMixin:
     """A mixin for a Trainer that another script constructs: ``class MuonTrainer(MuonMixin, Trainer)``.
 
-    `muon` makes the optimizer unless the Trainer is given one.
+    The Trainer then uses `muon` with its training arguments, unless it was given ``optimizer_cls_and_kwargs``.
 
     Example:
         >>> from types import SimpleNamespace
@@ -123,12 +123,12 @@ class MuonMixin:
     """
 
     muon_options: ClassVar[Mapping[str, Any]] = {}
-    """Further arguments of `muon`."""
+    """Arguments for `muon` in addition to the training arguments; set them in the subclass."""
     args: TrainingArguments
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
     def create_optimizer(self, *given: Any, **more: Any) -> torch.optim.Optimizer:
-        """Make the optimizer as the Trainer does."""
+        """Set ``optimizer_cls_and_kwargs`` if it is None, and call the Trainer's ``create_optimizer``."""
         if self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = muon(self.args, **self.muon_options)
         return cast("Any", super()).create_optimizer(*given, **more)

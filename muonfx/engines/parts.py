@@ -1,4 +1,4 @@
-"""Read the transforms among the options of an optimizer from a JSON or YAML file."""
+"""Read options of `muonfx.Muon` whose values are transforms from a JSON or YAML file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ __all__ = ["with_parts"]
 
 
 def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options that were read from a file.
+    """Return options of `muonfx.Muon` that were read from a file, with transforms in place of mappings.
 
-    A file has no transforms, so it gives a mapping of arguments instead: ``orthogonalize`` is a mapping of arguments of
-    `muonfx.orthogonalize`, and ``view`` in it is the pattern, or the mapping from globs to patterns, of a
-    `muonfx.MatrixView`. In such a mapping a list becomes a tuple and the name of a dtype becomes the dtype. All other
-    options are returned unchanged.
+    In the file, ``orthogonalize`` is a mapping of arguments of `muonfx.orthogonalize`. Its ``view`` (how a tensor
+    divides into matrices) is a pattern, or a mapping from globs of parameter names to patterns, as `muonfx.MatrixView`
+    accepts them. Lists in these mappings become tuples, and names of dtypes become dtypes. Other options are unchanged.
 
     Raises:
         TypeError: a mapping has an unknown argument; the message suggests a known one.

@@ -17,10 +17,10 @@ __all__ = ["muon"]
 
 # The result is untyped, since torchtitan is imported only when it is needed.
 def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
-    """Configure Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
+    """Return Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
 
-    torchtitan's own container accepts only a fixed list of optimizers. This is the configuration of another container,
-    with one `muonfx.Muon` for each model part; the types of modules decide which parameters Muon trains.
+    torchtitan's own optimizers container accepts only a fixed list of optimizers. This function configures another
+    container, with one `muonfx.Muon` for each model part; the types of modules decide which parameters Muon trains.
     Schedulers, logs and checkpoints work as with any other container. The fields ``lr``, ``adamw_lr`` and
     ``weight_decay`` can be overridden on torchtitan's command line: ``--optimizer.lr 0.01``.
 
@@ -28,7 +28,7 @@ def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float
         lr: the learning rate of Muon.
         adamw_lr: the learning rate of AdamW; None for ``lr``.
         weight_decay: the decoupled weight decay of Muon and AdamW.
-        options: further arguments of `muonfx.Muon`. If they come from a file, see `muonfx.engines.parts`.
+        options: further arguments of `muonfx.Muon`, also in the form that `muonfx.engines.parts` reads from a file.
 
     Returns:
         A ``Config`` of a ``torchtitan.components.optimizer.OptimizersContainer``. Its ``build`` raises ValueError for

@@ -27,7 +27,7 @@ __all__ = ["LeafSummary", "Summary", "summary"]
 
 @dataclass(frozen=True)
 class LeafSummary:
-    """One leaf of a tree, a tensor or None."""
+    """One row of a `Summary`: the path, shape, dtype, device and bytes of a leaf (a tensor or None)."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...] | None
@@ -45,21 +45,20 @@ class LeafSummary:
 
     @property
     def name(self) -> str:
-        """Dotted path."""
+        """Dotted path of the leaf, such as "momentum.trace.fc"."""
         return ".".join(self.path)
 
 
 @dataclass(frozen=True, repr=False)
 class Summary(Shown):
-    """The leaves of a tree with their totals; made by `summary`, printed as a table.
+    """The tensors of a state, optimizer or model with their bytes; `summary` returns it, and it prints as a table.
 
-    ``str()`` is plain text, a notebook shows an HTML table. ``to_text(depth=1)`` omits deeper
-    levels.
+    ``str()`` returns plain text, and a notebook shows an HTML table. ``to_text(depth=1)`` omits deeper levels.
 
     Attributes:
-        leaves: every leaf, in the order of the tree.
+        leaves: a `LeafSummary` for each leaf, in the order of the tree.
         ranks: the number of ranks that the leaves are sharded over; None if nothing is sharded.
-        params_nbytes: the bytes of the whole parameters; None if they are not known.
+        params_nbytes: the bytes of the parameters, without shards and replicas; None if they are not known.
 
     >>> import torch
     >>> import muonfx as mfx
@@ -83,14 +82,14 @@ class Summary(Shown):
         return sum(leaf.total_nbytes for leaf in self.leaves)
 
     def by_dtype(self) -> dict[str, int]:
-        """The bytes that this rank holds of each dtype, the most first."""
+        """Return a dict from dtype to the bytes of this dtype on this rank, in descending order of bytes."""
         found: Counter[str] = Counter()
         for leaf in self.leaves:
             found[leaf.dtype] += leaf.nbytes
         return {dtype: nbytes for dtype, nbytes in found.most_common() if nbytes}
 
     def report(self) -> Report:
-        """The table: a row for each node and leaf, and totals."""
+        """Return the table for printing: a row for each leaf and each inner level of the tree, and totals."""
         shown: dict[str, Callable[[LeafSummary], str]] = {
             "shape": lambda leaf: "-" if leaf.shape is None else format_shape(leaf.shape),
             "dtype": lambda leaf: leaf.dtype,
@@ -133,7 +132,7 @@ class Summary(Shown):
         return Report((Table(titles, rows(self.leaves, 0), right, footers), *self._compared()))
 
     def _compared(self) -> tuple[str, ...]:
-        """Return a sentence that compares the bytes with the parameters, if these are known."""
+        """Return a sentence that compares the bytes with those of the parameters, or nothing if these are not known."""
         if not self.params_nbytes:
             return ()
         one, every = self.nbytes / self.params_nbytes, self.total_nbytes / self.params_nbytes
@@ -149,19 +148,19 @@ def _counted(number: int, noun: str) -> str:
 
 
 def summary(what: PyTree, params: PyTree = None) -> Summary:
-    """Summarize the tensors of a state, an optimizer or a model: tree, shapes, dtypes, bytes and owners.
+    """Return a table of the tensors of a state, an optimizer or a model: shapes, dtypes, bytes and owners.
 
     Args:
-        what: a state or any other tree of tensors; a `TransformOptimizer`; a model, for its parameters; a pair of a
-            transform and its state, to show the owner of each leaf of a sharded state; or a transform, with ``params``,
-            for the state that it would create, which is not allocated.
+        what: a state or any other tree of tensors; a `TransformOptimizer`; a model, for its parameters; a transform,
+            with ``params``, for the state that it would create, which is not allocated; or a pair of a transform and
+            its state, which shows for a sharded state the owners (the ranks that hold each leaf).
         params: the parameters, a tree of tensors or a model, to compare the bytes with. For the pair of a sharded
             transform and its state, give the local parameters; they are needed only if the transform has not been used
             yet and their names differ from the names in its layout.
 
     Returns:
-        A value that prints as a table in a terminal, and is shown as HTML in a notebook. No value of a tensor is read,
-        so the host does not wait for a device.
+        A `Summary`, which prints as a table in a terminal and is shown as HTML in a notebook. The values of tensors
+        are not read, so the host does not wait for a device.
 
     Raises:
         TypeError: a transform alone, without ``params``, or a value that is not a tree of tensors.
@@ -207,9 +206,9 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
 
 
 def _check_what(what: object) -> None:
-    """Raise unless `what` is a tree with a tensor in it, or an empty container such as a stateless transform's."""
+    """Raise unless ``what`` is a tree that contains a tensor, or is empty like the state of a stateless transform."""
     if type(what) is tuple and len(what) == 2 and isinstance(what[1], Transform):
-        raise TypeError("summary of a pair: the transform comes first, then its state")
+        raise TypeError("summary: found a pair (state, transform), expected (transform, state): swap the two")
     present = [leaf for leaf in tree.leaves(what) if leaf is not None]
     if what is None or (present and not any(isinstance(leaf, Tensor | FlatPiece) for leaf in present)):
         raise TypeError(
@@ -222,7 +221,7 @@ def _check_what(what: object) -> None:
 
 
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
-    """Return the leaves of an unsharded tree; DTensors and flat shards in it report their own shapes."""
+    """Return a row for each leaf of a tree; DTensors and flat shards in it have their global shapes."""
     return [
         _leaf_of(path, leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None, local_of(leaf))
         for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)
@@ -232,7 +231,7 @@ def _plain_leaves(values: PyTree) -> list[LeafSummary]:
 def _leaf_of(
     path: Iterable[object], shape: Sequence[int] | None, here: object, total: int | None = None, owner: str = ""
 ) -> LeafSummary:
-    """Return the summary of a leaf from `here`, which is this rank's part of it."""
+    """Return the row of a leaf; ``here`` is this rank's part of it, and ``shape`` the shape of the whole leaf."""
     data = here.data if isinstance(here, FlatPiece) else here
     words = tuple(map(str, path))
     if not isinstance(data, Tensor):
@@ -252,7 +251,7 @@ def _written(dtype: torch.dtype) -> str:
 
 
 def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> Summary:
-    """Summarize the state of a transform; ``local`` are its parameters, or None if it is already bound to some."""
+    """Summarize the state of a transform. ``local`` are this rank's parameters, for a transform that was never used."""
     if not isinstance(tx, Sharded):
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
     binding, inner, like = binding_of(tx, local)
@@ -288,7 +287,7 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], what: LeafPlacement | 
 
 
 def _ranks(ranks: Iterable[int | None], size: int) -> str:
-    """Name some ranks; None means all."""
+    """Return text that names ranks of a group of ``size``; None in ``ranks`` means all of them."""
     named = sorted(rank for rank in ranks if rank is not None)
     if None in ranks or len(named) == size:
         return "every rank"

@@ -20,14 +20,14 @@ COLORS = {
     "red": "#d1495b",
     "gray": "#7a7f8c",
 }
-"""The colours of the style, in their order: each is legible on white and on nearly black."""
+"""The colours of muonfx plots, in their order; each is legible on white and on nearly black pages."""
 
 _STYLE = Path(__file__).with_name("style.mplstyle")
 
 
 @contextmanager
 def style() -> Generator[None]:
-    """Set the style of figures that are created in this context.
+    """Apply the style of muonfx plots to figures that are created in this context.
 
     The background is transparent, axes and text are gray, and colours have a medium lightness, so that pictures are
     legible on light and dark pages. The context manager also decorates functions: ``@mfx.plot.style()``.
@@ -51,7 +51,7 @@ def style() -> Generator[None]:
 
 @contextmanager
 def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
-    """Yield the given axes, or the axes of a new figure in the style, `height` inches high."""
+    """Yield the given axes, or the axes of a new figure in the muonfx style that is ``height`` inches high."""
     if ax is not None:
         if not hasattr(ax, "semilogx"):
             raise TypeError(f"ax must be one matplotlib Axes, found {type(ax).__name__}; of a figure: figure.gca()")

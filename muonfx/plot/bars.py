@@ -17,26 +17,26 @@ from muonfx.tree.display import format_bytes
 __all__ = ["plot_plan", "plot_state_memory", "plot_update_rms"]
 
 _ROW = 0.24
-"""Height of a bar in inches."""
+"""Height of one bar and its gap, in inches."""
 
 _BY_ONE = (COLORS["blue"], "#4553b4")
 _BY_ALL = ("#23877b", "#1b6b61")
-"""Fills on which white text is legible; neighbouring shares alternate, so that their ends are visible."""
+"""Colours on which white text is legible; neighbouring segments alternate, so that their ends are visible."""
 
 _NAMED = 0.11
-"""Smallest part of the axis for which a share is labelled with its parameter."""
+"""Smallest width of a segment, as a part of the axis, that is labelled with its parameter."""
 
 
 def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
-    """Draw the root mean square of updates by layer, as `muonfx.monitor` keeps it in a state.
+    """Draw the root mean square of the last update of each parameter, as measured by `muonfx.monitor`.
 
     Args:
-        state: a state in which a ``monitor(..., by_leaf=True)`` measures "rms", or several monitors do.
-        ax: the axes to draw on; None: a new figure, whose height grows with the layers.
+        state: the state of a chain with one or more ``muonfx.monitor(..., ("rms",), by_leaf=True)``.
+        ax: the axes to draw on; None: a new figure, whose height grows with the number of parameters.
 
     Returns:
-        The axes, with a logarithmic scale and a point for each measured "rms". Zeros are omitted. Each monitor has its
-        own colour.
+        The axes, with a row for each parameter and a point for each measured "rms", on a logarithmic scale. Zeros are
+        omitted. Each monitor has its own colour.
 
     Raises:
         ValueError: no monitor in the state measures "rms".
@@ -77,7 +77,7 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
 
 
 def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes:
-    """Draw the memory of a state as bars, by its parts and by dtype.
+    """Draw the memory of an optimizer state: a bar for each of its parts, split by dtype.
 
     Args:
         what: an argument of `muonfx.summary` (a state, an optimizer, a model, a pair of a transform and its state), or
@@ -123,7 +123,7 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
 
 
 def _parts(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
-    """Group the leaves by the first branches below their common path, one bar for each."""
+    """Group the leaves by the first level of their paths that differs; each group becomes a bar."""
     depth = 0
     while len({leaf.path[: depth + 1] for leaf in leaves}) == 1 and all(len(leaf.path) > depth + 1 for leaf in leaves):
         depth += 1
@@ -141,7 +141,7 @@ def _parts(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
 
 
 def _legend_above(ax: Axes) -> None:
-    """Add a legend above the axes, in one line, each name in its own colour."""
+    """Add a legend in one line above the axes, each name in its own colour."""
     handles, _ = ax.get_legend_handles_labels()
     ax.legend(
         loc="lower left",
@@ -156,15 +156,15 @@ def _legend_above(ax: Axes) -> None:
 
 
 def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
-    """Draw which rank computes which matrices under a plan, and how many bytes each rank sends.
+    """Draw which rank orthogonalizes which matrices, and how many bytes each rank sends, under a sharding plan.
 
     Args:
-        plan: the result of `muonfx.sharding.plan_for`.
-        ax: the axes to draw on; None: a new figure, whose height grows with the ranks.
+        plan: the result of `muonfx.sharding.plan_for`, which assigns each matrix to a rank.
+        ax: the axes to draw on; None: a new figure, whose height grows with the number of ranks.
 
     Returns:
-        The axes. Each rank has a bar, with a segment for each parameter that it computes. The width of a segment is the
-        number of operations in a step. A blue parameter is computed by one rank, a green parameter by every rank. The
+        The axes. Each rank has a bar, with a segment for each parameter that it orthogonalizes. The width of a segment
+        is the number of operations in a step. Blue parameters are computed by one rank, green ones by every rank. The
         text at the end of a bar is the number of bytes that the rank sends. A dotted line marks the mean.
 
     Raises:
@@ -214,7 +214,7 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
 
 
 def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
-    """Return parameter, rank and operations of each share; True if every rank computes it."""
+    """Return the segments of the bars: parameter, rank, operations in a step, True if every rank computes it."""
     found: list[tuple[str, int, float, bool]] = []
     for run in plan.runs:
         for share in run.shares:
@@ -224,6 +224,6 @@ def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
 
 
 def _fitting(name: str, part: float) -> str:
-    """Shorten a name to the width of a segment, keeping its end, which distinguishes layers."""
+    """Shorten a parameter name to fit a segment as wide as ``part`` of the axis; keep the end of the name."""
     room = max(3, int(part * 62))
     return name if len(name) <= room else "..." + name[-(room - 3) :] if room > 5 else name[-room:]

@@ -24,7 +24,7 @@ def plot_band(
     label: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the mean of several runs, and a band from the lowest to the highest run.
+    """Draw the mean of several runs as a line, and a band from the lowest to the highest run.
 
     To compare optimizers, call it several times with one ``ax``.
 
@@ -35,7 +35,7 @@ def plot_band(
         ax: the axes to draw on; None: a new figure.
 
     Returns:
-        The axes.
+        The axes, with one more line and its band.
 
     Raises:
         ValueError: ``runs`` is not two-dimensional or has no runs, or ``x`` has another length.
@@ -63,22 +63,23 @@ def plot_band(
 def plot_polynomial(
     coefficients: CoefficientsLike, *, steps: int | None = None, lower: float = 0.01, ax: Axes | None = None
 ) -> Axes:
-    """Draw the polynomial of a set of coefficients over singular values, and the band of its values.
+    """Draw how a set of Newton-Schulz coefficients changes singular values, and the range of the results.
 
     To compare sets, call it several times with one ``ax``.
 
     Args:
-        coefficients: a name, a `muonfx.polar.Coefficients` or a sequence of ``(a, b[, c])``.
-        steps: as in `muonfx.polar.orthogonalize`.
-        lower: the smallest singular value, over the Frobenius norm, that the band covers; in (0, 1].
+        coefficients: a name such as "keller", a `muonfx.polar.Coefficients`, or a sequence of ``(a, b[, c])``, the
+            polynomial of each step.
+        steps: the number of Newton-Schulz steps, as in `muonfx.polar.orthogonalize`; None: one for each polynomial.
+        lower: the smallest singular value, divided by the Frobenius norm, for which the range is shown; in (0, 1].
         ax: the axes to draw on; None: a new figure.
 
     Returns:
-        The axes. The x axis is the singular value over the Frobenius norm, from 1e-4 to 1, logarithmic. The curve is
-        the composed polynomial, and the shaded band is the range of its values from ``lower`` to 1.
+        The axes. The x axis is the singular value divided by the Frobenius norm, from 1e-4 to 1, logarithmic. The
+        curve is the composition of all steps, and the shaded band is the range of its values from ``lower`` to 1.
 
     Raises:
-        ValueError: ``lower`` outside (0, 1], or an unknown set.
+        ValueError: ``lower`` is outside (0, 1], or no set of coefficients has the name.
 
     >>> import muonfx as mfx
     >>> ax = mfx.plot.plot_polynomial("keller")
@@ -112,11 +113,11 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
         ax: the axes to draw on; None: a new figure.
 
     Returns:
-        The axes: the singular values by their number.
+        The axes. The y axis is the singular value, the x axis its position in descending order.
 
     Raises:
         TypeError: an argument is not a single matrix.
-        torch.linalg.LinAlgError: a matrix is not finite.
+        torch.linalg.LinAlgError: a matrix has NaN or infinite elements.
 
     >>> import torch
     >>> import muonfx as mfx

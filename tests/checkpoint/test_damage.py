@@ -423,7 +423,7 @@ def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monke
         ck.save(tmp_path / "a", STATE)
     monkeypatch.undo()
     monkeypatch.setattr(index, "LONGEST", 100)
-    with pytest.raises(ck.CheckpointError, match="save fewer pieces"):
+    with pytest.raises(ck.CheckpointError, match="save fewer leaves"):
         ck.save(tmp_path / "b", STATE)
 
 

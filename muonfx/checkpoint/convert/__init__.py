@@ -23,7 +23,7 @@ from muonfx.tree.display import format_list
 __all__ = ["FormatName", "read", "recipe", "write"]
 
 FormatName = Literal["torch", "keller", "moonlight", "dion"]
-"""The optimizers whose state can be converted."""
+"""The name of another optimizer, from and to which states can be converted."""
 
 
 def __dir__() -> list[str]:
@@ -39,24 +39,26 @@ def read(
     names: Sequence[str] | None = None,
     step: int | None = None,
 ) -> PyTree:
-    """Make a transform's state from the state of another optimizer.
+    """Return the state of a transform, converted from the state of another optimizer.
 
     Args:
-        format: the other optimizer.
-        source: an optimizer, its ``state_dict()``, or a list of these that share the parameters of one model.
-        tx: the transform; `recipe` makes the one that continues as the other optimizer would.
-        params: the parameters by name, such as ``dict(model.named_parameters())``. An optimizer that holds these
-            tensors gets its names from here.
-        names: the parameters' names in the optimizer's order, for a state dict without names.
-        step: the number of steps taken, if the transform counts steps and the source does not, or has several counts.
+        format: the name of the other optimizer.
+        source: an optimizer, its ``state_dict()``, or a list of these that share the parameters of one model. Gather
+            sharded state first: replace each DTensor by its ``full_tensor()``, and collect the momenta of Keller
+            Jordan's ``MuonWithAuxAdam``, which are distributed over ranks.
+        tx: the transform; `recipe` returns the transform that continues as the other optimizer would.
+        params: the parameters by name, such as ``dict(model.named_parameters())``. If ``source`` is an optimizer of
+            these tensors, its parameters get their names from here.
+        names: the names of the parameters in the order of the optimizer, for a state dict without names.
+        step: the number of steps taken. Required if the transform counts steps, and the source has no count or
+            different counts.
 
     Returns:
-        The state: copies, in the dtypes that the transform pins. The momenta of Keller Jordan's ``MuonWithAuxAdam`` are
-        distributed over ranks and must be gathered first, DTensors replaced by ``full_tensor()``.
+        A new state of ``tx`` with copies of the tensors, in the dtypes of ``tx.init(params)``.
 
     Raises:
-        ValueError: the format or the names are not known, or source and transform do not fit; the message lists every
-            difference.
+        ValueError: the format or a name is unknown, or source and transform do not fit; the message lists all
+            differences.
 
     Example:
         >>> model = torch.nn.Linear(4, 3, bias=False)
@@ -81,11 +83,12 @@ def read(
 def write(
     format: FormatName, state: PyTree, target: Any, params: PyTree, *, names: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Make a state for another optimizer from a transform's state.
+    """Return a state dict for another optimizer, converted from the state of a transform.
 
     Args:
-        format: the other optimizer.
-        state: the state of a chain with momentum or Adam: heavy-ball momentum for "moonlight" and "dion".
+        format: the name of the other optimizer.
+        state: the state of a chain with momentum, Adam or Lion; for "moonlight" and "dion", of a
+            ``momentum(heavy_ball=True)``.
         target: the optimizer or its ``state_dict()``, whose groups and hyperparameters are kept.
         params: as in `read`.
         names: as in `read`.
@@ -94,7 +97,7 @@ def write(
         The argument of ``optimizer.load_state_dict``.
 
     Raises:
-        ValueError: a parameter of the target has no such state.
+        ValueError: ``state`` has no momentum, Adam or Lion state for a parameter of ``target``.
 
     Example:
         >>> import muonfx as mfx
@@ -122,14 +125,14 @@ def write(
 def recipe(
     format: FormatName, source: Any, params: PyTree, *, names: Sequence[str] | None = None, **options: Any
 ) -> Transform:
-    """Make the chain that another optimizer computes.
+    """Return a chain that computes the same updates as another optimizer.
 
-    The hyperparameters are the current values in its groups. Moonlight's AdamW adds eps before the bias correction of
-    the second moment, and muonfx adds it afterwards. The relative difference of an update is at most 3.5 eps divided by
-    the corrected root of the second moment, and it decreases with the number of steps.
+    The hyperparameters are the current values in its parameter groups. One format differs slightly: Moonlight's AdamW
+    adds eps before the bias correction of the second moment, and muonfx adds it afterwards. The relative difference of
+    an update is at most 3.5 eps divided by the corrected root of the second moment, and decreases with the steps.
 
     Args:
-        format: the other optimizer.
+        format: the name of the other optimizer.
         source: as in `read`.
         params: as in `read`.
         names: as in `read`.
@@ -137,10 +140,11 @@ def recipe(
             ``coefficients="quintic"`` for a ``dion.Muon`` that was made with ``use_polar_express=False``.
 
     Returns:
-        A chain; if groups differ, a partition.
+        A chain. If parameters need different chains, a `muonfx.partition` of several chains.
 
     Raises:
-        ValueError: a setting has no chain, such as ``amsgrad``, ``cautious_wd`` or another eps; or as for `read`.
+        ValueError: a setting has no equivalent in muonfx, such as ``amsgrad``, ``cautious_wd`` or another eps of
+            ``torch.optim.Muon``; or as for `read`.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, 4))
@@ -168,7 +172,7 @@ def recipe(
 
 
 class _Entry(NamedTuple):
-    """One parameter of another optimizer; ``number`` is its key in the ``state_dict()``."""
+    """The group and state of one parameter in another optimizer; ``number`` is its key in the ``state_dict()``."""
 
     name: str
     kind: str
@@ -184,7 +188,7 @@ def _format(format: str) -> Format:
 
 
 def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Sequence[str] | None) -> list[_Entry]:
-    """Return the entries of an optimizer, of its ``state_dict()``, or of several of these."""
+    """Return an entry for each parameter of an optimizer, of its ``state_dict()``, or of a list of these."""
     found: list[_Entry] = []
     for given in source if isinstance(source, Sequence) else [source]:
         own = names
@@ -200,17 +204,17 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
             own = [name for group in groups for name in group["param_names"]]
         places = [(number, group) for group in groups for number in group["params"]]
         if own is None or len(own) != len(places):
-            have = "none" if own is None else str(len(own))
+            have = "no" if own is None else str(len(own))
             raise ValueError(
-                f"{form.title}: its {len(places)} parameters have no names; give names=, their names in the "
-                f"optimizer's order (found {have}), or the optimizer itself with the parameters that it holds"
+                f"{form.title}: found {have} names for {len(places)} parameters: pass names=, in the order of the "
+                "optimizer, or the optimizer itself together with the parameters that it holds"
             )
         if unknown := sorted({*own} - params.keys()):
-            raise ValueError(f"{form.title}: no parameter is called {format_list(unknown)}")
+            raise ValueError(f"{form.title}: found the names {format_list(unknown)}, expected names of params")
         for name, (number, group) in zip(own, places, strict=True):
             values = given["state"].get(number, {})
             found.append(_Entry(name, form.kind_of(group, values), group, values, number))
     seen = [entry.name for entry in found]
     if twice := sorted({name for name in seen if seen.count(name) > 1}):
-        raise ValueError(f"{form.title}: {twice[0]!r} is in two optimizers or groups")
+        raise ValueError(f"{form.title}: found {twice[0]!r} in two optimizers or groups, expected one")
     return found

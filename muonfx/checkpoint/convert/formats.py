@@ -19,15 +19,18 @@ from muonfx.transforms.scale import ShapeRule
 __all__ = ["FORMATS", "Format", "Group", "Keys", "Values"]
 
 Group = Mapping[str, Any]
-"""The hyperparameters of some parameters, under the optimizer's own names."""
+"""A parameter group of another optimizer: hyperparameters by the optimizer's own names."""
 Values = Mapping[str, Any]
-"""The optimizer's state of one parameter, under its own keys."""
+"""The state that another optimizer has for one parameter, by the optimizer's own keys."""
 Options = Mapping[str, Any]
-"""Arguments for `orthogonalize` from the caller of a recipe."""
+"""Arguments for `orthogonalize` that the caller of `convert.recipe` gave."""
 
 
 class Keys(NamedTuple):
-    """The keys of the tensors in an entry of one kind; ``step`` is None if the optimizer does not count steps."""
+    """The keys under which an optimizer stores a parameter's momentum or first moment, second moment, and step count.
+
+    A key is None if the optimizer does not store the value.
+    """
 
     first: str
     second: str | None = None
@@ -36,7 +39,7 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How one optimizer stores its state, and how its numbers become a chain."""
+    """How one optimizer stores its state, and which chain computes its updates."""
 
     title: str
     keys: Mapping[str, Keys]  # by kind: "muon", "adamw" or "lion"
@@ -47,8 +50,6 @@ class Format:
 
 
 # ------------------------------------------------------------------------------------------- parts of several formats
-
-"""The dims of a leaf whose leading dims index independent matrices."""
 
 
 def _adamw(group: Group, betas: Sequence[float], eps: float, weight_decay: float) -> Transform:
@@ -66,7 +67,11 @@ def _muon_chain(
     lr_scaling: ShapeRule | None,
     **more: Any,
 ) -> Transform:
-    """Return the chain of Muon; ``more`` is passed to `orthogonalize`, and its view also to `scale_by_shape`."""
+    """Return a Muon chain with the hyperparameters of a parameter group.
+
+    ``options`` and ``more`` are arguments of `orthogonalize`, and ``options`` take precedence. Its view is given to
+    `scale_by_shape` too.
+    """
     orthogonal = orthogonalize(**{**more, **options})
     return chain(
         # float(), since some optimizers hold these numbers in tensors.
@@ -98,12 +103,14 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
     if kind == "adamw":
         refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
         if not group.get("decoupled_weight_decay", True) and float(group["weight_decay"]):
-            refused.append("weight_decay of torch.optim.Adam, which is not decoupled,")
+            refused.append("the coupled weight_decay of torch.optim.Adam")
         if refused:
-            raise ValueError(f"there is no chain for {' and '.join(refused)}")
+            raise ValueError(f"found {' and '.join(refused)}, without an equivalent in muonfx: turn it off")
         return _adamw(group, group["betas"], group["eps"], group["weight_decay"])
     if float(group["eps"]) != _EPS:
-        raise ValueError(f"there is no chain for eps={group['eps']}: muonfx divides by the norm alone; expected {_EPS}")
+        raise ValueError(
+            f"eps={group['eps']} has no equivalent in muonfx, which divides by the norm alone: expected {_EPS}"
+        )
     steps = (tuple(group["ns_coefficients"]),) * group["ns_steps"]
     return _muon_chain(
         group,
@@ -124,13 +131,13 @@ def _keller_kind(group: Group, values: Values) -> str:
 
 
 def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
-    """Return the chain of a group of Keller Jordan's Muon for a parameter of the given shape."""
+    """Return the chain for a parameter of this shape in a group of Keller Jordan's Muon."""
     if kind == "adamw":
         return _adamw(group, group["betas"], group["eps"], group["weight_decay"])
     if len(shape) > 3:
         raise ValueError(
-            f"shape {tuple(shape)}: its updates are scaled by the sides of the kernel, muonfx's by those of the "
-            "flattened matrix, so no chain continues in the same way; the state itself can be converted"
+            f"shape {tuple(shape)} has no equivalent in muonfx: the source scales updates by the sides of the kernel, "
+            "muonfx by the sides of the flattened matrix. The state itself can be converted, with read()"
         )
     steps: dict[str, Any] = {"steps": group["ns_steps"]} if group.get("ns_steps", 5) != 5 else {}  # in older releases
     return _muon_chain(
@@ -183,7 +190,7 @@ def _dion_kind(group: Group, values: Values) -> str:
 
 def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     if group.get("cautious_wd"):
-        raise ValueError("there is no chain for cautious_wd")
+        raise ValueError("found cautious_wd, without an equivalent in muonfx: turn it off")
     betas = [float(group[key]) for key in ("beta1", "beta2")]
     if kind == "adamw":
         return _adamw(group, betas, group["epsilon"], group["weight_decay"])
@@ -234,4 +241,4 @@ FORMATS: dict[str, Format] = {
         make_step=_float_step,
     ),
 }
-"""The formats by name."""
+"""A dict from the name of a format, such as "keller", to its `Format`."""

@@ -1,6 +1,7 @@
-"""The common form of all sources: the optimizer state of each parameter, and the state of a transform made from it.
+"""The form that all formats share: `Leaf`, the state that an optimizer has for one parameter.
 
-A *source* is the state of another optimizer. `Leaf` is its state of one parameter, under the keys of muonfx.
+`filled` makes the state of a transform from leaves, and `gathered` collects leaves from the state of a transform. The
+*source* in messages is the state of the other optimizer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checkpoint.errors import first_ones
+from muonfx.checkpoint.errors import first_of_each_kind
 from muonfx.compact import KeyedQuantizedState, QuantizedState
 from muonfx.core import EmptyState, ScheduledState, Transform
 from muonfx.core.contract import within
@@ -26,7 +27,7 @@ __all__ = ["Leaf", "filled", "flat", "gathered"]
 
 @dataclass(frozen=True)
 class Leaf:
-    """The optimizer state of one parameter; ``kind`` is "muon", "adamw" or "lion"."""
+    """The state that an optimizer has for one parameter; ``kind`` is "muon", "adamw" or "lion"."""
 
     kind: str
     first: Tensor | None = None  # the momentum or first moment; None before the first step
@@ -35,7 +36,7 @@ class Leaf:
 
 
 def flat(params: PyTree) -> dict[str, Tensor]:
-    """Return the parameters by dotted name; a flat dict keeps its order."""
+    """Return a dict from dotted name to parameter, without None leaves; a flat dict keeps its order."""
     if tree.is_flat(params):
         return {name: leaf for name, leaf in params.items() if leaf is not None}
     pairs = zip(tree.names(params), tree.leaves(params), strict=True)
@@ -51,7 +52,7 @@ _STATES: dict[type, tuple[str, tuple[str, ...]]] = {
 
 
 def _walk(node: object, path: str, visit: Callable[[Any, str], Any]) -> Any:
-    """Rebuild a state, with ``visit`` applied to the momentum, Adam, Lion and schedule states in it."""
+    """Return a state in which ``visit(node, path)`` has replaced each momentum, Adam, Lion and schedule state."""
     if type(node) in _STATES:
         return visit(node, path)
     if isinstance(node, ScheduledState):
@@ -61,19 +62,23 @@ def _walk(node: object, path: str, visit: Callable[[Any, str], Any]) -> Any:
     if isinstance(node, dict):
         return {key: _walk(item, f"{path}{key}/", visit) for key, item in node.items()}
     raise ValueError(
-        f"{path.rstrip('/') or 'the state'} is a {type(node).__name__}, a state that other optimizers do not have; "
-        "convert into the chain without its transform, and add the result of its init(params) to the converted state"
+        f"{path.rstrip('/') or 'the state'}: found a {type(node).__name__}, which has no counterpart in other "
+        "optimizers: convert into the chain without this transform, then insert the transform's init(params) into the "
+        "converted state"
     )
 
 
 def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_ball: bool, step: int | None) -> PyTree:
-    """Make the state of a transform from leaves by dotted name; ``step`` is for sources that do not count steps."""
+    """Return the state of a transform, filled from leaves by parameter name.
+
+    ``heavy_ball`` is True if the momenta of the source are sums of gradients. ``step`` is the number of steps if the
+    source does not count them.
+    """
     for part in within(tx):
         if part.arguments.get("heavy_ball", heavy_ball) != heavy_ball:
-            source, ours = ("a sum", "an average") if heavy_ball else ("an average", "a sum")
+            found, expected = ("averages", "a sum") if heavy_ball else ("sums", "an average")
             raise ValueError(
-                f"the source's momentum is {source} of gradients, that of {part!r} {ours}: "
-                f"give it heavy_ball={heavy_ball}"
+                f"{part!r} {found} gradients, expected {expected} as in the source: pass heavy_ball={heavy_ball}"
             )
     shown: set[str] = set()
     wrong: list[str] = []
@@ -100,7 +105,7 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         f"{name!r} has a {leaves[name].kind} state that the transform does not keep" for name in leaves.keys() - shown
     ]
     if wrong:
-        raise ValueError("the source does not fit the transform: " + "; ".join(first_ones(sorted(set(wrong)))))
+        raise ValueError("the source does not fit the transform: " + "; ".join(first_of_each_kind(sorted(set(wrong)))))
     return state
 
 
@@ -111,7 +116,7 @@ def _codes_of(held: PyTree, path: str) -> PyTree:
 
 
 def _agreed(where: str, steps: Mapping[str, int], given: int | None, wrong: list[str]) -> int:
-    """Return the number of steps that all parameters have taken, or ``given`` if the source has no single number."""
+    """Return the step count that all parameters share, or ``given`` if there is none; add problems to ``wrong``."""
     different = sorted(set(steps.values()))
     if len(different) == 1:
         return different[0]
@@ -148,7 +153,7 @@ def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
-    """Return copies of the leaves of a muonfx state by dotted name, the inverse of `filled`."""
+    """Return a dict from parameter name to a copy of its `Leaf` in the state of a transform; inverse of `filled`."""
     found: dict[str, Leaf] = {}
 
     def visit(node: Any, path: str) -> Any:

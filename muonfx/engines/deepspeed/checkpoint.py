@@ -27,7 +27,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Write a checkpoint with the full-precision parameters that are trained and the state of the optimizer.
+    """Write a checkpoint with the trained parameters in full precision and the state of the optimizer.
 
     It loads under any ZeRO stage and number of ranks. A checkpoint of DeepSpeed requires the number of ranks that wrote
     it, and a universal checkpoint of DeepSpeed supports only the state of Adam. All ranks call this together, and each
@@ -39,7 +39,10 @@ def save(
         step: the number of steps taken.
         extra: JSON values. The counters and the scheduler of DeepSpeed are not written; to keep them, pass, for
             example, ``{"scheduler": engine.lr_scheduler.state_dict()}``.
-        keep: as for `muonfx.checkpoint.save`.
+        keep: the number of checkpoints to keep in the parent folder; see `muonfx.checkpoint.save`.
+
+    Returns:
+        The absolute path of the checkpoint.
 
     Raises:
         TypeError: this module did not make the engine's optimizer.
@@ -58,14 +61,14 @@ def save(
 
 
 def load(engine: Any, path: str | os.PathLike[str]) -> None:
-    """Load a checkpoint that `save` wrote under any stage and number of ranks.
+    """Load a checkpoint of `save` into the model and the optimizer, under any ZeRO stage and number of ranks.
 
     Learning rates, counters and the scheduler are not changed; `muonfx.checkpoint.inspect` returns the ``step`` and
     ``extra`` of the checkpoint. All ranks call this together.
 
     Args:
         engine: as for `save`, before or after its first step.
-        path: the checkpoint.
+        path: the folder of the checkpoint.
 
     Raises:
         TypeError: this module did not make the engine's optimizer.
@@ -115,7 +118,10 @@ def _group_of(units: Iterable[Unit]) -> dist.ProcessGroup | None:
 
 
 def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], Any]:
-    """Return the parameters and the state of all units as `muonfx.sharding.to_global` returns them."""
+    """Return the parameters by name and the state of the optimizer, merged from all units (flat tensors).
+
+    The leaves are whole tensors, or shards with their positions (`FlatPiece`).
+    """
     params: dict[str, Any] = {}
     parts: list[list[Any]] = []
     for unit in units:
@@ -126,7 +132,7 @@ def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], 
 
 
 def _merged(leaves: Iterable[Tensor | FlatPiece | None]) -> Tensor | FlatPiece | None:
-    """Return the leaf of the only unit that has it, or the maximum if several have it, as with a step counter."""
+    """Return the one value that is not None, or the maximum of several, such as step counters of flat tensors."""
     found = [leaf for leaf in leaves if leaf is not None]
     if len(found) < 2:
         return found[0] if found else None

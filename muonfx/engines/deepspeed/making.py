@@ -1,4 +1,4 @@
-"""Make Muon as the client optimizer of DeepSpeed."""
+"""Construct Muon as the client optimizer of DeepSpeed, the optimizer that a script passes to ``initialize``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG_TYPE = "muonfx.Muon"
 
 
 def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
-    """Make DeepSpeed's client optimizer from a transform: ``deepspeed.initialize(model=model, optimizer=...)``.
+    """Return a transform as the client optimizer for ``deepspeed.initialize(model=model, optimizer=...)``.
 
     The configuration must allow a client optimizer with ``"zero_allow_untested_optimizer": true`` and, if the optimizer
     is offloaded, ``"zero_force_ds_cpu_optimizer": false``. Stage, precision, accumulation, clipping, schedulers,
@@ -35,12 +35,12 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
             flat tensor at a time; DeepSpeed clips gradients itself.
 
     Returns:
-        The optimizer, with the groups and keys of `muonfx.TransformOptimizer`.
+        The optimizer, with one parameter group for each label, as in `muonfx.TransformOptimizer`.
 
     Raises:
         TypeError: ``model`` is not a module, or ``tx`` is not a transform.
-        ValueError: ``tx`` reads the whole tree, or no label covers a parameter that requires grad; the message names
-            the parameter.
+        ValueError: ``tx`` reads the whole tree, or a parameter that requires grad has no label (the name of its group);
+            the message names the parameter.
 
     >>> import muonfx as mfx
     >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
@@ -52,13 +52,13 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
 
 
 def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
-    """Make DeepSpeed's client optimizer: Muon for the hidden matrices of a model, AdamW for the other parameters.
+    """Return DeepSpeed's client optimizer with Muon for hidden matrices and AdamW for the other parameters.
 
     Args:
         model: as for `optimizer`.
         lr: the learning rate of Muon.
-        options: further arguments of `muonfx.Muon` that define the update, not the layout or the use of memory. In a
-            JSON file, ``orthogonalize`` is a mapping of its arguments (`muonfx.engines.parts`).
+        options: further arguments of `muonfx.Muon` that define the update, not the layout or the use of memory, also
+            in the form that `muonfx.engines.parts` reads from a JSON file.
 
     Raises:
         TypeError, ValueError: as `optimizer` and `muonfx.Muon`.
@@ -71,7 +71,7 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
 
 
 def require_own_step(config: Mapping[str, Any]) -> None:
-    """Require a DeepSpeed configuration under which the engine steps with the client optimizer."""
+    """Raise unless DeepSpeed, under this configuration, steps with the optimizer that is passed to it."""
     if "optimizer" in config:
         raise ValueError(
             f'DeepSpeed\'s config: found an "optimizer" of the type {config["optimizer"].get("type")!r}, which would '
@@ -92,8 +92,8 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
 
     DeepSpeed accepts by name only its own optimizers and those of torch. This function removes the entry
     ``"optimizer": {"type": "muonfx.Muon", "params": {...}}`` from a copy of the configuration, makes the optimizer with
-    `Muon`, and passes it to DeepSpeed. "params" contains arguments of `muonfx.Muon` (`muonfx.engines.parts`). The two
-    options that a client optimizer requires are set unless the configuration has them.
+    `Muon`, and passes it to DeepSpeed. "params" contains arguments of `muonfx.Muon`, as `muonfx.engines.parts` reads
+    them. The two options that a client optimizer requires are set unless the configuration has them.
 
     Args:
         model: as for `optimizer`.

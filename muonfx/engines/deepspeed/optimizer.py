@@ -22,7 +22,7 @@ __all__ = ["ZeroOptimizer"]
 
 
 class ZeroOptimizer(GroupOwner):
-    """The client optimizer that `optimizer` returns.
+    """The client optimizer, which applies a transform to DeepSpeed's flat tensors; `optimizer` returns it.
 
     Raises:
         ValueError: at the first step, if DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as
@@ -74,7 +74,7 @@ class ZeroOptimizer(GroupOwner):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on the tensors that DeepSpeed has stored in the groups; all ranks of a layout call this together."""
+        """Update the tensors that DeepSpeed has stored in ``param_groups``; all ranks call this together."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -92,14 +92,14 @@ class ZeroOptimizer(GroupOwner):
         return loss
 
     def _is_initialization(self) -> bool:
-        """True if DeepSpeed steps on zeros to allocate the state, as at stage 0 in bf16 when its optimizer is made."""
+        """Return whether this step only allocates the state: DeepSpeed's step on zero gradients (stage 0, bf16)."""
         own = set(self._params.values())
         given = [param for group in self.param_groups for param in group["params"]]
         are_copies = all(unit.pieces.layout is None for unit in self._units.values()) and own.isdisjoint(given)
         return are_copies and not any(param.grad is None or bool(param.grad.any()) for param in given)
 
     def _require_same_trained(self) -> None:
-        """Require that the model trains the same parameters as at construction."""
+        """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed."""
         # DeepSpeed's flat tensors contain the parameters from construction only.
         now, own = ({param: name for name, param in x.items()} for x in (trained_parameters(self._model), self._params))
         for these, others, when in ((now, own, "requires grad now, but did not"), (own, now, "required grad")):
@@ -110,7 +110,10 @@ class ZeroOptimizer(GroupOwner):
                 )
 
     def all_units(self) -> list[Unit]:
-        """Return the units of all groups, also before the first step; all ranks call this together."""
+        """Return a `Unit` (parameters and state) for each flat tensor of all groups; all ranks call this together.
+
+        Units are created here if no step has created them.
+        """
         self._require_same_trained()
         units: list[Unit] = []
         for group in self.param_groups:
@@ -123,7 +126,7 @@ class ZeroOptimizer(GroupOwner):
 
     @torch.no_grad()
     def update_working_copy(self) -> None:
-        """Round the full-precision parameters to the model's dtype; at stage 3, only this rank's shards."""
+        """Copy the full-precision parameters to the model, rounded to its dtype; at stage 3, this rank's shards."""
         for unit in self.all_units():
             for name, piece in unit.pieces.views(unit.pieces.flat).items():
                 held = getattr(self._params[name], "ds_tensor", None)

@@ -20,7 +20,7 @@ __all__ = ["Located", "Pieces", "flats_of", "locate", "shape_of", "stage_3_of", 
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a model that require grad by name."""
+    """Return a dict from name to parameter, for the parameters of a model that require grad."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -32,48 +32,53 @@ def shape_of(param: Tensor) -> tuple[int, ...]:
 
 
 def stage_3_of(params: Iterable[Tensor]) -> Any:
-    """Return DeepSpeed's optimizer of stage 3; None at other stages."""
+    """Return DeepSpeed's own optimizer, which holds these parameters, at ZeRO stage 3; None at other stages."""
     return next(filter(None, (getattr(param, "_z3_optimizer", None) for param in params)), None)
 
 
 class Located(NamedTuple):
-    """The shard of a parameter in a flat tensor."""
+    """The position of this rank's shard of a parameter: in DeepSpeed's flat tensor, and in the parameter."""
 
     start: int
-    """The first element in the flat tensor."""
+    """First element of the shard in DeepSpeed's flat tensor."""
     length: int
+    """Number of elements of the shard."""
     begin: int
-    """The first element in the flattened parameter."""
+    """First element of the shard in the flattened parameter."""
 
 
 class Pieces(NamedTuple):
-    """The shards of parameters in the tensors that DeepSpeed steps on."""
+    """The parameters in one flat tensor that DeepSpeed steps on, with the positions of this rank's shards."""
 
     names: tuple[str, ...]
+    """The names of the parameters."""
     flat: list[Tensor]
-    """One flat tensor, or at stage 0 the whole parameters."""
+    """A list of the flat tensor; at stage 0, a list of whole parameters, in the order of ``names``."""
     layout: Layout | None = None
-    """The layout of the ranks that share the parameters; None at stage 0."""
+    """The layout (which rank holds which shard of each parameter); None at stage 0."""
     at: Mapping[str, Located] = {}
-    """The shards by name; empty at stage 0."""
+    """A dict from parameter name to the position of this rank's shard; empty at stage 0."""
     shapes: Mapping[str, tuple[int, ...]] = {}
-    """The shapes of the shards by name; empty at stage 0."""
+    """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
 
     def as_leaf(self, name: str, value: Tensor) -> Tensor | FlatPiece:
-        """Wrap a shard, or a state of its size, as a leaf that records its position in the whole tensor."""
+        """Return a shard of a parameter or of its state as a `FlatPiece` (with its position); at stage 0, unchanged."""
         if self.layout is None:
             return value
         return FlatPiece(self.layout.specs[name].shape, self.at[name].begin, value.reshape(-1))
 
     def views(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Return by name the views of the shards in a flat tensor of the same length."""
+        """Return a dict from parameter name to a torch view of its shard in a flat tensor, such as a gradient."""
         if self.layout is None:
             return dict(zip(self.names, flat, strict=True))
         return {n: flat[0].narrow(0, at.start, at.length).view(self.shapes[n]) for n, at in self.at.items()}
 
 
 def locate(flat: Tensor, params: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Pieces:
-    """Return the shards of `params` in a flat tensor of ZeRO stage 1, 2 or 3; `like` has all parameters by name."""
+    """Locate the shards of ``params`` in a flat tensor of ZeRO stage 1, 2 or 3; all its ranks call this together.
+
+    ``like`` has all parameters of the model by name, as meta tensors.
+    """
     engine = stage_3_of(params.values())
     cut = _cut_buffer(flat, params) if engine is None else _cut_parameters(flat, params, engine)
     # The layout has all other parameters as replicated ones; this flat tensor holds no data of theirs.
@@ -91,7 +96,7 @@ def locate(flat: Tensor, params: Mapping[str, Tensor], like: Mapping[str, Tensor
 
 
 class _Cut(NamedTuple):
-    """The shards of some parameters on all ranks of a group, and on this rank."""
+    """Where the ranks of a group hold some parameters: the intervals of all ranks, and the positions on this rank."""
 
     cuts: dict[str, Intervals]
     at: dict[str, Located]
@@ -99,7 +104,7 @@ class _Cut(NamedTuple):
 
 
 def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
-    """Stages 1 and 2: the parameters are concatenated, padded, and partitioned equally among the ranks."""
+    """Locate shards at stages 1 and 2, where DeepSpeed concatenates parameters and partitions the result."""
     own = dict.fromkeys(params, Located(0, 0, 0))
     for name, param in params.items():
         mapping: Any = getattr(param, "_hp_mapping", None)
@@ -127,7 +132,7 @@ def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
 
 
 def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> _Cut:
-    """Stage 3: each parameter is padded and partitioned equally; a rank's shards are concatenated."""
+    """Locate shards at stage 3, where DeepSpeed partitions each parameter and concatenates a rank's shards."""
     place = next(i for i, mine in enumerate(engine.fp32_partitioned_groups_flat) if mine is flat)
     name_of = {id(param): name for name, param in params.items()}
     members: list[Any] = engine.fp16_groups[place]
@@ -145,14 +150,14 @@ def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> 
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the flat tensors of some parameters at stage 3, one for each sub-group."""
+    """Return the flat tensors that hold some parameters at stage 3, one for each DeepSpeed sub-group."""
     wanted = {id(param) for param in params}
     pairs = zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True)
     return [flat for flat, members in pairs if id(members[0]) in wanted]
 
 
 def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
-    """Return the first parameter whose values, rounded to its dtype, differ from its shard on this rank."""
+    """Return the name of the first parameter whose values differ from its located shard; None if all agree."""
     for name, piece in pieces.views(pieces.flat).items():
         held = getattr(params[name], "ds_tensor", None)
         begin = 0 if held is not None else pieces.at[name].begin
@@ -170,6 +175,6 @@ def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
 
 def _misplaced(name: str) -> ValueError:
     return ValueError(
-        f"{name!r}: its values are not at the place in the flat tensor that DeepSpeed's mapping gives, so the update "
+        f"{name!r}: its values are not at the position that DeepSpeed's mapping gives in the flat tensor: the update "
         'would change other parameters. With "round_robin_gradients": true the mapping is wrong: set it to false'
     )

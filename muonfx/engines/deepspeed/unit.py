@@ -1,4 +1,4 @@
-"""The state of one flat tensor of DeepSpeed, and the step on it."""
+"""`Unit`: one flat tensor of DeepSpeed with its optimizer state, and the step that updates both."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from muonfx.tree.dtypes import widens
 __all__ = ["Unit"]
 
 States = dict[Tensor, Any]
-"""``optimizer.state``: by tensor, the entries by key."""
+"""``optimizer.state``: a dict from tensor to a dict from key, such as ``momentum/trace``, to its state."""
 
 
 class Unit:
-    """One flat tensor (at stage 0, the whole parameters of a group), its state in ``optimizer.state``, and its step."""
+    """A flat tensor (at stage 0, the whole parameters of a group), its state in ``optimizer.state``, and its step."""
 
     def __init__(self, tx: Transform, like: Mapping[str, Tensor], pieces: Pieces, states: States) -> None:
         self.pieces, self._tx = pieces, tx
@@ -34,15 +34,15 @@ class Unit:
         self._values: dict[str, Any] | None = None
         self._now = tx
         self._views: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
-        """By key, a flat state tensor and the views of its shards."""
+        """A dict from key to a flat state tensor and the torch views of its shards by parameter name."""
         self._leaves: list[tuple[str, str | None] | None] = []
-        """For each leaf its key in ``optimizer.state`` and the parameter whose shape it has; None if it is absent."""
+        """For each leaf of the state: its key in ``optimizer.state``, and the parameter whose shape it has, if any."""
         loaded: list[dict[str, Any]] = [dict(states.get(x, {})) for x in pieces.flat]
         self._lay_out(self._transform().init(self._among_all(pieces.views(pieces.flat))), states)
         self._specs = {x: tree.spec(states[x]) for x in pieces.flat}
-        """By tensor, the specs of the entries in ``optimizer.state``."""
+        """A dict from tensor to the expected shapes and dtypes of its dict in ``optimizer.state``."""
         self._checked: list[object] = [states[x] for x in pieces.flat]
-        """The entries of ``optimizer.state`` that passed `_check`; a load replaces them."""
+        """The dicts of ``optimizer.state`` that passed `_check`; a load puts others in their place."""
         for x, values in zip(pieces.flat, loaded, strict=True):
             if values:
                 states[x] = values
@@ -52,11 +52,11 @@ class Unit:
         return self._now if layout is None else sharded(self._now, layout)
 
     def _among_all(self, some: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Return the leaves of this unit in a tree of all parameters, None for the others."""
+        """Return a dict with all parameter names of the model; None for parameters that are not in ``some``."""
         return {name: some.get(name) for name in self._names}
 
     def _lay_out(self, state: PyTree, states: States) -> None:
-        """Store a state in ``optimizer.state``; leaves with the shape of a shard become views of flat tensors."""
+        """Store a new state in ``optimizer.state``; leaves with the shape of a shard are copied into flat tensors."""
         local = self.pieces.views(self.pieces.flat)
         leaves, self._treedef = tree.flatten(state)
         for x in self.pieces.flat:
@@ -86,7 +86,7 @@ class Unit:
                     view.copy_(mine[name])
 
     def _check(self, states: States) -> None:
-        """Require that loaded entries match the transform's state, and cast them to its dtypes."""
+        """Raise unless a loaded ``optimizer.state`` has the keys and shapes of the state; cast it to its dtypes."""
         found: list[object] = [states.get(x) for x in self.pieces.flat]
         if all(now is before for now, before in zip(found, self._checked, strict=True)):
             return
@@ -110,7 +110,7 @@ class Unit:
         self._checked = [states[x] for x in self.pieces.flat]
 
     def _read(self, states: States) -> PyTree:
-        """Return the state that is in ``optimizer.state`` now."""
+        """Return the state of the transform, built from the tensors in ``optimizer.state``."""
         whole = dict(zip(self.pieces.names, self.pieces.flat, strict=True)) if self.pieces.layout is None else {}
         found: list[Tensor | None] = []
         for entry in self._leaves:
@@ -123,13 +123,13 @@ class Unit:
         return tree.unflatten(self._treedef, found)
 
     def _views_of(self, key: str, kept: Tensor) -> dict[str, Tensor]:
-        """Return the shards in a flat state tensor, cached until the tensor is replaced."""
+        """Return the shards of a flat state tensor by parameter name, cached until the tensor is replaced."""
         if key not in self._views or self._views[key][0] is not kept:
             self._views[key] = kept, self.pieces.views([kept])
         return self._views[key][1]
 
     def _write(self, before: PyTree, after: PyTree, states: States) -> None:
-        """Write the next state in place of the previous one."""
+        """Write the state after a step to ``optimizer.state``, in the memory of the state before it where possible."""
         for entry, old, new in zip(self._leaves, tree.leaves(before), tree.leaves(after), strict=True):
             if entry is None or new is old:
                 continue
@@ -141,7 +141,7 @@ class Unit:
                 old.copy_(new)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
-        """Step with the given hyperparameters and the state in ``optimizer.state``."""
+        """Update the parameters and their state in ``states`` by one step, with the hyperparameters in ``numbers``."""
         self._check(states)
         if numbers is not self._values:
             self._now = with_hyperparams(self._tx, fitted(hyperparams(self._tx), [numbers])[0]).prepare_all()
@@ -161,7 +161,10 @@ class Unit:
         self._write(state, after, states)
 
     def to_global(self, states: States) -> tuple[dict[str, Any], list[Any]]:
-        """Return the parameters and the state leaves in global form; None for leaves of other units."""
+        """Return the parameters by name, and a list of state leaves with None for parameters of other flat tensors.
+
+        Each leaf is a whole tensor, or a shard with its position (`FlatPiece`).
+        """
         self._check(states)
         params = self.pieces.views([x.detach() for x in self.pieces.flat])
         state = self._read(states)
@@ -174,12 +177,12 @@ class Unit:
         return {name: self.pieces.as_leaf(name, param) for name, param in params.items()}, leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
-        """Rebuild a state from its leaves."""
+        """Return the state tree of the transform from a list of its leaves."""
         return tree.unflatten(self._treedef, leaves)
 
     @torch.no_grad()
     def take(self, params: Mapping[str, Any], leaves: Sequence[Any], states: States) -> None:
-        """Replace the parameters and the state by leaves in the form of `to_global`."""
+        """Copy loaded parameters and state leaves, in the form that `to_global` returns, into the flat tensors."""
         views = self.pieces.views([x.detach() for x in self.pieces.flat])
         for name, view in views.items():
             leaf = params[name]

@@ -25,12 +25,12 @@ NAME = "muonfx"
 
 
 def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muon:
-    """Make the optimizer; LLaMA-Factory calls this.
+    """Return `muonfx.Muon` for a model; LLaMA-Factory calls this function if ``optim_config`` names ``muonfx``.
 
     Args:
         model: the model, sharded by LLaMA-Factory.
         optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon`, such as
-            ``orthogonalize: {coefficients: keller}`` (`muonfx.engines.parts`).
+            ``orthogonalize: {coefficients: keller}``, in the form that `muonfx.engines.parts` reads.
         given: further arguments of LLaMA-Factory; ``learning_rate`` is used if ``optim_config`` has no ``lr``.
 
     Raises:
@@ -48,7 +48,7 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muo
 
 
 def register() -> None:
-    """Register `muon` in LLaMA-Factory.
+    """Register `muon` in LLaMA-Factory's optimizers, under the name ``muonfx``.
 
     Raises:
         ModuleNotFoundError: LLaMA-Factory 0.9.5 or later is not installed.

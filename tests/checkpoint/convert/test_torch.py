@@ -121,9 +121,9 @@ def test_a_state_dict_has_its_names_or_is_given_them():
         state = convert.read("torch", optimizer.state_dict(), tx, params, names=names)
         assert torch.equal(state["scale_by_adam"].mu["up.bias"], optimizer.state[model.up.bias]["exp_avg"])
     for names, message in (
-        (None, "its 4 parameters have no names; give names="),
-        (list(params)[1:], r"\(found 3\)"),
-        (["elsewhere", *list(params)[1:]], "no parameter is called 'elsewhere'"),
+        (None, "found no names for 4 parameters: pass names="),
+        (list(params)[1:], "found 3 names for 4 parameters"),
+        (["elsewhere", *list(params)[1:]], "found the names 'elsewhere', expected names of params"),
     ):
         with pytest.raises(ValueError, match=message):
             convert.read("torch", unnamed.state_dict(), tx, params, names=names)
@@ -171,12 +171,16 @@ NAMED = {"params": [0], "param_names": ["w"]}
         (saved({**ENTRY, "exp_avg": torch.ones(4)}), mfx.scale_by_adam(), r"mu/w: shape \(4,\), expected \(3,\)"),
         (saved(ENTRY), mfx.momentum(), r"trace/w: the source has a adamw state"),
         (saved(ENTRY), mfx.scale(1.0), r"'w' has a adamw state that the transform does not keep"),
-        (saved(ENTRY), mfx.momentum(heavy_ball=True), r"average of gradients.* a sum: give it heavy_ball=False"),
-        (saved(ENTRY), mfx.chain(mfx.scale_by_adam(), mfx.ema_params()), r"ema_params is a EmaParamsState"),
+        (saved(ENTRY), mfx.momentum(heavy_ball=True), r"sums gradients, expected an average .*: pass heavy_ball=False"),
+        (
+            saved(ENTRY),
+            mfx.chain(mfx.scale_by_adam(), mfx.ema_params()),
+            r"ema_params: found a EmaParamsState, which has no counterpart",
+        ),
         (saved(ENTRY), mfx.scale_by_adam(mu_dtype=mfx.int8()), r"states in eight bits"),
         (saved({}, {"amsgrad": True}), mfx.scale_by_adam(), r"count: the source does not count steps; give step="),
         ({"state": {}, "param_groups": [{**NAMED, "nesterov": 1}]}, mfx.momentum(), r"found one with the keys"),
-        ([saved(ENTRY), saved(ENTRY)], mfx.scale_by_adam(), r"'w' is in two optimizers or groups"),
+        ([saved(ENTRY), saved(ENTRY)], mfx.scale_by_adam(), r"found 'w' in two optimizers or groups"),
         ({"model": 1}, mfx.momentum(), r"expected an optimizer or its state_dict\(\), found dict"),
     ],
 )
@@ -193,8 +197,8 @@ OF_CONV = {"conv": torch.zeros(4, 3, 2, 2)}
 @pytest.mark.parametrize(
     ("format", "source", "params", "message"),
     [
-        ("torch", saved(ENTRY, {"amsgrad": True}), PARAMS, "'w': there is no chain for amsgrad"),
-        ("torch", saved(ENTRY, {"maximize": True}), PARAMS, "'w': there is no chain for maximize"),
+        ("torch", saved(ENTRY, {"amsgrad": True}), PARAMS, "'w': found amsgrad, without an equivalent in muonfx"),
+        ("torch", saved(ENTRY, {"maximize": True}), PARAMS, "'w': found maximize, without an equivalent in muonfx"),
         (
             "torch",
             {"state": {}, "param_groups": [{**NAMED, "amsgrad": False}]},
@@ -205,9 +209,14 @@ OF_CONV = {"conv": torch.zeros(4, 3, 2, 2)}
             "torch",
             torch.optim.Muon([("w", torch.nn.Parameter(torch.randn(8, 4)))], lr=0.1, eps=1e3),
             {"w": torch.zeros(8, 4)},
-            "there is no chain for eps=1000",
+            "eps=1000.* has no equivalent in muonfx",
         ),
-        ("keller", KELLER, OF_CONV, r"'conv': shape \(4, 3, 2, 2\): its updates are scaled by the sides of the kernel"),
+        (
+            "keller",
+            KELLER,
+            OF_CONV,
+            r"'conv': shape \(4, 3, 2, 2\) has no equivalent .* scales updates by the sides of the kernel",
+        ),
         ("kelller", {}, {}, r"format: found 'kelller', expected one of .* \(did you mean 'keller'"),
     ],
 )
