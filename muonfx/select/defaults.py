@@ -52,9 +52,10 @@ _ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network", "share
 # Rates of state-space and RWKV layers, and the small matrices that compute them from the input.
 _ELEMENTWISE = frozenset({"a_log", "d", "time_decay", "time_first", "time_faaaa"})
 _STATE_SPACE = frozenset({"x_proj", "dt_proj", "x_proj_weight", "dt_proj_weight"})
-# Tables whose rows act as tokens: cls_token, register_tokens, a Perceiver's latents, a quantizer's codebook.
+# Tables whose rows act as tokens or positions: cls_token, registers, a Perceiver's latents, a quantizer's codebook, pe.
 _TABLES = frozenset(
     {"token", "tokens", "latents", "queries", "prompt", "prompts", "codevectors", "codebook", "codebooks", "rpb"}
+    | {"register", "registers", "pe", "pos", "position", "positions", "encoding", "encodings"}
 )
 _GAINS = frozenset({"scale", "scales", "gamma", "gain"})
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})

@@ -410,6 +410,7 @@ def test_types_win_over_names():
 MUON_NAMES = """
     model.layers.0.mlp.gate_proj.weight mlp.gate_up_proj.weight experts.gate_up_proj experts.w_gate mlp.w_gate
     embedder_proj.weight embedding_projection.weight time_emb_proj.weight
+    encoding.weight position_mlp pos_proj.weight
     albert.embedding_hidden_mapping_in.weight blocks.0.sa.heads.0.key.weight attn.multi_head.weight
     attn.in_proj_weight attention.output.dense.weight experts.3.gate.weight shared_experts.gate.weight
     rnn.weight_ih_l0 conv2.weight attn.headwise.weight cls.predictions.transform.dense.weight token_mixer.weight
@@ -422,6 +423,7 @@ MUON_NAMES = """
 ADAMW_NAMES = """
     transformer.wte.weight wpe.weight tok_embeddings.weight embed_tokens.weight gpt_neox.embed_in.weight
     embed_out.weight pos_embed pos_embedding positional_embedding class_embedding mask_token register_tokens
+    vit.registers pos encoder.pos encoder.pe positional_encoding pos_encoding image_position
     value_embeds.0.weight shared.weight to_patch_embedding.2.weight
     vit.embeddings.patch_embeddings.projection.weight tokEmbedding.weight token_embedding_table.weight
     lm_head.weight head.weight heads.head.weight classifier.1.weight score.weight output_layer.weight
