@@ -30,7 +30,7 @@ from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
 from muonfx.tree.wrappers import unwrapped
 
-__all__ = ["mask_patterns", "masked", "partition", "resolve_mask"]
+__all__ = ["mask_patterns", "masked", "partition", "resolve_mask", "view_of"]
 
 
 class _Assignment:
@@ -147,7 +147,7 @@ def _why(routes: Mapping[str, Route]) -> str:
     return f". The labels of the {len(routes)} parameters are {there}{some}"
 
 
-def _view_of(tx: Transform) -> MatrixView | None:
+def view_of(tx: Transform) -> MatrixView | None:
     """Return the argument `view` of a transform, if it has one."""
     view = tx.arguments["view"] if "view" in tx.factory.definition.parameters else None
     return view if isinstance(view, MatrixView) else None
@@ -155,7 +155,7 @@ def _view_of(tx: Transform) -> MatrixView | None:
 
 def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
     """Warn of parameters with several matrices, by label or name, that their transforms treat as one matrix."""
-    views = {label: [view for view in map(_view_of, within(tx)) if view] for label, tx in transforms.items()}
+    views = {label: [view for view in map(view_of, within(tx)) if view] for label, tx in transforms.items()}
     pairs = [(name, route, view) for name, route in routes.items() if route.label for view in views[route.label]]
     found = {
         f"{name!r} ({route.reason})": None
@@ -202,7 +202,7 @@ def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route]
         if route.shape is None or leaf is None or leaf.ndim <= len(route.shape) or own is None:
             continue
         for tx in within(own):
-            view = _view_of(tx)
+            view = view_of(tx)
             by_leaf = tx.locality is Locality.LEAF and not tx.children
             mixes = by_leaf if view is None else not view.is_set_for(name)
             if mixes:

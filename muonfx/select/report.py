@@ -15,7 +15,9 @@ from muonfx.core.contract import within
 from muonfx.select.defaults import default_labels
 from muonfx.select.matrix_view import MatrixView, split
 from muonfx.select.params import ParamInfo, Params, read_params
+from muonfx.select.partition import partition, view_of
 from muonfx.select.rules import Label, Labels, Route
+from muonfx.select.views import MAYBE_FUSED
 from muonfx.tree.display import Report, Shown, Table, format_list, format_shape
 
 __all__ = ["Routing", "describe"]
@@ -140,10 +142,21 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     tx = getattr(optimizer, "tx", None)
     given = [part.arguments.get("labels") for part in within(tx)] if isinstance(tx, Transform) else []
     known = [labels for labels in given if isinstance(labels, Labels)]
+    views = {
+        label: next(filter(None, map(view_of, within(inner))), MatrixView())
+        for part in (within(tx) if isinstance(tx, Transform) else ())
+        if part.factory is partition
+        for label, inner in part.arguments["transforms"].items()
+    }
     routes: dict[str, Route] = {}
     for name, label in ((name, group["label"]) for group in groups for name in group["param_names"]):
         same = (one.routes[name] for one in known if name in one and one[name] == label)
-        routes[name] = next(same, Route(label, "the transform has no labels" if label is None else "given"))
+        route = next(same, Route(label, "the transform has no labels" if label is None else "given"))
+        pattern = views[label].text(name) if label in views else None
+        if pattern not in (None, route.view.pattern):  # the user's view takes precedence over the labels' view
+            reason = f"{route.reason.partition(f'; {MAYBE_FUSED}')[0]}; view of the transform"
+            route = route._replace(reason=reason, view=MatrixView(pattern))
+        routes[name] = route
     infos, _ = read_params(
         [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
     )

@@ -25,7 +25,10 @@ from muonfx.select.params import ParamInfo, Params, plain_name, written_type
 from muonfx.select.pattern import parse
 from muonfx.tree.tracing import matches
 
-__all__ = ["PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns", "undivided"]
+__all__ = [
+    *("MAYBE_FUSED", "PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns"),
+    "undivided",
+]
 
 T = TypeVar("T")
 Found = tuple[MatrixView, str, str | None]
@@ -39,6 +42,8 @@ _TRANSPOSED_STACK = "... in {out} -> ... {out} in"
 _CONVOLUTION = "{out} ... -> {out} (...)"
 PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_orig"})
 _KERNEL_SIDE = 32
+MAYBE_FUSED = "maybe fused, not split"
+"""The beginning of the note about a parameter whose name suggests several matrices, in a layer of unknown code."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,7 @@ def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[st
     suspected = None
     if not parts and (count := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
         glob, suspected = "*." + ".".join(plain_name(info.name).split(".")[-2:]), divided(stored, count)
-        parts = f"maybe fused, not split: to split equal parts, view={{{glob!r}: {suspected!r}}}"
+        parts = f"{MAYBE_FUSED}: to split equal parts, view={{{glob!r}: {suspected!r}}}"
     if pattern is None and stored != _PLAIN:
         pattern = stored.replace("{out}", "out")
     return MatrixView(pattern), "; ".join(filter(None, (note, parts))), suspected

@@ -639,3 +639,15 @@ def test_an_optimizer_is_described_by_its_groups():
     assert ["lr", "0.02", "0.001"] in [line.split() for line in numbers]
     optimizer.param_groups[0]["lr"] = 0.5
     assert ["lr", "0.5", "0.001"] in [line.split() for line in str(describe(optimizer)).splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore:partition. by their names")
+def test_an_optimizer_is_described_with_the_patterns_of_its_transform():
+    model = nn.ModuleDict({"wqkv": nn.Linear(4, 12, bias=False), "up": nn.Linear(4, 8, bias=False)})
+    assert "maybe fused, not split" in describe(muonfx.Muon(model)).labels.reason("wqkv.weight")
+    view = muonfx.MatrixView({"*wqkv.weight": "(q=6 + k=3 + v=3) in -> q in, k in, v in"})
+    found = describe(muonfx.Muon(model, orthogonalize=muonfx.orthogonalize(view=view)))
+    assert found.labels.reason("wqkv.weight") == "hidden matrix (2-D); view of the transform"
+    assert found.labels.views == {"wqkv.weight": muonfx.MatrixView("(q=6 + k=3 + v=3) in -> q in, k in, v in")}
+    assert "(6 + 3 + 3) x 4" in str(found)
+    assert found.labels.reason("up.weight") == "hidden matrix (2-D)"
