@@ -154,6 +154,7 @@ def power(base: Scalar, count: Tensor) -> Tensor:
 
 
 def clone(xs: Sequence[Tensor]) -> Tensors:
+    """Return a copy of every tensor."""
     return [x.clone() for x in xs]
 
 
