@@ -195,7 +195,7 @@ POLAR_EXPRESS_RAW = Coefficients(
     ),
     "Polar Express, arXiv 2505.16932, lower bound 1e-3, before any safety factor",
 )
-"""The published Polar Express table without its safety factor, for exact arithmetic only."""
+"""The published Polar Express table without its safety factor (margin for rounding), for exact arithmetic only."""
 
 CANS_RAW = Coefficients(
     "cans_raw",

@@ -19,7 +19,7 @@ from muonfx.polar.products import ProductsLike, block_side
 __all__ = ["Cost", "newton_schulz_cost"]
 
 _TILE = 128
-"""The side of a kernel's tiles, which are computed whole on the diagonal."""
+"""The assumed side of the Triton kernel's tiles, of which those on the diagonal are computed in full."""
 
 
 class Cost(NamedTuple):
@@ -80,7 +80,7 @@ def _cost(
 
 
 def _flops(chosen: policy.Plan) -> float:
-    """Count the operations of `muonfx.polar.iteration`."""
+    """Return the number of operations to orthogonalize one matrix by this plan."""
     # Two long products for each stage, and at most 4 k - 3 small products for k steps.
     n, m = chosen.shape
     gram, small = _computed(chosen.products, n), _computed(chosen.small_products, n)

@@ -1,4 +1,4 @@
-"""Orthogonalize a matrix, or many matrices of many shapes in few batches."""
+"""`orthogonalize` and `orthogonalize_many`: the public functions, and how matrices of many shapes form few batches."""
 
 from __future__ import annotations
 
@@ -270,8 +270,8 @@ class _Job(NamedTuple):
     scratch: int
     watched: bool
     at_once: bool
-    """True if all matrices form one batch: autograd keeps all intermediates, a compiler plans memory itself, and
-    splitting would specialize all sizes."""
+    """True if all matrices form one batch: autograd keeps all temporary tensors, a compiler plans memory itself, and
+    splitting would fix all sizes in the compiled graph."""
     workspace: Workspace | None
 
 

@@ -30,7 +30,7 @@ class Polynomials(NamedTuple):
 
 
 def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None) -> Polynomials:
-    """Resolve and check the arguments `coefficients` and `steps` of `orthogonalize`."""
+    """Return the `Polynomials` for the arguments `coefficients` and `steps` of `orthogonalize`, and check them."""
     if isinstance(value, torch.Tensor):
         _check_table(value)
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))

@@ -146,7 +146,7 @@ class Buffered(Functional):
 
 
 def block_side(n: int) -> int:
-    """Return the side of the blocks for an `n x n` product: an eighth to a quarter of `n`, 128 to 512."""
+    """Return the side of the blocks in which an `n x n` symmetric product is computed: about `n / 4`, 128 to 512."""
     return min(512, max(128, n // 4 // 128 * 128))
 
 

@@ -53,12 +53,12 @@ class ParamInfo:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions of the parameter."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements of the parameter."""
         return prod(self.shape)
 
     @property
@@ -122,7 +122,7 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
 
 
 def written_type(module: nn.Module) -> type:
-    """Return the class of a module before parametrize or FSDP2 replaced it by a generated subclass."""
+    """Return the class of a module as written, before parametrize or FSDP2 replaced it by a generated subclass."""
     kind: type = parametrize.type_before_parametrizations(module)
     names = [base.__name__ for base in kind.__bases__]
     if "FSDPModule" in names and len(names) == 2:

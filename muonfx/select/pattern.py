@@ -28,7 +28,7 @@ class Axis(NamedTuple):
 
     name: str
     size: int | None = None
-    """None: the size follows from the shape of the tensor."""
+    """The number of indices; None if it follows from the shape of the tensor."""
 
     def __str__(self) -> str:
         return self.name if self.size is None else f"{self.name}={self.size}"
@@ -47,7 +47,7 @@ class Units(NamedTuple):
     """
 
     shape: tuple[int, int]
-    """The rows and the columns of a unit."""
+    """The number of rows and of columns of a unit."""
     pattern: str
     """The pattern that divides the tensor, reshaped to (units, rows, columns), into the same matrices."""
     is_plain: bool

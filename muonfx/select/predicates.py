@@ -178,7 +178,7 @@ def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
 
 
 def asks_for_modules(predicate: object) -> bool:
-    """Return True if a predicate uses module types, which named tensors do not have."""
+    """Return True if a predicate contains `module_type`, which never matches named tensors without a model."""
     return isinstance(predicate, Predicate) and (
         predicate.name == "module_type" or any(map(asks_for_modules, predicate.parts))
     )

@@ -60,7 +60,7 @@ class _Fused:
     """The number of equal matrices or their sizes, if they are concatenated; else a pattern of the rows. Sizes are
     attributes of the holder; "a*b" is a product and "a//b" a quotient of attributes, in braces in a pattern."""
     given: tuple[tuple[str, bool], ...] = ()
-    """Attributes of the holder with the truth values that the entry requires."""
+    """Conditions: attributes of the holder, and whether each must be true or false for this entry to apply."""
     package: str = "transformers.models."
     """The package in which the class of the holder must be defined."""
 

@@ -66,7 +66,7 @@ NAMES_HERE = {
     }.items()
     for name in names.split()
 }
-"""Names of Optax, ``torch.optim`` and the first implementation of Muon, with their counterpart in muonfx."""
+"""Names of Optax, ``torch.optim`` and the first implementation of Muon, mapped to the code for the same in muonfx."""
 
 _ARGUMENTS_HERE = {
     "beta": ("decay", "momentum"),
@@ -274,7 +274,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def plain_fields(kind: type[T]) -> type[T]:
-    """Decorate a dataclass to check its bool, int, float and str fields after its own ``__post_init__``."""
+    """Decorate a dataclass so that the types of its bool, int, float and str fields are checked when it is built."""
     kinds = {name: own for name, own in kinds_of(inspect.signature(kind).parameters, kind).items() if own}
     check_own = vars(kind)["__post_init__"]
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LISTED = 10
-"""Maximal number of list items in a message."""
+"""The largest number of items that `format_list` shows."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Table:
     title: str = ""
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return plain text, with rows nested at most `depth` deep."""
+        """Return plain text, with rows nested at most `depth` deep; None: no limit."""
         body, feet = _lines(self.rows, depth), _lines(self.footers, depth)
         lines = [[printable(title) for title in self.titles], *body, *feet]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -61,7 +61,7 @@ class Table:
         return "\n".join([printable(self.title)] * bool(self.title) + text)
 
     def to_html(self) -> str:
-        """Return an HTML table without style; child rows are indented by spaces, as in text."""
+        """Return an HTML table without CSS; child rows are indented by spaces, as in text."""
         body, foot = (
             "".join(self._html_row(cells, level) for level, cells in walk(rows)) for rows in (self.rows, self.footers)
         )
@@ -104,7 +104,7 @@ class Shown:
         return self.report().to_text(depth)
 
     def to_html(self) -> str:
-        """Return the tables as an HTML fragment with its own style and without scripts."""
+        """Return the tables as an HTML fragment with its own CSS and without scripts."""
         return self.report().to_html()
 
     def __str__(self) -> str:
@@ -124,14 +124,14 @@ class Report(Shown):
     parts: tuple[str | Table, ...]
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return plain text, with rows nested at most `depth` deep."""
+        """Return plain text, with rows nested at most `depth` deep; None: no limit."""
         return "\n\n".join(
             "\n".join(map(printable, part.split("\n"))) if isinstance(part, str) else part.to_text(depth)
             for part in self.parts
         )
 
     def to_html(self) -> str:
-        """Return an HTML fragment with its own style, which affects nothing outside it."""
+        """Return an HTML fragment with its own CSS, which affects nothing outside it."""
         body = "".join(
             f"<p>{'<br>'.join(map(_escaped, part.split(chr(10))))}</p>" if isinstance(part, str) else part.to_html()
             for part in self.parts

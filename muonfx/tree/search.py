@@ -74,7 +74,7 @@ def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
 
 
 def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
-    """Yield every node with its path, parents first."""
+    """Yield the path and the value of every leaf and subtree of a tree, parents first."""
     yield path, node
     opened, children = open_node(node)
     for entry, child in zip(opened.entries, children, strict=True) if opened else ():

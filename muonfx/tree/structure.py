@@ -324,7 +324,7 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 def spec(tree: PyTree) -> PyTree:
-    """Replace every tensor of a tree by its `Spec`.
+    """Return a copy of a tree in which each tensor is replaced by its `Spec` (shape and dtype).
 
     >>> spec({"w": torch.ones(2, 3), "b": None})
     {'w': Spec(shape=(2, 3), dtype=torch.float32), 'b': None}

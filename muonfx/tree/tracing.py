@@ -28,7 +28,7 @@ functorch_is_active: Callable[[], bool] = _C._are_functorch_transforms_active
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Return True if a tensor is wrapped by ``torch.func``: batched, or tracked by a derivative."""
+    """Return True if a tensor is batched or differentiated by ``torch.func``, so that it wraps another tensor."""
     return bool(_C._functorch.is_functorch_wrapped_tensor(x))
 
 
