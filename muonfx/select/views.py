@@ -25,10 +25,12 @@ from muonfx.select.params import ParamInfo, Params, plain_name, written_type
 from muonfx.select.pattern import parse
 from muonfx.tree.tracing import matches
 
+# fmt: off
 __all__ = [
-    *("MAYBE_FUSED", "PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns"),
+    "MAYBE_FUSED", "PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns",
     "undivided",
 ]
+# fmt: on
 
 T = TypeVar("T")
 Found = tuple[MatrixView, str, str | None]
