@@ -1,6 +1,9 @@
-"""Orthogonal polar factors of batches of matrices, by Newton-Schulz iterations and exactly.
+"""Orthogonalize batches of matrices: compute their polar factors, by Newton-Schulz iterations or exactly.
 
-Also the sets of coefficients of the iteration, the fit of new ones, and the choice of dtype, method and products.
+- `orthogonalize` and `orthogonalize_many` run the iteration; `polar_factor` is exact and slow.
+- `PRESETS` are the known polynomials of the iteration; `fit_coefficients` computes new ones, and `band` returns the
+  interval into which polynomials map singular values.
+- `explain` shows the dtype, the form of the iteration and the kernels that are chosen for a shape, with reasons.
 
 All functions are pure and take tensors of shape ``(..., m, n)``. Nothing here uses trees, transforms or optimizers.
 """

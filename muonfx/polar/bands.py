@@ -1,4 +1,4 @@
-"""The interval into which a set of coefficients maps the singular values of a matrix."""
+"""`band`: the interval into which the polynomials of a Newton-Schulz iteration map singular values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from muonfx.polar.coefficients import CoefficientsLike, coefficients, schedule
 
 
 class Band(NamedTuple):
-    """Bounds of the singular values after the iteration, as `band` returns them.
+    """Bounds of the singular values after a Newton-Schulz iteration, as `band` returns them.
 
-    Inputs in `[lower, 1]` are mapped into `[minimum, maximum]`. Inputs in `[0, 1]` are mapped to at most `peak`.
+    Attributes:
+        minimum: the least result for singular values in `[lower, 1]` before the iteration.
+        maximum: the largest result for singular values in `[lower, 1]` before the iteration.
+        peak: the largest result for singular values in `[0, 1]` before the iteration.
     """
 
     minimum: float
@@ -21,10 +24,13 @@ class Band(NamedTuple):
 
 
 def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | None = None) -> torch.Tensor:
-    """Return the value to which the iteration maps each singular value in `s`, elementwise and in the dtype of `s`.
+    """Return the values to which a Newton-Schulz iteration maps singular values, elementwise, in the dtype of `s`.
 
-    `s` holds singular values of a matrix that was divided by its Frobenius norm; the division by `norm_safety` is done
-    here. For a set with row scaling, `s` holds the singular values after the rows were scaled.
+    Args:
+        value: the coefficients: a name in `PRESETS`, a `Coefficients` or a sequence of `(a, b[, c])`.
+        s: singular values of a matrix that was divided by its Frobenius norm; the further division by `norm_safety` is
+            done here. For coefficients with `row_scaling`, the singular values after the rows were scaled.
+        steps: the number of steps, as in `orthogonalize`.
 
     >>> scalar_polynomial([(1.5, -0.5)], torch.tensor([0.0, 1.0]))
     tensor([0., 1.])
@@ -39,21 +45,21 @@ def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | Non
 
 
 def band(value: CoefficientsLike, lower: float = 0.01, *, steps: int | None = None, points: int = 200_001) -> Band:
-    """Return the smallest and largest singular values that the iteration produces.
+    """Return the band of a Newton-Schulz iteration: the smallest and largest singular values that it produces.
 
     The composed polynomial is evaluated on a float64 grid, so the bounds are accurate to about 1e-7.
 
     Args:
-        value: a name, a `Coefficients` or a sequence of `(a, b[, c])`.
+        value: the coefficients: a name in `PRESETS`, a `Coefficients` or a sequence of `(a, b[, c])`.
         lower: the smallest singular value of the normalized input to consider, in (0, 1].
-        steps: as in `orthogonalize`.
+        steps: the number of steps, as in `orthogonalize`.
         points: the number of grid points in `[lower, 1]`; `points // 2` more are placed between 0 and `lower`.
 
     Returns:
         The minimum and the maximum for inputs in `[lower, 1]`, and the maximum for inputs in `[0, 1]`.
 
     Raises:
-        ValueError: `lower` outside (0, 1].
+        ValueError: `lower` is outside (0, 1].
 
     >>> [round(x, 3) for x in band("keller")]
     [0.682, 1.134, 1.202]

@@ -1,4 +1,4 @@
-"""Checks of the matrices that `orthogonalize` receives, and of the memory that tensors share."""
+"""Check the inputs of `orthogonalize`, and find tensors that share memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from muonfx.polar.policy import SUPPORTED
 
 
 def check_matrix(x: torch.Tensor, name: str) -> None:
-    """Raise unless `x` is a dense tensor `(..., m, n)` of a supported floating dtype."""
+    """Raise unless `x` is a dense tensor `(..., m, n)` of a supported dtype; `name` is the argument in the error."""
     if not isinstance(x, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{name}: found {type(x).__name__}, expected a torch.Tensor of shape (..., m, n)")
     if x.dtype not in SUPPORTED:
@@ -28,7 +28,7 @@ def check_matrix(x: torch.Tensor, name: str) -> None:
 
 
 def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
-    """Return the indices of the tensors whose memory overlaps another's, or that overlap themselves."""
+    """Return the indices of tensors that share memory with another tensor, or of which elements share memory."""
     starts = list(map(torch.Tensor.data_ptr, xs))
     if all(map(torch.Tensor.is_contiguous, xs)):
         # Spans are disjoint if each ends, in the order of the ends, before the next begins, in the order of the starts.
@@ -59,7 +59,7 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Return True if elements of a tensor may share memory, as in an expanded tensor."""
+    """Return True if elements of the tensor may share memory, as after `expand`."""
     if x.is_contiguous():
         return False
     reach = 0

@@ -1,7 +1,7 @@
-"""Polynomial coefficients of the Newton-Schulz iteration, as data.
+"""Polynomial coefficients of the Newton-Schulz iteration: the type `Coefficients`, and the known sets in `PRESETS`.
 
 The matrix is first normalized to singular values in [0, 1]. Step `i` then maps each singular value `s` to
-`a_i s + b_i s^3 + c_i s^5`. A `Coefficients` is immutable; `muonfx.polar.bands` computes its effect on `s`.
+`a_i s + b_i s^3 + c_i s^5`. `muonfx.polar.band` returns the interval of the results.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Coefficients:
     """The polynomials `a s + b s^3 + c s^5` of a Newton-Schulz iteration, one for each step.
 
     Args:
-        name: the name of the set, used in errors and in `PRESETS`.
+        name: the name of the coefficients, used in errors and in `PRESETS`.
         steps: `(a, b, c)` for each step; `(a, b)` means `c = 0`, which saves one matrix product per step.
         source: the paper or project that published the numbers.
-        norm_safety: the input is divided by `norm_safety` times its Frobenius norm.
+        norm_safety: the input is divided by `norm_safety` times its Frobenius norm; above 1, a margin for rounding.
         row_scaling: True to first scale each row by the inverse square root of its row sum of `|X X^T|`
             (almost-orthogonal layers, arXiv 2208.03160). The spectral norm is then at most 1; `norm_safety` is ignored.
-        restarts: the step numbers after which the Gram form of the iteration recomputes its Gram matrix from the whole
-            matrix; None for 2, 3, 5, 6, ... (see `muonfx.polar.stages`). Beyond the last number, the last distance is
-            repeated. If rounding requires more restarts, they are added: in bf16, after nearly every step.
+        restarts: with `method="gram"`, several steps share one Gram matrix `X X^T`. It is recomputed from `X` after
+            these numbers of steps; None: after 2, 3, 5, 6, ... steps. For more steps than numbers, the last distance
+            is repeated. If rounding requires more restarts, they are added: in bf16, after nearly every step.
 
     Raises:
         ValueError: there are no steps, a step is not 2 or 3 finite numbers, `norm_safety` is outside [0.001, 1000], or
@@ -77,7 +77,7 @@ CoefficientSet = Literal[
     "deepseek_v4",
     "cubic",
 ]
-"""The names of `PRESETS`."""
+"""The names in `PRESETS`, as a type for annotations."""
 
 CoefficientsLike = CoefficientSet | Coefficients | Sequence[Sequence[float]]
 """Accepted forms of coefficients: a name in `PRESETS`, a `Coefficients`, or a sequence with `(a, b[, c])` per step."""
@@ -107,7 +107,9 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
 
 
 def coefficients(value: CoefficientsLike) -> Coefficients:
-    """Return the `Coefficients` for a name in `PRESETS`, a sequence of `(a, b[, c])`, or a `Coefficients`.
+    """Convert a name in `PRESETS`, or a sequence with `(a, b[, c])` per step, to `Coefficients`.
+
+    A `Coefficients` is returned unchanged.
 
     Raises:
         ValueError: the name is unknown (the message lists all names), or the numbers are malformed.
@@ -135,10 +137,15 @@ def coefficients(value: CoefficientsLike) -> Coefficients:
 
 
 def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
-    """Return a set whose polynomials, except the last, divide their input by `safety`: `(a/s, b/s^3, c/s^5)`.
+    """Return coefficients that leave a margin for rounding errors: `(a/s, b/s^3, c/s^5)` in all steps but the last.
 
-    Rounding in low precision can push a singular value above the interval for which the next polynomial was fitted,
-    where the polynomial grows fast. The division keeps a margin (arXiv 2505.16932, section on finite precision).
+    With `s = safety`, each of these polynomials divides its input by `s`. Without the margin, rounding in low precision
+    can push a singular value above the interval for which the next polynomial was fitted, where the polynomial grows
+    fast (arXiv 2505.16932, section on finite precision).
+
+    Args:
+        value: a name in `PRESETS`, a `Coefficients` or a sequence of `(a, b[, c])`.
+        safety: the divisor, such as 1.01.
 
     Raises:
         ValueError: `safety` is not finite and positive.
@@ -154,12 +161,15 @@ def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
 
 
 def schedule(value: Coefficients, steps: int | None = None) -> tuple[Step, ...]:
-    """Return the first `steps` polynomials of a set, or all if None; if the set has fewer, its last one is repeated."""
+    """Return the polynomials `(a, b, c)` of `steps` steps, of which the last is repeated if there are too few.
+
+    If `steps` is None, there is one step for each polynomial.
+    """
     return tuple(value.steps[i] for i in step_indices(len(value.steps), steps))
 
 
 def step_indices(length: int, steps: int | None) -> list[int]:
-    """Return, for each step, the index of its polynomial among `length`; further steps repeat the last polynomial."""
+    """Return the index of the polynomial of each step; after `length` steps, the last polynomial is repeated."""
     if steps is None:
         return list(range(length))
     if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -185,7 +195,7 @@ POLAR_EXPRESS_RAW = Coefficients(
     ),
     "Polar Express, arXiv 2505.16932, lower bound 1e-3, before any safety factor",
 )
-"""The published Polar Express table without its safety factor, for exact arithmetic only."""
+"""The published Polar Express table without its safety factor (margin for rounding), for exact arithmetic only."""
 
 CANS_RAW = Coefficients(
     "cans_raw",
@@ -280,4 +290,4 @@ PRESETS: Mapping[str, Coefficients] = MappingProxyType(
         )
     }
 )
-"""The built-in sets of coefficients, by name."""
+"""The built-in coefficients of Newton-Schulz iterations: a read-only mapping from name to `Coefficients`."""

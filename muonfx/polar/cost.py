@@ -19,18 +19,21 @@ from muonfx.polar.products import ProductsLike, block_side
 __all__ = ["Cost", "newton_schulz_cost"]
 
 _TILE = 128
-"""The side of a kernel's tiles, which are computed whole on the diagonal."""
+"""The assumed side of the Triton kernel's tiles, of which those on the diagonal are computed in full."""
 
 
 class Cost(NamedTuple):
-    """The cost of orthogonalizing one matrix; a multiply-add counts as two operations."""
+    """The cost of orthogonalizing one matrix by Newton-Schulz; a multiply-add counts as two operations."""
 
     flops: float
     """Floating-point operations; a symmetric product counts half if only half of it is computed."""
     load: float
-    """The time, as a number of operations of full products; matrices are assigned to ranks by this number."""
+    """The estimated time, as the number of operations that full products do in this time.
+
+    Matrices are distributed over ranks by this number.
+    """
     scratch_bytes: int
-    """The bytes of one matrix's intermediates."""
+    """The size in bytes of the temporary tensors for one matrix."""
 
 
 def newton_schulz_cost(
@@ -43,7 +46,10 @@ def newton_schulz_cost(
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
 ) -> Cost:
-    """Return the cost of `muonfx.polar.orthogonalize` for one matrix, by the policy of `muonfx.polar.explain`."""
+    """Return the cost of `muonfx.polar.orthogonalize` for one matrix of this shape, with the choices of `explain`.
+
+    Unlike `explain`, it assumes the same hardware on all machines, so that all ranks compute the same cost.
+    """
     resolved = polynomials(coefficients, steps)
     if resolved.table is not None:
         if method == "gram":
@@ -74,7 +80,7 @@ def _cost(
 
 
 def _flops(chosen: policy.Plan) -> float:
-    """Count the operations of `muonfx.polar.iteration`."""
+    """Return the number of operations to orthogonalize one matrix by this plan."""
     # Two long products for each stage, and at most 4 k - 3 small products for k steps.
     n, m = chosen.shape
     gram, small = _computed(chosen.products, n), _computed(chosen.small_products, n)
@@ -85,7 +91,10 @@ def _flops(chosen: policy.Plan) -> float:
 
 
 def _computed(how: str, n: int) -> float:
-    """Return the fraction of a symmetric `n x n` product that is computed, not mirrored."""
+    """Return the fraction of a symmetric `n x n` product that is computed; the rest is mirrored.
+
+    `how` is the way to compute it: "batched" in full, "blocks" and "triton" by blocks on and below the diagonal.
+    """
     if how == "batched" or n == 0:
         return 1.0
     side = min(n, block_side(n) if how == "blocks" else _TILE)

@@ -1,4 +1,4 @@
-"""The exact polar factor by SVD, which is slow and serves as the reference for the Newton-Schulz iteration."""
+"""`polar_factor`: the exact polar factor by SVD, a slow reference for the Newton-Schulz iteration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from muonfx.polar.checks import check_matrix
 
 
 def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:
-    """Return the orthogonal polar factor `U_r V_r^T` of `x = U S V^T`, where `r` counts the nonzero singular values.
+    """Return the exact orthogonal polar factor `U_r V_r^T` of each matrix `x = U S V^T`, by SVD.
+
+    `r` is the number of nonzero singular values: all of them become 1, and zeros stay zero. Slow; `orthogonalize`
+    computes an approximation fast.
 
     The factor is computed in float64. At matrices of full rank it has derivatives of any order, forward and reverse,
     even if singular values are equal. At other matrices, the first derivative assumes that the rank does not change.
@@ -47,7 +50,7 @@ def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:
 
 
 class _Factor(torch.autograd.Function):
-    """The polar factor of matrices `(..., m, n)`, m >= n."""
+    """The polar factor of matrices `(..., m, n)`, m >= n, with derivatives."""
 
     generate_vmap_rule = True
 
@@ -75,7 +78,7 @@ class _Factor(torch.autograd.Function):
 
 
 def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) -> torch.Tensor:
-    """Return the derivative of the polar factor at `x = P H` along `t`."""
+    """Return the derivative of the polar factor `p` at the matrix `x = p H`, in the direction `t`."""
     # With `x = U S V^T` it is `U K V^T` for `K_ij = (U^T t V - V^T t^T U)_ij / (s_i + s_j)`, plus the components of `t`
     # outside the spaces of `U` and `V`, divided by `S`.
     h, rows = p.mT @ x, p.mT @ p
@@ -88,7 +91,7 @@ def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) 
 
 
 class _Sylvester(torch.autograd.Function):
-    """The solution `K` of `H K + K H = C` on the range of a positive semidefinite `H`."""
+    """The solution `K` of the Sylvester equation `H K + K H = C` on the range of a positive semidefinite `H`."""
 
     generate_vmap_rule = True
 

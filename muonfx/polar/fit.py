@@ -1,4 +1,4 @@
-"""Fit coefficients to an interval of singular values, one odd quintic polynomial after another."""
+"""`fit_coefficients`: fit the polynomials of a Newton-Schulz iteration to an interval of singular values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ _TAYLOR: Step = (1.875, -1.25, 0.375)  # the limit of the best quintic as its in
 def fit_coefficients(
     steps: int, lower: float = 1e-3, *, cushion: float = 0.02407327424182761, safety: float = 1.0
 ) -> Coefficients:
-    """Fit `steps` odd quintic polynomials whose composition maps `[lower, 1]` as close to 1 as possible.
+    """Fit coefficients of a Newton-Schulz iteration that maps singular values in `[lower, 1]` close to 1.
 
-    Each polynomial is the best uniform approximation of 1 on the interval into which the previous polynomials map the
-    singular values. With `cushion=0` this greedy choice gives the best composition (arXiv 2505.16932, theorem 3.1).
+    There is one odd quintic polynomial per step. Each is the best uniform approximation of 1 on the interval into which
+    the previous polynomials map the singular values. With `cushion=0` this greedy choice gives the best composition
+    (arXiv 2505.16932, theorem 3.1).
 
     Args:
         steps: the number of polynomials, at least 1.
         lower: the smallest singular value of the normalized input to map close to 1, in (0, 1).
         cushion: if a polynomial's interval is wider than `[cushion * u, u]`, fit on this part and rescale for the whole
             interval. Small singular values converge slightly slower, but no polynomial comes close to zero. 0: off.
-        safety: as in `with_safety`; the fit of later steps accounts for it. With 1, the best value in exact arithmetic,
-            rounding in bf16 or fp16 makes the iteration diverge, so `orthogonalize` uses fp32. 1.01 suffices for bf16.
+        safety: the margin for rounding errors, as in `with_safety`; the fit of later steps accounts for it. 1 (no
+            margin) is best in exact arithmetic, but diverges in bf16 or fp16, so `orthogonalize` then uses fp32. 1.01
+            suffices for bf16.
 
     Returns:
         A `Coefficients` named "fitted".
@@ -68,7 +70,7 @@ def fit_coefficients(
 
 
 def best_quintic(low: float, high: float) -> Step:
-    """Return the odd quintic that is uniformly nearest to 1 on `[low, high]`, by Remez exchange."""
+    """Return `(a, b, c)` of the odd quintic with the least largest distance from 1 on `[low, high]`, by Remez."""
     if not 0 < low < high:
         raise ValueError(f"best_quintic: found [{low!r}, {high!r}], expected 0 < low < high")
     if low > (1 - 5e-6) * high:  # the four points coincide in double precision

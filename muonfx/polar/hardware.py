@@ -1,4 +1,4 @@
-"""Capabilities of this machine and of this build of torch, from queries and never from measurements."""
+"""Query the capabilities of this machine and of this build of torch; nothing is measured."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 @functools.cache
 def cuda_capability(index: int | None) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device."""
+    """Return the compute capability of a CUDA device, such as (8, 0), by its index; None: the current device."""
     return torch.cuda.get_device_capability(index)
 
 
 @functools.cache
 def cpu_has_bf16() -> bool:
-    """Return True if the CPU has bf16 instructions (AMX or AVX512-BF16) and torch has oneDNN."""
+    """Return True if the CPU has bf16 instructions (AMX or AVX512-BF16) and torch has oneDNN, which uses them."""
     has_instructions = cpu_has_amx() or _has_feature("_is_avx512_bf16_supported")
     return has_instructions and torch.backends.mkldnn.is_available()
 

@@ -1,13 +1,13 @@
 """Normalize a batch of matrices and run the Newton-Schulz iteration, functionally or in place.
 
-The iteration requires singular values of at most about 1. Scaling has three steps, in this order. *Round once* to the
-compute dtype, so a matrix that already arrives in that dtype gives the same result as a wider one. *Scale by a power of
-two*: exact, so the result is bitwise the same for `x` and `2^k x`, and no later square under- or overflows. *Normalize*
-by the Frobenius norm, in fp32 at least.
+The iteration requires singular values of at most about 1. A matrix is scaled in three steps, in this order. *Round
+once* to the compute dtype (the dtype of the matrix products), so that a matrix that is given in this dtype has the same
+result as a wider one. *Scale by a power of two*: exact, so the result is bitwise the same for `x` and `2^k x`, and no
+later square under- or overflows. *Normalize* by the Frobenius norm, in fp32 at least.
 
-The iteration is `X <- a X + (b R + c R^2) X` with `R = X X^T`, with any number of steps on one `R`. A stage of k steps
-takes one product for the Gram matrix `R`, one product to apply the result, and 4 k - 3 small products. The standard
-iteration has k = 1. Each product is fused with its sum.
+The iteration is `X <- a X + (b R + c R^2) X` with the Gram matrix `R = X X^T`. A *stage* is a number of steps on one
+`R`. A stage of k steps takes one product for `R`, one product to apply the result, and 4 k - 3 small products. The
+standard iteration has k = 1. Each product is fused with its sum.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _LIFT = 60  # a subnormal times 2^60 is normal in fp32 and in fp64
 
 
 def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
-    """Scale each nonempty fp32 or fp64 matrix by a power of two that puts its largest magnitude in [1, 2)."""
+    """Scale each nonempty fp32 or fp64 matrix by a power of two, so that its largest magnitude is in [1, 2)."""
     return x * unit_power(x)
 
 
 def unit_power(x: torch.Tensor, dim: tuple[int, ...] = (-2, -1)) -> torch.Tensor:
-    """Return the power of two that puts the largest magnitude over some dims of nonempty fp32 or fp64 in [1, 2)."""
+    """Return the powers of two that scale the largest magnitude over dims of an fp32 or fp64 tensor into [1, 2)."""
     # The power is a constant for autograd, which is correct because every caller divides it out again.
     return power_of_two(x.detach().abs().amax(dim, keepdim=True))
 
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:
-    """Return the power of two that scales each largest magnitude, fp32 or fp64, into [1, 2)."""
+    """Return, for each positive fp32 or fp64 number, the power of two that scales it into [1, 2)."""
     # The exponent is read from the bits, since `ldexp` and `pow` round. If the power would not be a normal number (the
     # magnitude is subnormal or in the top binade), the nearest normal one is used and the scaled magnitude is in
     # [2^-51, 4), still safe to square. The power of zero is 1.
@@ -56,11 +56,11 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
 
 
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
-    """Return True if `compute` has at least the exponent range of `held`, so that rounding never under- or overflows.
+    """Return True if a cast from `held` to `compute` never under- or overflows, by the exponent ranges of the dtypes.
 
     Args:
-        held: the dtype of the input.
-        compute: the dtype of the matrix products.
+        held: the dtype of the input of `orthogonalize`.
+        compute: the dtype of its matrix products.
 
     >>> same_range(torch.float32, torch.bfloat16), same_range(torch.float32, torch.float16)
     (True, False)
@@ -69,7 +69,7 @@ def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
 
 
 def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """Round `x` to `compute`, scale it by a power of two, and return it in the wide dtype."""
+    """Round `x` to the dtype `compute`, scale it by a power of two, and return it in `compute` or at least fp32."""
     wide = wide_dtype(compute)
     if same_range(x.dtype, compute):
         return power_of_two_scaled(x.to(compute).to(wide))
@@ -80,14 +80,14 @@ def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 
 def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 1.0) -> torch.Tensor:
-    """Return `x / (safety * ||x||_F)` of nonempty `x` in `compute`, with finite derivatives at zero."""
+    """Return nonempty `x / (safety * ||x||_F)` in the dtype `compute`, with finite derivatives at `x = 0`."""
     x = rounded_and_scaled(x, compute)
     total = (x * x).sum((-2, -1), keepdim=True)
     return (x * inverse_root(total, safety)).to(compute)
 
 
 def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
-    """Return `1 / (safety * sqrt(total))`, or `1 / safety` with finite derivatives if the total is zero."""
+    """Return `1 / (safety * sqrt(total))` of sums of squares; `1 / safety`, with finite derivatives, at zero."""
     # `where` instead of an eps, which would change the result for small matrices. It is inside the root, whose
     # derivative at zero is infinite and would enter the gradient as 0 * inf.
     scale = torch.where(total == 0, torch.ones_like(total), total).rsqrt()
@@ -95,7 +95,7 @@ def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
 
 
 def normalize_(batch: torch.Tensor, safety: float) -> None:
-    """Normalize a nonempty batch `(b, n, m)` in its compute dtype by `frobenius_normalized`, in place."""
+    """Divide each matrix of a nonempty batch `(b, n, m)` by `safety` times its Frobenius norm, in place."""
     wide = wide_dtype(batch.dtype)
     _multiply_(batch, power_of_two(_peaks(batch).to(wide)))
     rows = torch.linalg.vector_norm(batch, dim=-1, dtype=wide)  # by rows: for a whole bf16 matrix CPUs make a copy
@@ -103,7 +103,7 @@ def normalize_(batch: torch.Tensor, safety: float) -> None:
 
 
 def _peaks(batch: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of each matrix, `(b,)`."""
+    """Return the largest absolute value in each matrix of a batch, as a tensor `(b,)`."""
     if batch.device.type == "cpu":  # where the infinity norm takes 30 times as long
         low, high = zip(*(torch.aminmax(one) for one in batch.unbind()), strict=True)
         return torch.maximum(torch.stack(high), -torch.stack(low))
@@ -111,7 +111,7 @@ def _peaks(batch: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply_(batch: torch.Tensor, factors: torch.Tensor) -> None:
-    """Multiply each matrix by its factor in the wide dtype, rounding once."""
+    """Multiply each matrix of a batch by its own factor in place, in fp32 or wider, and round once."""
     if batch.device.type == "cpu":  # a CPU multiplies by a scalar in full precision, without a wide temporary
         for one, factor in zip(batch.unbind(), factors.unbind(), strict=True):
             one.mul_(factor)
@@ -120,7 +120,7 @@ def _multiply_(batch: torch.Tensor, factors: torch.Tensor) -> None:
 
 
 def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide rows of `(b, n, m)` by the roots of the row sums of `|x x^T|`; return the result and its Gram matrix."""
+    """Divide each row by the root of its row sum of `|x x^T|`; return the result `(b, n, m)` and its Gram matrix."""
     # The spectral norm of the result is at most 1 (Gershgorin; arXiv 2208.03160), and closer to 1 than after the
     # Frobenius norm. The singular vectors change, so the iteration finds the polar factor of another matrix. A zero row
     # stays zero.
@@ -136,7 +136,7 @@ def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
-    """Orthogonalize nonempty `(b, n, m)`, n <= m, without in-place writes; the result has `plan.dtype`."""
+    """Orthogonalize a nonempty batch `(b, n, m)`, n <= m, without in-place writes; the result has `plan.dtype`."""
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
     if resolved.table is not None:
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
@@ -152,7 +152,10 @@ def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Ten
 def in_place(
     batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
 ) -> torch.Tensor:
-    """Orthogonalize `(b, n, m)`, transposed if `tall`, in place; the result is in `batch` or memory of `results`."""
+    """Orthogonalize a batch `(b, n, m)`, or `(b, m, n)` if `tall`, with temporary tensors in `workspace`.
+
+    The result overwrites `batch` or is in memory of `results`.
+    """
     normalize_(batch, resolved.safety)
     products = Buffered(
         batch, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
@@ -161,7 +164,7 @@ def in_place(
 
 
 def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
-    """Apply the polynomials of all steps to the singular values of `x`, one Gram matrix for each."""
+    """Apply the polynomials `(a, b, c)` of all steps to the singular values of `x`, with one Gram matrix per step."""
     for a, b, c in steps:
         gram = torch.bmm(x, x.mT)
         if c == 0:
@@ -174,7 +177,10 @@ def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 def newton_schulz(
     x: torch.Tensor, stages: Sequence[GramStage], on: Functional, gram: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Apply the polynomials of all stages to the singular values of `x`, which are at most about 1."""
+    """Apply all steps to the singular values of `x`, in stages: steps that share one Gram matrix `x x^T`.
+
+    `on` computes the products. `gram` is the Gram matrix of the first stage if it is already known.
+    """
     for stage in stages:
         start = on.gram(x, -stage.center) if gram is None else gram  # a given one has the center subtracted
         x = on.weighted(x, composed(on, Shifted(stage.center, 1.0, start), stage.steps))
@@ -184,7 +190,7 @@ def newton_schulz(
 
 
 def composed(on: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
-    """Return the matrix `Q` such that `Q X` is `X` after `steps`, given `R = X X^T`."""
+    """Return the matrix `Q` such that `Q X` is `X` after these steps, given the Gram matrix `r = X X^T`."""
     q: Shifted | None = None
     for i, step in enumerate(steps):
         g = _polynomial(on, r, step)
@@ -197,7 +203,7 @@ def composed(on: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
 
 
 def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
-    """Return `a I + b R + c R^2`."""
+    """Return `a I + b R + c R^2` for a step `(a, b, c)` and a symmetric matrix `r`."""
     a, b, c = step
     shift, linear, square = a + r.shift * (b + c * r.shift), (b + 2 * c * r.shift) * r.scale, c * r.scale**2
     if c == 0:
@@ -206,7 +212,7 @@ def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
 
 
 def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
-    """Return `P Q` for commuting `P` and `Q`, whose product is therefore symmetric."""
+    """Return `P Q` for symmetric matrices that commute, so that the product is symmetric too."""
     # shift p * shift q * I + (of_q * rest q + of_p * rest p) + scales * rest p * rest q. The sum has one weight, so the
     # larger factor becomes the beta of the product, which is exact and leaves a weight of at most 1.
     of_p, of_q, alpha = p.scale * q.shift, q.scale * p.shift, p.scale * q.scale
@@ -220,7 +226,10 @@ def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
 
 
 def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """Run the standard iteration with coefficients in a tensor `(k, 2 or 3)` that has derivatives."""
+    """Run the standard iteration (one Gram matrix per step) with coefficients in a differentiable tensor.
+
+    `table` is `(k, 2)` or `(k, 3)`; `indices` has the row of the table for each step.
+    """
     for i in indices:
         square = torch.bmm(x, x.mT)
         weight = table[i, 1] * square

@@ -1,4 +1,4 @@
-"""Orthogonalize a matrix, or many matrices of many shapes in few batches."""
+"""`orthogonalize` and `orthogonalize_many`: the public functions, and how matrices of many shapes form few batches."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def orthogonalize(
 ) -> torch.Tensor:
     """Orthogonalize a matrix by Newton-Schulz: map its singular values close to 1 and keep its singular vectors.
 
-    `band(coefficients)` returns the interval of the resulting singular values. Scaling `x` by a power of two does not
-    change a bit of the result if all entries are normal numbers. Zero gives zero. NaN or infinity in one matrix does
-    not affect others of the batch. `torch.func` and `torch.compile(fullgraph=True)` work; autocast has no effect.
+    `band(coefficients)` returns the interval that contains the resulting singular values. Scaling `x` by a power of two
+    does not change a bit of the result if all entries are normal numbers. Zero gives zero. NaN or infinity in one
+    matrix does not affect others of the batch. `torch.func` and `torch.compile(fullgraph=True)` work; autocast has no
+    effect.
 
     Args:
         x: a tensor `(..., m, n)` in fp64, fp32, bf16 or fp16; any dim may be zero.
@@ -47,13 +48,14 @@ def orthogonalize(
         steps: the number of steps; None for one step per polynomial. If there are more steps than polynomials, the last
             polynomial is repeated.
         method: "standard" multiplies by the whole matrix in every step. "gram" takes several steps on the small Gram
-            matrix, which saves the more the longer the matrix is. "auto": the choice that `explain` shows.
+            matrix `X X^T`, which saves time for long matrices. "auto": the choice that `explain` shows.
         dtype: the dtype of the matrix products; "auto" for the choice of `compute_dtype`, and at least fp32 if
             derivatives are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), which bf16 makes useless.
-        products: how symmetric products are computed, "batched", "blocks" or "triton"; "auto" for the choice that
-            `explain` shows. Under autograd, `torch.func` and the compiler, and for small matrices, they are always
-            batched.
-        max_scratch_bytes: the approximate limit of memory for intermediates; see `orthogonalize_many`.
+        products: how symmetric products such as `X X^T` are computed. "batched": in full, by one batched product.
+            "blocks": one half by blocks on a CPU, the other half mirrored. "triton": the same by GPU kernels. "auto":
+            the choice that `explain` shows. Small matrices, and all matrices under autograd, `torch.func` and the
+            compiler, use "batched".
+        max_scratch_bytes: the approximate limit of memory for temporary tensors; see `orthogonalize_many`.
 
     Returns:
         A new contiguous tensor of `x`'s shape, dtype and device.
@@ -102,11 +104,11 @@ def orthogonalize_many(
         dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device. Derivatives of one input
             make the dtype at least fp32 for all inputs.
         products: as in `orthogonalize`.
-        max_scratch_bytes: the approximate memory for intermediates of one batch, which has at least one matrix. None:
-            32 MiB on a CPU, to stay in its cache, and 256 MiB elsewhere.
+        max_scratch_bytes: the approximate memory for the temporary tensors of one batch, which has at least one matrix.
+            None: 32 MiB on a CPU, to stay in its cache, and 256 MiB elsewhere.
         donate: True if the caller does not use `xs` again. Each contiguous input that shares no memory with another
             input is then overwritten by its result, which saves memory. The values of the results are the same.
-        workspace: memory for intermediates of large matrices, which the next call can reuse; None: new memory.
+        workspace: memory for the temporary tensors of large matrices, which the next call can reuse; None: new memory.
 
     Returns:
         One tensor for each input, in order, with its shape, dtype and device: an input that `donate` allowed to
@@ -130,18 +132,19 @@ def orthogonalize_many(
 
 
 class _Kind(NamedTuple):
-    """The properties that matrices of one plan share."""
+    """The shape, dtype, device and memory order that matrices of one batch share."""
 
     short: int
     long: int
     dtype: torch.dtype
     device: torch.device
     tall: bool | None = None
-    """True for `(long, short)`, which is never transposed in memory; None for small or watched matrices, which are."""
+    """True if the batch has the shape `(long, short)`; None if it is transposed to `(short, long)` where needed, as
+    for small matrices and under autograd."""
 
 
 class Orthogonalizer:
-    """`orthogonalize_many` with settings that are resolved once, and one plan per shape, dtype and device."""
+    """`orthogonalize_many` with fixed settings; one `Plan` (dtype, method, products) per shape, dtype and device."""
 
     def __init__(
         self,
@@ -156,7 +159,7 @@ class Orthogonalizer:
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
-        """Return the plan for matrices of one kind, made at the first call."""
+        """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype, made at the first call."""
         if traced:  # symbols have no hash
             return self._plan(*kind[:4], differentiated=differentiated)
         known = self._plans.get((kind, differentiated))
@@ -200,7 +203,7 @@ class Orthogonalizer:
 
 
 def is_watched(*xs: torch.Tensor) -> bool:
-    """Return True if autograd, `torch.func` or the compiler records the tensors, so none may be overwritten."""
+    """Return True if autograd, `torch.func` or the compiler records these tensors, so that none may be overwritten."""
     if torch.compiler.is_compiling() or functorch_is_active():
         return True
     if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
@@ -209,7 +212,7 @@ def is_watched(*xs: torch.Tensor) -> bool:
 
 
 def is_differentiated(*xs: torch.Tensor) -> bool:
-    """Return True if derivatives are taken by autograd, forward mode or `torch.func`; `vmap` takes none."""
+    """Return True if these tensors are differentiated by autograd, forward mode or `torch.func`; not for `vmap`."""
     if _in_derivative():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
@@ -235,7 +238,7 @@ def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *re
 
 
 def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[tuple[_Kind, list[int]]]:
-    """Return the indices of the matrices of each kind, kinds in order of first occurrence."""
+    """Group matrices of one shape, dtype, device and memory order: return pairs (kind, indices in `xs`)."""
     kinds: list[_Kind] = []
     for x in xs:
         rows, columns = x.shape[-2:]
@@ -259,7 +262,7 @@ def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[t
 
 
 class _Job(NamedTuple):
-    """The plan and settings for matrices of one kind."""
+    """The plan and the settings for all matrices of one shape, dtype and device."""
 
     kind: _Kind
     plan: Plan
@@ -267,19 +270,19 @@ class _Job(NamedTuple):
     scratch: int
     watched: bool
     at_once: bool
-    """True if all matrices form one batch: autograd keeps all intermediates, a compiler plans memory itself, and
-    splitting would specialize all sizes."""
+    """True if all matrices form one batch: autograd keeps all temporary tensors, a compiler plans memory itself, and
+    splitting would fix all sizes in the compiled graph."""
     workspace: Workspace | None
 
 
 def _donated(xs: Sequence[torch.Tensor]) -> list[bool]:
-    """Return which inputs their results may overwrite: they are contiguous and share memory with no other input."""
+    """Return a bool for each input: whether its result may overwrite it, as it is contiguous and shares no memory."""
     shared = sharing(xs)
     return [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
 
 def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
-    """Orthogonalize nonempty matrices of one kind in batches, and copy each batch to its destinations at once."""
+    """Orthogonalize nonempty matrices of one shape and dtype in batches; `donated` says which may be overwritten."""
     if not xs:
         return []
     (short, long, held, _, tall), plan = job.kind, job.plan
@@ -326,13 +329,13 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
 
 
 def _wide(x: torch.Tensor, short: int) -> torch.Tensor:
-    """View contiguous matrices as a batch `(b, short, long)`."""
+    """Return a view of contiguous matrices `(..., m, n)` as a batch `(b, short, long)`, transposed if necessary."""
     wide = x if x.shape[-2] == short else x.mT
     return wide[None] if x.ndim == 2 else wide.reshape(-1, *wide.shape[-2:])
 
 
 def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Job) -> torch.Tensor:
-    """Orthogonalize one batch, in the memory of the inputs if the results `taken` overwrite it."""
+    """Orthogonalize one batch of the matrices `given`; `taken` are the tensors for its results, None for new ones."""
     kind, plan = job.kind, job.plan
     if kind.tall is None:
         joined = given[0] if len(given) == 1 else torch.cat(given)
@@ -348,7 +351,7 @@ def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Jo
 def _buffer(
     given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype, workspace: Workspace
 ) -> torch.Tensor:
-    """Return a batch in the compute dtype, which is the inputs' own memory if results overwrite it."""
+    """Return a batch of the matrices `given` in the dtype of products, without a copy if results overwrite them."""
     first = given[0]
     if taken is not None and first.dtype == compute and _are_adjacent(given, taken):
         return first.as_strided((sum(map(len, given)), *first.shape[1:]), first.stride())
@@ -360,7 +363,7 @@ def _buffer(
 
 
 def _are_adjacent(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
-    """Return True if tensors are contiguous, adjacent in one storage and overwritten by their own results."""
+    """Return True if the tensors `given` are adjacent in one storage, and `taken`, for the results, are the same."""
     storage, at = given[0].untyped_storage()._cdata, given[0].storage_offset()
     for x, y in zip(given, taken, strict=True):
         if x.untyped_storage()._cdata != storage or x.storage_offset() != at or not x.is_contiguous():
@@ -372,13 +375,13 @@ def _are_adjacent(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
 
 
 def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
-    """Return about how many bytes of intermediates `as_function` needs for one `rows x columns` matrix."""
+    """Return the approximate size of the temporary tensors of `as_function` for one `rows x columns` matrix."""
     wide = max(4, compute.itemsize)  # norms are taken in fp32 at least
     return max(1, (3 * rows * columns + 4 * rows * rows) * wide)
 
 
 def packed(flats: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Pack `flats`, each `(k, ...)`, in order into lists of at most `limit` rows; split longer ones at `limit`."""
+    """Distribute tensors `(k, ...)`, in order, over lists with at most `limit` matrices; longer tensors are split."""
     batches: list[list[torch.Tensor]] = []
     room = 0
     for flat in flats:

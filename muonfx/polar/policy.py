@@ -5,14 +5,14 @@ runs bf16 hundreds of times slower than fp32, so bf16 on a CPU requires both. Po
 diverge in bf16 and get a wider dtype. Derivatives are meaningless in bf16 and get at least fp32.
 
 *Method.* The standard iteration multiplies by the long side twice in each step. The Gram form multiplies by it twice in
-each stage and takes more small products (`muonfx.polar.stages`). The method with fewer multiply-adds is chosen; a
-symmetric product counts as its share of a full product, and a pass over a small matrix as multiply-adds of the same
-time. The number of steps in a stage depends on the dtype (`muonfx.polar.stability`): for any finite matrix, rounding
-keeps singular values near their band.
+each stage (several steps on one Gram matrix) and takes more small products (`muonfx.polar.stages`). The method with
+fewer multiply-adds is chosen; a symmetric product counts as its share of a full product, and a pass over a small matrix
+as multiply-adds of the same time. The number of steps in a stage depends on the dtype (`muonfx.polar.stability`): for
+any finite matrix, rounding keeps singular values near their band (the interval of exact arithmetic).
 
-*Products.* On a CPU, half of each symmetric product is skipped above a certain size, by blocks. The Triton kernels do
-the same on CUDA. They have not been measured on a GPU, so they run only with ``products="triton"``, and only if they
-pass a self-test on the device at first use.
+*Products.* On a CPU, only half of each large symmetric product is computed, by blocks, and the other half is mirrored.
+The Triton kernels do the same on CUDA. They have not been measured on a GPU, so they run only with
+``products="triton"``, and only if they pass a self-test on the device at first use.
 
 The choice depends on the shape of one matrix, the dtypes, the device and whether derivatives are taken. It depends on
 neither batch size, values nor time, so the same matrix always gets the same result.
@@ -40,26 +40,26 @@ from muonfx.tree.elementwise import wide_dtype
 from muonfx.tree.tracing import called_once, fixed
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of inputs and of matrix products."""
+"""The dtypes that `orthogonalize` accepts for inputs and for matrix products."""
 
 DTypeLike = torch.dtype | Literal["auto"]
 """The dtype of matrix products; "auto" for the choice of `compute_dtype`."""
 
 MethodLike = Literal["auto", "standard", "gram"]
-"""The form of the iteration; "auto" for the choice that `explain` shows."""
+"""The form of the iteration: "standard", "gram" (several steps on one Gram matrix), or "auto" to choose one."""
 
 # The rounding errors of the Gram form fall with the side. From 256 on they were measured at no more than 1.5 times the
 # errors of the standard iteration.
 SMALLEST_GRAM = 256
-"""Shortest side for which "auto" takes the Gram form; below, launches and not arithmetic take the time."""
+"""Shortest side for which "auto" takes the Gram form (several steps on one Gram matrix), which rounds more below."""
 
 _BLOCKS_AT_ONCE = 1 << 20
-"""Largest number of elements of the small matrices of a batch when products are done by blocks."""
+"""Largest number of elements in the Gram matrices of a batch if symmetric products are computed by blocks."""
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """The dtype, method and products chosen to orthogonalize matrices of one shape; prints as a table with reasons.
+    """How matrices of one shape are orthogonalized, as `explain` returns it; prints as a table with the reasons.
 
     >>> import muonfx as mfx
     >>> mfx.polar.explain((512, 2048), dtype=torch.float32).method
@@ -67,34 +67,35 @@ class Plan(Shown):
     """
 
     shape: tuple[int, int]
-    """The short side and the long side."""
+    """The short side and the long side of the matrices."""
     dtype: torch.dtype
-    """The dtype of the products."""
+    """The dtype of the matrix products."""
     method: Literal["standard", "gram"]
+    """The form of the iteration: one step on each Gram matrix `X X^T` ("standard"), or several ("gram")."""
     stages: tuple[GramStage, ...]
-    """Empty if the coefficients are a tensor."""
+    """The steps of the iteration, grouped by the Gram matrix that they use; empty for coefficients in a tensor."""
     products: Literal["batched", "blocks", "triton"]
-    """How the Gram matrix of the whole matrix is computed."""
+    """How `X X^T` is computed: in full ("batched"), or half of it by blocks or Triton and the other half mirrored."""
     small_products: Literal["batched", "blocks", "triton"]
-    """How products of small matrices are computed."""
+    """The same for symmetric products of Gram matrices."""
     reasons: tuple[str, str, str]
-    """The reasons for the dtype, the method and the products."""
+    """The reasons for the dtype, the method and the products, as text."""
 
     @property
     def at_once(self) -> int | None:
-        """The most matrices of one batch, or None for no limit; products by blocks take as many as fit a cache."""
+        """The largest number of matrices in a batch: with products "blocks" as many as fit a cache, else None."""
         return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2) if self.products == "blocks" else None
 
     @property
     def scratch_bytes(self) -> int:
-        """The bytes of intermediates for one matrix: two matrices of its own size, and three to eight Gram matrices."""
+        """The size in bytes of the temporary tensors for one matrix: two of its size, 3 to 8 Gram matrices."""
         n, m = self.shape
         longest = max((len(stage.steps) for stage in self.stages), default=1)
         small = 3 if longest == 1 else 6 if longest == 2 else 8  # buffers of `products.Buffered`, and an identity
         return (2 * n * m + small * n * n) * self.dtype.itemsize
 
     def report(self) -> Report:
-        """Return a row for each choice."""
+        """Return a table with a row for each of dtype, method and products: the choice and the reason."""
         taken = (str(self.dtype).removeprefix("torch."), self.method, self.products)
         rows = list(zip(("dtype", "method", "products"), taken, self.reasons, strict=True))
         return Report((Table(("choice", "taken", "reason"), rows, title=format_shape(self.shape)),))
@@ -111,12 +112,12 @@ def explain(
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
 ) -> Plan:
-    """Return the dtype, method and products that `orthogonalize` uses for a shape; print the result to see why.
+    """Return how `orthogonalize` computes a matrix of this shape: the dtype, form and kernels; print it for reasons.
 
     Args:
         shape: the numbers of rows and columns.
         device: the device of the matrix.
-        held: the dtype of the matrix.
+        held: the dtype of the matrix, before it is cast to the dtype of the products.
         coefficients: as in `orthogonalize`.
         steps: as in `orthogonalize`.
         method: as in `orthogonalize`.
@@ -154,7 +155,10 @@ def plan(
     portable: bool = False,
     differentiated: bool = False,
 ) -> Plan:
-    """Return the plan of `explain` for resolved settings; with `portable` and a dtype it is equal on all machines."""
+    """Return the `Plan` for matrices of one shape and dtype `held`, from resolved coefficients.
+
+    With `portable` and a given `dtype`, the result is equal on all machines. `differentiated` widens "auto" to fp32.
+    """
     fastest = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
         fastest = wide_dtype(fastest)
@@ -178,10 +182,10 @@ def compute_dtype(
 ) -> torch.dtype:
     """Return the dtype in which `orthogonalize` computes matrix products for inputs of `dtype` on `device`.
 
-    A `requested` dtype is returned as it is. "auto" keeps float64. For other inputs it is bf16 on CUDA from compute
-    capability 8.0 on, bf16 on a CPU with AMX or AVX512-BF16 if torch was built with oneDNN, and fp32 otherwise. If
-    rounding in this dtype would make the given `coefficients` diverge, it is wider. `orthogonalize` also uses at least
-    fp32 when it is differentiated.
+    A dtype given as `requested` is returned unchanged. For "auto", float64 inputs use float64. Other inputs use bf16 on
+    CUDA from compute capability 8.0 on, bf16 on a CPU with AMX or AVX512-BF16 if torch was built with oneDNN, and fp32
+    otherwise. If rounding in this dtype would make the given `coefficients` diverge, a wider dtype is returned.
+    `orthogonalize` also uses at least fp32 if derivatives are taken.
 
     "auto" may differ between machines and builds of torch. Request a dtype for runs that must agree bit for bit.
 
@@ -212,7 +216,10 @@ def _fastest(kind: str, index: int | None) -> torch.dtype:
 
 
 def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLike = "auto") -> torch.dtype:
-    """Return `compute`, or the narrowest wider dtype in which the polynomials do not diverge by rounding."""
+    """Return `compute`, or a wider dtype if rounding in `compute` would make these polynomials diverge.
+
+    A dtype that the user requested is kept, with a warning.
+    """
     if resolved.table is not None or _is_stable(resolved, compute):
         return compute
     if requested != "auto":
@@ -270,7 +277,7 @@ def _choose_products(
     rates: Rates,
     portable: bool,
 ) -> tuple[_Products, _Products, str]:
-    """Return how the Gram matrix and the small products are computed, and the reason."""
+    """Return how `X X^T` and the products of Gram matrices are computed, such as "blocks", and the reason."""
     if requested not in ("auto", "batched", "blocks", "triton"):
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched', 'blocks' or 'triton'")
     if requested == "triton" and compute == torch.float64:
@@ -326,13 +333,13 @@ def _choose_method(
 
 
 def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
-    """Return the time to orthogonalize one matrix by this plan, in multiply-adds of full products."""
+    """Return the estimated time to orthogonalize one matrix, as the multiply-adds of full products in this time."""
     rates = _rates(device, plan.dtype, portable)
     return _cost(plan.stages, *plan.shape, rates, (plan.products, plan.small_products))
 
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
-    """Return multiply-adds, with Gram matrices, squares and passes over small matrices weighted by their time."""
+    """Return the estimated time of these stages (steps on one Gram matrix) for an `n x m` matrix, in multiply-adds."""
     gram, small = (1.0 if how == "batched" else rates.share for how in products)
     total = 0.0
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Resolve `coefficients` and `steps` to polynomials and the scaling of a matrix that they require."""
+"""Resolve the arguments `coefficients` and `steps` of `orthogonalize` to one polynomial per step, and the scaling."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from muonfx.tree.tracing import fixed
 
 
 class Polynomials(NamedTuple):
-    """Resolved and checked polynomials; hashable if there is no `table`."""
+    """The polynomials of all steps of an iteration, and the scaling that precedes it; hashable without a `table`."""
 
     steps: tuple[Step, ...]
     """One `(a, b, c)` for each step; empty if the coefficients are a tensor."""
     restarts: tuple[int, ...]
-    """The step numbers after which the Gram form computes a new Gram matrix; rounding may require more."""
+    """The numbers of steps after which ``method="gram"`` recomputes `X X^T` from `X`; rounding may require more."""
     safety: float = 1.0
     """The input is divided by this factor times its Frobenius norm."""
     row_scaling: bool = False
-    """True if rows are scaled after the division by the norm."""
+    """True if each row is also scaled, by its row sum of `|X X^T|`."""
     table: torch.Tensor | None = None
-    """Coefficients as a tensor `(k, 2 or 3)`."""
+    """The coefficients if they were given as a tensor `(k, 2)` or `(k, 3)`."""
     indices: tuple[int, ...] = ()
-    """Row of `table` for each step."""
+    """The row of `table` for each step."""
 
 
 def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None) -> Polynomials:
-    """Resolve and check the arguments `coefficients` and `steps` of `orthogonalize`."""
+    """Return the `Polynomials` for the arguments `coefficients` and `steps` of `orthogonalize`, and check them."""
     if isinstance(value, torch.Tensor):
         _check_table(value)
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
@@ -43,7 +43,7 @@ def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
-    """Extend a set's restarts to any number of steps by repeating its last whole stage."""
+    """Extend restarts (steps after which the Gram matrix is recomputed) by repeating their last distance."""
     if len(restarts) == 0:
         return ()
     *_, before, last = (0, *restarts)

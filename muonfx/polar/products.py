@@ -1,11 +1,11 @@
-"""Matrix products of the iteration on a batch, as plain functions or in reused buffers.
+"""Matrix products of the Newton-Schulz iteration on a batch of matrices, as plain functions or in reused buffers.
 
 `Functional` allocates every result and works under autograd, `torch.func` and the compiler. Its subclass `Buffered`
 overwrites buffers, because fresh memory is slow on a CPU and because its scratch memory is small and known. It also
-skips half of each symmetric product, by blocks (`"blocks"`) or by a kernel (`"triton"`).
+computes only half of each symmetric product and mirrors it, by blocks (`"blocks"`) or by a kernel (`"triton"`).
 
 A batch is `(b, n, m)` with n <= m. A `tall` batch is the transpose `(b, m, n)`: large matrices are never transposed in
-memory. The small matrices are `(b, n, n)`, symmetric, and commute with each other.
+memory. The small matrices, such as Gram matrices, are `(b, n, n)`, symmetric, and commute with each other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from muonfx.polar import kernels
 from muonfx.polar.workspace import Workspace
 
 ProductsLike = Literal["auto", "batched", "blocks", "triton"]
-"""How symmetric products are computed: in full by the BLAS, half of them by blocks, or half by Triton kernels."""
+"""How symmetric products such as `X X^T` are computed: in full ("batched"), or one half, which is then mirrored."""
 
 
 class Shifted(NamedTuple):
-    """The symmetric matrix `shift * I + scale * rest`, whose diagonal is not rounded to the dtype of `rest`."""
+    """The matrix `shift * I + scale * rest`; its large diagonal is not rounded to the dtype of `rest`."""
 
     shift: float
     scale: float
@@ -30,10 +30,10 @@ class Shifted(NamedTuple):
 
 
 class Functional:
-    """Products that allocate every result, for wide batches and for transposed views of tall ones."""
+    """Products of the iteration that allocate every result, for batches `(b, n, m)` with n <= m."""
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return `x x^T + shift * I`."""
+        """Return `x x^T + shift * I` for each matrix of a batch."""
         if shift == 0:
             return torch.bmm(x, x.mT)
         identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).expand(x.shape[0], -1, -1)
@@ -42,23 +42,23 @@ class Functional:
     def symmetric(
         self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
     ) -> torch.Tensor:
-        """Return `beta * addend + alpha * p q`, for symmetric `p` and `q` that commute."""
+        """Return `beta * addend + alpha * p q` for symmetric matrices that commute, so that the result is symmetric."""
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha)
 
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
-        """Return `a + weight * b`, valid until the next sum."""
+        """Return `a + weight * b`; a subclass may overwrite the result at the next call."""
         return torch.add(a, b, alpha=weight)
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
-        """Return `q x`; `x` may be overwritten."""
+        """Return `Q x` for the matrix `Q = q.shift * I + q.scale * q.rest`; `x` may be overwritten."""
         return torch.baddbmm(x, q.rest, x, beta=q.shift, alpha=q.scale)
 
     def keep(self, *live: torch.Tensor) -> None:
-        """Release all small matrices except these; here, Python frees them."""
+        """Release the memory of all small matrices except these; does nothing here, where Python frees them."""
 
 
 class Buffered(Functional):
-    """Products whose results reuse buffers, one of which is the batch `x` itself."""
+    """Products of the iteration whose results overwrite reused buffers, one of which is the batch `x` itself."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Buffered(Functional):
         self._identity: torch.Tensor | None = None
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return `x x^T + shift * I`."""
+        """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
         wide, out = (x.mT if self._tall else x), self._take()
         if self._how == "triton":
             return kernels.symmetric_matmul(wide, identity=shift, out=out)
@@ -98,7 +98,7 @@ class Buffered(Functional):
     def symmetric(
         self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
     ) -> torch.Tensor:
-        """Return `beta * addend + alpha * p q`."""
+        """Return `beta * addend + alpha * p q` for symmetric matrices that commute, in a buffer."""
         out = self._take()
         if p is not q:
             # Only rounding makes this product asymmetric. The antisymmetric half of that error is harmless; mirroring
@@ -119,14 +119,14 @@ class Buffered(Functional):
         return torch.add(a, b, alpha=weight, out=self._sum)
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
-        """Return `q x`, or `x q` if the batch is tall."""
+        """Return `Q x`, or `x Q` if the batch is tall, for `Q = q.shift * I + q.scale * q.rest`; may overwrite `x`."""
         left, right = (x, q.rest) if self._tall else (q.rest, x)
         y = torch.baddbmm(x, left, right, beta=q.shift, alpha=q.scale, out=self._spare)
         self._spare = x
         return y
 
     def keep(self, *live: torch.Tensor) -> None:
-        """Release all small matrices except these."""
+        """Make the buffers of all small matrices except these available again."""
         kept = {id(one) for one in live}
         self._free += [one for one in self._lent if id(one) not in kept]
         self._lent = [one for one in self._lent if id(one) in kept]
@@ -146,12 +146,12 @@ class Buffered(Functional):
 
 
 def block_side(n: int) -> int:
-    """Return the side of the blocks for an `n x n` product: an eighth to a quarter of `n`, 128 to 512."""
+    """Return the side of the blocks in which an `n x n` symmetric product is computed: about `n / 4`, 128 to 512."""
     return min(512, max(128, n // 4 // 128 * 128))
 
 
 def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float) -> None:
-    """Compute the symmetric `out <- beta * out + alpha * p q^T` by blocks up to the diagonal, then mirror it."""
+    """Compute the symmetric `out <- beta * out + alpha * p q^T`: blocks up to the diagonal, the others mirrored."""
     # One matrix at a time, since batched products of torch copy a partial batch. Mirrored for the whole batch at once,
     # since such a copy takes less time than its launch. With beta 0 the values in `out` do not matter.
     n, side = out.shape[-1], block_side(out.shape[-1])

@@ -1,4 +1,4 @@
-"""Speed of devices at the products of the iteration: one table of numbers, each with its source.
+"""Speed of devices at the matrix products of the Newton-Schulz iteration: a table of numbers, each with its source.
 
 Methods and products are chosen by these numbers (`muonfx.polar.policy`). The choice must be the same on all ranks and
 in a resumed run, so nothing is measured at run time.
@@ -13,16 +13,16 @@ import torch
 
 
 class Rates(NamedTuple):
-    """Speed of a device at symmetric products, in multiply-adds unless noted otherwise."""
+    """The speed of a device at symmetric products, of which half can be computed and mirrored ("halved")."""
 
     halved_from: float
-    """Size of a product, `n^2 k`, above which skipping half of it is faster; infinity if it never is."""
+    """Multiply-adds `n^2 k` of a full product from which a halved product is faster; infinity if it never is."""
     share: float
-    """Time of a halved product relative to the full product."""
+    """The time of a halved product relative to the full product."""
     pass_cost: float
-    """Multiply-adds in the time to read and write one element of a small matrix."""
+    """The number of multiply-adds in the time to read and write one element of an `n x n` matrix."""
     source: str
-    """Source of the numbers, a measurement or a guess."""
+    """The source of the numbers: a measurement, a data sheet or a guess."""
 
 
 _AVX512 = "measured on 2 cores of an AVX512-BF16 CPU, torch 2.13"
@@ -47,6 +47,6 @@ BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
 }
 """Rates by product dtype and device kind: "cpu", "amx" (tile registers), "avx2" (no bf16 products) or "cuda".
 
-Ranks that choose without communication assume "cpu", whatever the machine has."""
+Ranks that must make the same choice without communication assume "cpu" on every CPU."""
 
 UNKNOWN = Rates(_NEVER, 1.0, 100, "a cautious guess: nothing was measured on this device and dtype")

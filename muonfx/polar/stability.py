@@ -1,12 +1,14 @@
-"""Bound the singular values that rounding drives out of the interval that polynomials were fitted for.
+"""Bound the singular values of a Newton-Schulz iteration in low precision, to choose the steps on one Gram matrix.
 
-A good set uses its interval to the ends. Just beyond them its polynomials grow fast, and each step multiplies an
-overshoot by the slope there, about 4 to 8. One percent too much in the first steps is enough to diverge in the last.
+Good polynomials use the interval for which they were fitted to its ends. Just beyond them they grow fast, and each step
+multiplies an overshoot by the slope there, about 4 to 8. One percent too much in the first steps is enough to diverge
+in the last.
 
-A stage takes all its steps on one rounded Gram matrix. Suppose a small singular value `s` belongs to a direction within
-a few large rows, such as two nearly parallel ones. Rounding their large products leaves an error of one unit in the
-last place of these products on the eigenvalue `s^2`. The first step of the stage multiplies it by `a^2` before the
-second step. A Gaussian matrix has no such directions, so averages over Gaussian matrices do not show the error.
+A stage takes all its steps on one rounded Gram matrix; a *restart* begins the next stage with a new one. Suppose a
+small singular value `s` belongs to a direction within a few large rows, such as two nearly parallel ones. Rounding
+their large products leaves an error of one unit in the last place of these products on the eigenvalue `s^2`. The first
+step of the stage multiplies it by `a^2` before the second step. A Gaussian matrix has no such directions, so averages
+over Gaussian matrices do not show the error.
 
 The bound needs no matrix. It follows the interval `[0, top]` through the stages, with an error in each rounded product
 that is a share of its largest eigenvalue. The allowed restarts are known before the first product, without a branch on
@@ -26,12 +28,12 @@ from muonfx.polar.coefficients import Step
 from muonfx.tree.tracing import called_once
 
 TOLERANCE = 1.125
-"""Largest ratio to the largest value in exact arithmetic at which stages count as stable."""
+"""Largest accepted ratio of the largest singular value with rounding to the largest in exact arithmetic."""
 
 # Measured on diagonal, nearly parallel, low-rank, graded and Hilbert matrices, thousands for each of 70 schedules: with
 # this share no stages exceeded their bound, and most of the stages that it rejects diverged for some matrix.
 _SHARE = 0.25
-"""Error of a rounded product per step of its stage, in unit roundoffs of its largest eigenvalue."""
+"""Error of a rounded product for each step on its Gram matrix, in unit roundoffs of the largest eigenvalue."""
 
 _POINTS = 400
 _DIVERGED = 10.0
@@ -39,7 +41,10 @@ _DIVERGED = 10.0
 
 @called_once  # a tracer calls this once and keeps the answer
 def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
-    """Return the largest singular value of these stages in `dtype`, relative to exact arithmetic; inf if unbounded."""
+    """Return a bound of the singular values after all steps in `dtype`, relative to exact arithmetic; inf if unbounded.
+
+    The Gram matrix is recomputed after the numbers of steps in `restarts`; `safety` divides the input.
+    """
     exact = _largest(steps, tuple(range(1, len(steps))), safety, 0.0)
     if exact == math.inf:  # these polynomials diverge without any rounding
         return 1.0
@@ -50,7 +55,10 @@ def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, d
 def stable_restarts(
     steps: tuple[Step, ...], wanted: tuple[int, ...], safety: float, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Return the restarts `wanted` if rounding in `dtype` keeps them stable, else restarts after nearly every step."""
+    """Return the restarts (numbers of steps after which the Gram matrix is recomputed) that are stable in `dtype`.
+
+    These are the restarts `wanted` if rounding does not make singular values diverge, else nearly all steps.
+    """
     single = tuple(range(1, len(steps)))
     # `single[:-1]` has two steps in the last stage, whose overshoot no later step amplifies.
     return next((cut for cut in (wanted, single[:-1]) if largest(steps, cut, safety, dtype) <= TOLERANCE), single)
@@ -68,7 +76,7 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
 
 
 def _after(steps: Sequence[Step], top: float, error: float) -> float:
-    """Return the largest singular value after one stage on `[0, top]`, given each product's relative `error`."""
+    """Return a bound of singular values from `[0, top]` after steps on one Gram matrix with this relative `error`."""
     # Follows `muonfx.polar.iteration.composed` to first order on a grid of singular values: the eigenvalues of `R` and
     # `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`, since `R` is updated with the
     # same `G`.

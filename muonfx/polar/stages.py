@@ -1,4 +1,4 @@
-"""Group the steps of the iteration into stages: several steps can run on one Gram matrix.
+"""Group the steps of the Newton-Schulz iteration into stages: several steps can run on one Gram matrix.
 
 A step is `X <- a X + (b R + c R^2) X` with `R = X X^T`. Steps in one *stage* share one `R`: they update it, and
 accumulate their polynomials in `Q`. `R` and `Q` are small, symmetric, commuting `n x n` matrices; `X <- Q X` ends the
@@ -29,25 +29,28 @@ from muonfx.tree.tracing import called_once
 
 
 class GramStage(NamedTuple):
-    """Steps that share one Gram matrix, which is stored as `center * I + E`."""
+    """Steps `(a, b, c)` that share one Gram matrix `X X^T`, which is stored as `center * I + E` to round less."""
 
     steps: tuple[Step, ...]
     center: float = 0.0
 
 
 def standard(steps: Sequence[Step]) -> tuple[GramStage, ...]:
-    """Return the stages of the standard iteration, one for each step."""
+    """Return the stages of the standard iteration, which computes a new Gram matrix for each step."""
     return tuple(GramStage((step,)) for step in steps)
 
 
 def default_restarts(steps: int) -> tuple[int, ...]:
-    """Return the numbers of steps after which a stage ends, for stages of two, one, two, one, ... steps."""
+    """Return the numbers of steps after which a new Gram matrix is computed by default: 2, 3, 5, 6, ..."""
     return tuple(k for k in range(1, steps) if k % 3 != 1)
 
 
 def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, aspect: float) -> tuple[GramStage, ...]:
-    """Split the steps at `restarts`, and center each stage if the `mean` eigenvalue of `X X^T` is known."""
-    # `aspect` is columns over rows of the wide matrix, at least 1. Without a mean nothing is centered.
+    """Split steps into stages with one Gram matrix each, which end after the numbers of steps in `restarts`.
+
+    The center of a stage is computed from `mean`, the mean eigenvalue of the first Gram matrix, or 0 if it is None.
+    `aspect` is the long side of the matrix divided by the short side.
+    """
     cuts = (0, *restarts, len(steps))
     return tuple(
         GramStage(tuple(steps[start:end]), 0.0 if mean is None else _mean_after(tuple(steps[:start]), mean, aspect))
@@ -62,7 +65,7 @@ def _mean_after(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
-    """Return the mean eigenvalue of `X X^T` after `steps`, for a Gaussian `X` with this initial `mean`."""
+    """Return the mean eigenvalue of `X X^T` after `steps`, if `X` is Gaussian and the mean is `mean` before."""
     # Gauss-Chebyshev quadrature of the second kind of the Marchenko-Pastur law: with eigenvalues at
     # `middle + half * cos(t)` its weight is `sin(t)^2` over the eigenvalue.
     points = 256

@@ -1,4 +1,4 @@
-"""Memory for intermediate results that is reused between calls."""
+"""`Workspace`: memory for the temporary tensors of `orthogonalize_many` that is reused between calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ _ALIGNMENT = 64
 
 
 class Workspace:
-    """CPU memory for the intermediates of `orthogonalize_many`, reused from batch to batch.
+    """CPU memory for the temporary tensors of `orthogonalize_many`, reused from batch to batch and call to call.
 
     On other devices it allocates new tensors, because torch's allocator already reuses memory there.
 
-    The memory grows to the need of the largest batch, which ``max_scratch_bytes`` limits unless one matrix needs more.
-    It never contains results. Use a workspace in one call at a time. A copy of a workspace is empty.
+    The memory grows to the size that the largest batch requires, which ``max_scratch_bytes`` limits unless one matrix
+    requires more. It never contains results. Use a workspace in one call at a time. A copy of a workspace is empty.
+
+    The first pass only counts the bytes; the second uses the memory, whose size is a multiple of a cache line:
 
     >>> workspace = Workspace()
     >>> for _ in range(2):
@@ -37,18 +39,18 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """The size of the memory in bytes."""
+        """The size of the reused memory in bytes."""
         return 0 if self._memory is None else len(self._memory)
 
     def clear(self) -> None:
-        """Make all memory available again; first enlarge it if more was requested since the last call."""
+        """End the use of all tensors from `empty`; if they did not fit, enlarge the memory so that they will."""
         if self._used > self.nbytes:
             self._memory = None  # freed first, so that old and new memory are never allocated together
             self._memory = torch.empty(self._used, dtype=torch.uint8)
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor that is valid until `clear`."""
+        """Return an uninitialized tensor, in the reused memory if it fits; it is valid until `clear`."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         start, size = self._used, math.prod(shape) * dtype.itemsize

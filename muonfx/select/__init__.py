@@ -1,10 +1,12 @@
 """Choose a transform for each parameter by shape, name and module type, and report the reasons.
 
+A label is the name of a group of parameters, such as "muon"; all parameters of a group get the same transform.
+
 - A `Predicate` is a condition on one parameter, such as ``ndim(2) & ~path("*head*")``.
 - `labels` applies your own rules in order. `default_labels` applies your rules, then the rules of Muon. Both return
   `Labels`, an immutable mapping from parameter name to label, which also records the rule that matched.
-- `MatrixView` describes which matrices a parameter holds. `Labels` include a view for each stacked, fused or transposed
-  weight.
+- `MatrixView` describes how a parameter divides into matrices. `Labels` include a view for each stacked, fused or
+  transposed weight.
 - `describe` returns the labels and their reasons as a table.
 - `muonfx.partition` applies a transform to each label's parameters; `muonfx.masked` applies one to a subset.
 

@@ -1,4 +1,4 @@
-"""The default routing: hidden matrices to Muon, all other parameters to AdamW, with a reason for each.
+"""The default labels: "muon" for hidden matrices, "adamw" for all other parameters, with a reason for each.
 
 Module types decide first, if a model is given: an embedding is recognized under any name. Names decide where types are
 ambiguous, since a hidden layer, an output head and a router are all ``nn.Linear``. Shapes decide the rest. A name is
@@ -52,9 +52,10 @@ _ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network", "share
 # Rates of state-space and RWKV layers, and the small matrices that compute them from the input.
 _ELEMENTWISE = frozenset({"a_log", "d", "time_decay", "time_first", "time_faaaa"})
 _STATE_SPACE = frozenset({"x_proj", "dt_proj", "x_proj_weight", "dt_proj_weight"})
-# Tables whose rows act as tokens: cls_token, register_tokens, a Perceiver's latents, a quantizer's codebook.
+# Tables whose rows act as tokens or positions: cls_token, registers, a Perceiver's latents, a quantizer's codebook, pe.
 _TABLES = frozenset(
     {"token", "tokens", "latents", "queries", "prompt", "prompts", "codevectors", "codebook", "codebooks", "rpb"}
+    | {"register", "registers", "pe", "pos", "position", "positions", "encoding", "encodings"}
 )
 _GAINS = frozenset({"scale", "scales", "gamma", "gain"})
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
@@ -77,27 +78,28 @@ _MANY = 32  # ratio of the long side to the short side
 def default_labels(
     model_or_params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
 ) -> Labels:
-    """Label hidden matrices ``muon``, all other parameters ``other``, and frozen or absent parameters None.
+    """Label each parameter for Muon or AdamW: hidden matrices "muon", other trained parameters "adamw", frozen None.
 
-    The first rule that matches a parameter decides:
+    `partition` then applies one transform to the parameters of each label. A parameter that is None instead of a
+    tensor gets the label None. The first rule that matches a parameter decides:
 
     1. your own rules, in their order;
     2. frozen (``requires_grad=False``): None, so no transform updates it;
-    3. owned by an embedding module, also through a tied weight such as an output head's: ``other``;
-    4. owned by a norm module: ``other``;
+    3. a weight of an embedding module, or tied to one, as an output head often is: ``other``;
+    4. a parameter of a norm module: ``other``;
     5. a factor of an adapter by name (``lora_A``, ``hada_w1_a``, ...) or a part of a parametrization (weight norm):
        ``other``, because the weight is the product of its factors;
     6. fewer than two dimensions, or a bias by name: ``other``;
-    7. by name an embedding, token or position table, an output head, a MoE router, a gain, a state-space layer's rates
-       and the maps to them (``x_proj``, ``dt_proj``), the convolution that sees raw input, or a norm: ``other``;
-    8. a shape without a matrix to orthogonalize: flattened to (first dim, rest), a side is 1; a depthwise convolution;
-       a convolution with at most 3 input or output channels (an image's); a matrix whose short side is at most 4 and
-       whose long side is at least 32 times as long: ``other``;
-    9. every other parameter is a hidden matrix, a stack of matrices, a fused matrix, or a convolution: ``muon``.
+    7. by name an embedding, a token or position table, an output head, a MoE router, a gain, a norm, the convolution
+       of raw input, or the rates of a state-space layer and the maps to them (``x_proj``, ``dt_proj``): ``other``;
+    8. a shape without a matrix to orthogonalize: a side is 1 after flattening to (first dim, rest); a depthwise
+       convolution; a convolution with at most 3 input or output channels, as for images; or a matrix whose short side
+       is at most 4 and whose long side is at least 32 times as long: ``other``;
+    9. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
-    The result also has a `MatrixView` for each parameter that is not a single matrix stored as (out, in): stacks of
-    experts, transposed and fused matrices. ``Muon`` and ``muon_with_adamw`` apply these views by default. For other
-    chains, pass ``view=labels.view()`` to the transforms.
+    The result also has a view (a `MatrixView`: how a tensor divides into matrices) for each stack of experts, and for
+    each transposed or fused matrix. ``Muon`` and ``muon_with_adamw`` use these views by default. For other chains,
+    pass ``view=labels.view()`` to the transforms.
 
     Module types are known if a model is given. For named tensors, as when ``partition`` calls this function, names and
     shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn. The name
@@ -106,12 +108,13 @@ def default_labels(
 
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
-        rules: your own (predicate, label) pairs; they take precedence over the default rules.
+        rules: your own (predicate, label) pairs, such as ``(path("*.gate.*"), "adamw")``; they take precedence over
+            the default rules.
         muon: the label of hidden matrices.
         other: the label of all other trained parameters.
 
     Returns:
-        `Labels`, in the order of the parameters.
+        `Labels`, a mapping from parameter name to label, in the order of the parameters.
 
     Raises:
         TypeError: a rule is not a (Predicate, label) pair, or a parameter is not a tensor.
@@ -119,7 +122,7 @@ def default_labels(
 
     Warns:
         UserWarning: one of ``rules`` matches no parameter; named tensors without a model were labelled as hidden
-            matrices; or a hidden parameter has three or more dims for an unknown reason, and would be flattened.
+            matrices; or it is unknown why a hidden parameter has three or more dims, which would be flattened.
 
     Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
     and Moonlight, arXiv 2502.16982. To train routers with Muon, add the rule ``(path("*.gate.weight"), "muon")``.
@@ -161,11 +164,11 @@ def default_labels(
 def default_labels_by_name(
     params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
 ) -> Labels:
-    """Label named tensors as `default_labels` does, without the warning that module types are unknown.
+    """Label named tensors "muon" or "adamw" as `default_labels` does, without its warning about unknown module types.
 
-    Without module types, an embedding named ``lookup`` looks like a hidden matrix, and a stack of matrices like a
-    convolution. Use this function if there is no model and the names are reliable. Arguments and errors are those of
-    `default_labels`.
+    Use this function if there is no model and the names are reliable. Without module types, an embedding named
+    ``lookup`` looks like a hidden matrix, and a stack of matrices like a convolution. Arguments and errors are those
+    of `default_labels`.
 
     >>> import torch
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
@@ -197,7 +200,7 @@ def _labels(
 
 
 def _not_hidden(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
-    """Return why the parameter is not a hidden matrix, or None if it is one."""
+    """Return the reason why a parameter is not a hidden matrix (for AdamW); None if it is one (for Muon)."""
     if reason := _by_type(info):
         return reason
     for part in (part for name in info.names for part in name.split(".")):
@@ -221,7 +224,7 @@ def _by_type(info: ParamInfo) -> str | None:
 
 
 def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, str]:
-    """Return the reasons that follow from other parameters of the model, by parameter name."""
+    """Return a dict from parameter name to the reason for AdamW, if other parameters of the model imply it."""
     # The lengths and directions of weight norm, and similar parts, form one weight. A projector that is a direct child
     # of the model next to a classifier is a part of its head.
     names = {info.name for info in infos}
@@ -269,7 +272,7 @@ def _embedding_component(parts: list[str]) -> str | None:
 
 
 def _is_table(own: str, words: list[str]) -> bool:
-    """Return True if a parameter that is not a layer's weight is a table of rows, a gain, a rate or a bias."""
+    """Return True if a parameter with this last component of its name is a table of tokens, a gain, rate or bias."""
     if own.lower() in _ELEMENTWISE or _ends_in(words, _TABLES | _GAINS):
         return True
     if words[-1:] in (["u"], ["v"]) and "bias" in words:  # biases of relative attention
@@ -294,7 +297,7 @@ def _head_component(parts: list[str]) -> str | None:
 
 
 def _layer_of_model(parts: list[str]) -> str | None:
-    """Return the name of the layer that holds a parameter if it is a direct child of the model, else None."""
+    """Return the layer of a parameter whose name has these components, if it is a direct child of the model."""
     path = parts[:-1] if _own_component(parts)[0] else parts
     while len(path) > 1 and path[0] in _TOPS:
         path = path[1:]
@@ -312,7 +315,7 @@ def _router_component(parts: list[str], ndim: int, gated: frozenset[tuple[str, i
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
-    """Return the paths that hold an up or down matrix, with its ndim: a gate at such a path belongs to a gated MLP."""
+    """Return (module path, ndim) of all ``up`` and ``down`` matrices: a ``gate`` next to one is not a router."""
     found: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
@@ -337,7 +340,7 @@ def _by_shape(info: ParamInfo) -> str | None:
 
 
 def _first_convolution(info: ParamInfo) -> str | None:
-    """Return the reason if the parameter is, by name, the convolution of the raw input; else None."""
+    """Return the reason for AdamW if a parameter is, by name, the convolution of the raw input; else None."""
     for parts in map(_components, info.names) if is_convolution(info) else ():
         own = _own_component(parts)[1]
         above = [part for part in parts[:-2] if not part.isdigit()]
@@ -354,7 +357,7 @@ def _is_front(component: str) -> bool:
 
 
 def _components(name: str) -> list[str]:
-    """Split a name into components, without the ones that adapters add around an adapted layer."""
+    """Split a dotted parameter name at its dots, and drop components that wrappers and peft's adapters add."""
     parts = plain_name(name).split(".")
     if "modules_to_save" in parts[:-1]:
         at = parts.index("modules_to_save")
@@ -363,14 +366,17 @@ def _components(name: str) -> list[str]:
 
 
 def _own_component(parts: list[str]) -> tuple[bool, str]:
-    """Return whether the parameter is a layer's weight, and the component that names the layer or itself."""
+    """Return True and the layer's name for the weight of a layer, else False and the last component of the name.
+
+    ``parts`` are the components of the parameter's name: "fc" of ``blocks.fc.weight``, "pos_embed" of ``pos_embed``.
+    """
     if parts[-1] not in _PLAIN_LEAVES:
         return False, parts[-1]
     return True, next((part for part in reversed(parts[:-1]) if not part.isdigit()), parts[-1])
 
 
 def _words(component: str) -> list[str]:
-    """Return the words of a component, in lower case and without numbers."""
+    """Return the words in a component of a parameter name, in lower case: "embed", "tokens" of ``embedTokens2``."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)]
 
 

@@ -1,4 +1,4 @@
-"""`MatrixView`: which matrices each parameter holds."""
+"""`MatrixView` (how a parameter divides into matrices), and the code that splits and joins tensors by it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from muonfx.tree.tracing import matches
 __all__ = ["STACK", "Matrices", "MatrixView", "split"]
 
 STACK = "... out in -> ... out in"
-"""The pattern of a stack of matrices, such as the experts of a layer."""
+"""The pattern of a `MatrixView` for a stack of matrices (..., out, in), such as the experts of a layer."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MatrixView:
-    """Which matrices a parameter holds, for transforms such as `muonfx.orthogonalize` (argument ``view=``).
+    """How a parameter divides into matrices, for transforms such as `muonfx.orthogonalize` (argument ``view=``).
 
-    A parameter may be several matrices: query, key and value in one weight, a head each, or a stack of experts. A
-    pattern in the style of einops names the axes of the parameter, and then the axes of its matrices. The last two
-    dims on the right are the rows (output features) and the columns (input features). All dims before them are batch
-    dims: each matrix is updated as if it were a parameter of its own.
+    One parameter may hold several matrices: query, key and value in one weight, one matrix per head, or a stack of
+    experts. Each matrix is then updated as if it were a parameter of its own. A pattern in the style of einops
+    describes the division. Left of the arrow, it names the axes in each dim of the parameter. Right of the arrow, it
+    names the dims of the matrices: batch dims first, then the rows (output features) and the columns (input features).
 
     ====================================================  =========================================================
     ``"(qkv=3 out) in -> qkv out in"``                    three matrices of equal size, one after another
@@ -36,24 +36,25 @@ class MatrixView:
     ``"(ff part=2) in -> part ff in"``                    two matrices whose rows alternate
     ``"(heads=8 d) in -> heads d in"``                    a matrix for each head
     ``"out (heads=8 d) -> heads out d"``                  the same for the output projection, whose heads are columns
-    ``"(heads=8 qkv=3 d) in -> qkv (heads d) in"``        three matrices, interleaved by head
+    ``"(heads=8 qkv=3 d) in -> qkv (heads d) in"``        query, key and value, interleaved by head
     ``"(heads=8 (k=128 + v=64)) in -> heads k in, heads v in"``  a key and a value matrix for each head
     ``"... out in -> ... out in"``                        a stack of matrices
     ``"in out -> out in"``                                a matrix that is stored transposed
     ``"out ... -> out (...)"``                            a convolution as one matrix; this is the default
     ====================================================  =========================================================
 
-    ``name=size`` gives the size of an axis. In each dim, one size may be left out. ``a + b`` are parts that are
-    concatenated along an axis; there is one result for each part, separated by commas. ``...`` is any number of dims.
+    ``name=size`` gives the size of an axis. In each dim, one size may be left out; it follows from the shape. ``a + b``
+    are parts that are concatenated along a dim; on the right there is one result for each part, separated by commas.
+    ``...`` is any number of dims.
 
     Args:
-        pattern: a pattern for all parameters; or a mapping from globs over dotted names to patterns. The first glob
-            that matches a parameter's name applies. None, and a parameter that no glob matches: the first dim forms
-            the rows, all other dims form the columns.
+        pattern: a pattern for all parameters; or a mapping from globs over dotted names to patterns, of which the first
+            that matches a parameter's name applies. Without a pattern (None, or no glob matches), the parameter is one
+            matrix: its first dim forms the rows, and all other dims form the columns.
 
     Raises:
         TypeError: the pattern is not a string, a mapping of strings or None.
-        ValueError: a pattern is malformed; the message names the rule that it breaks.
+        ValueError: a pattern is malformed; the message says which rule of the syntax it breaks.
 
     Example:
         >>> import muonfx as mfx
@@ -73,7 +74,7 @@ class MatrixView:
     _parsed: ClassVar[Mapping[str, Pattern]]
 
     def __post_init__(self) -> None:
-        """Check the patterns, and copy a mapping so that callers cannot modify it."""
+        """Parse and check the patterns, and copy a mapping so that callers cannot modify it."""
         pattern, parsed = self.pattern, dict[str, Pattern]()
         for text in pattern.values() if isinstance(pattern, Mapping) else () if pattern is None else (pattern,):
             if not isinstance(text, str):
@@ -93,7 +94,7 @@ class MatrixView:
         return f"MatrixView({'' if self.pattern is None else repr(self.pattern)})"
 
     def __eq__(self, other: object) -> bool:
-        """Compare patterns; the order of globs counts, because the first match applies."""
+        """Return True if both views have the same patterns, in the same order, because the first glob applies."""
         return self._key == other._key if isinstance(other, MatrixView) else NotImplemented
 
     def __hash__(self) -> int:
@@ -104,21 +105,21 @@ class MatrixView:
         return tuple(self.pattern.items()) if isinstance(self.pattern, Mapping) else self.pattern
 
     def of(self, names: Sequence[str]) -> list[Pattern | None]:
-        """Return the pattern of each named parameter; None for the default."""
+        """Return the parsed pattern for each parameter name; None for the default, one matrix (first dim, rest)."""
         return [None if text is None else self._parsed[text] for text in map(self.text, names)]
 
     def text(self, name: str) -> str | None:
-        """Return the pattern of a named parameter as it was given; None for the default."""
+        """Return the pattern for a parameter name as text; None for the default, one matrix (first dim, rest)."""
         if not isinstance(self.pattern, Mapping):
             return self.pattern
         return next((text for glob, text in self.pattern.items() if matches(name, glob)), None)
 
     def is_set_for(self, name: str) -> bool:
-        """Return True if this view has a pattern for a parameter."""
+        """Return True if this view has a pattern for the parameter with this name."""
         return self.text(name) is not None
 
     def extended(self, more: str | Mapping[str, str] | None) -> MatrixView:
-        """Return a view with further patterns, for parameters without a pattern in this view."""
+        """Return a copy with further patterns, which apply to parameters that no pattern of this view matches."""
         if not more or isinstance(self.pattern, str):
             return self
         own = self.pattern or {}
@@ -127,9 +128,10 @@ class MatrixView:
 
 
 class Matrices:
-    """The leaves of a tree, each split into matrices by the pattern of a `MatrixView`.
+    """The tensors of a tree, split into matrices by a `MatrixView`; later, results are joined into the same tree.
 
-    Leaves are named, for errors, if the view depends on names or if ``named`` is True, which takes time at every step.
+    ``names`` has the names of the tensors if the view depends on names, or if ``named`` is True. Otherwise names in
+    error messages are empty, because naming the leaves takes time at every step.
     """
 
     def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
@@ -140,16 +142,16 @@ class Matrices:
         self._patterns = view.of(self.names)
         self._is_plain = view.pattern is None
         self.of_leaves = self.split(self.leaves)
-        """For each leaf a list of stacks of matrices (..., rows, columns), one for each result of its pattern."""
+        """For each tensor, a list of stacks of matrices (..., rows, columns), one per result of its pattern."""
 
     def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
-        """Split leaves that have the shapes of these."""
+        """Split other tensors of the same shapes, in the same order; return a list in the form of ``of_leaves``."""
         if self._is_plain and {leaf.ndim for leaf in leaves} <= {2}:
             return [[leaf] for leaf in leaves]
         return [split(own, leaf, name) for own, leaf, name in zip(self._patterns, leaves, self.names, strict=True)]
 
     def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """Undo `split`, for leaves of these shapes."""
+        """Join matrices, in the form that `split` returns, into tensors with the shapes of ``like``."""
         if self._is_plain and {leaf.ndim for leaf in like} <= {2}:
             return [parts[0] for parts in matrices]
         return [
@@ -160,27 +162,34 @@ class Matrices:
     def map(
         self, function: Callable[..., Sequence[Sequence[Tensor]]], *operands: list[list[Tensor]]
     ) -> list[list[list[Tensor]]]:
-        """Apply a function of lists to the matrices of all leaves; return each result as ``split`` returns leaves."""
+        """Apply a function to the matrices of all tensors, and group each of its results by tensor.
+
+        ``function`` takes a flat list of matrices for each operand, and returns several such lists. The operands and
+        the results have the form of ``of_leaves``.
+        """
         made = function(*[[matrix for own in operand for matrix in own] for operand in operands])
         counts = list(builtins.map(len, operands[0]))
         return [[list(islice(matrices, count)) for count in counts] for matrices in builtins.map(iter, made)]
 
     def fill(self, matrices: list[list[Tensor]]) -> PyTree:
-        """Return the tree with other matrices."""
+        """Return the tree in which these matrices, in the form of ``of_leaves``, replace the original ones."""
         return self.at.fill(self.join(matrices, self.leaves))
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:
-    """Split a leaf into stacks of matrices; None: flatten all dims after the first.
+    """Split a tensor into stacks of matrices (..., rows, columns), one for each result of a pattern.
+
+    Without a pattern, all dims after the first are flattened, and the only stack is one matrix.
 
     Raises:
-        ValueError: the leaf is not a matrix, or its shape does not fit the pattern; the message contains its name.
+        ValueError: the tensor has fewer than two dims, or its shape does not fit the pattern; the message contains
+            its ``name``.
     """
     if pattern is None:
         if leaf.ndim < 2:
             raise ValueError(
-                f"{name!r} has shape {tuple(leaf.shape)}; a matrix is needed. Route vectors elsewhere with "
-                "muonfx.partition and muonfx.default_labels"
+                f"{name!r} has shape {tuple(leaf.shape)}, expected at least two dims: give vectors and scalars another "
+                "transform, with muonfx.partition and muonfx.default_labels"
             )
         return [leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], prod(leaf.shape[1:]))]
     try:

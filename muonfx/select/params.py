@@ -1,4 +1,4 @@
-"""The properties of a parameter that a rule can use, read from a model or from named tensors."""
+"""`ParamInfo`: the name, shape and module types of a parameter, read from a model or from named tensors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str,
 class ParamInfo:
     """The name, shape, dtype and module types of one parameter, for use in rules.
 
-    It refers to no tensor or module, so it can be stored, compared and pickled, and rules cannot depend on values.
+    A `Predicate` is called with it. It holds no tensor or module, so it can be stored, compared and pickled, and rules
+    cannot depend on the values of a parameter.
 
     Attributes:
         name: the dotted name, as the model or the caller gives it.
         shape: the global shape, also if the tensor is a shard.
         dtype: the tensor's dtype.
-        requires_grad: False for a frozen ``nn.Parameter``. It is True for a plain tensor, because parameters in
-            functional code do not require grad.
+        requires_grad: False for a frozen ``nn.Parameter``. It is True for every plain tensor, because functional code
+            trains tensors that do not require grad.
         module: the type of the module that owns the parameter; None if no model was given.
         tied: the other names of the same tensor.
         tied_modules: the types of the modules that own the tensor under the names in ``tied``, in the same order;
@@ -52,17 +53,17 @@ class ParamInfo:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions of the parameter."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements of the parameter."""
         return prod(self.shape)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the tensor: `name`, the tied names, and each of them without the components of wrappers."""
+        """All names of the tensor: `name`, the tied names, and both without wrapper components like "_orig_mod"."""
         own = (self.name, *self.tied)
         return tuple(dict.fromkeys((*own, *map(plain_name, own))))
 
@@ -73,7 +74,7 @@ class ParamInfo:
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the components that wrappers and parametrizations add."""
+    """Return a parameter name without the components that wrappers ("_orig_mod") and parametrizations add."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     if "parametrizations" in parts[:-2]:
         at = parts.index("parametrizations")
@@ -82,9 +83,9 @@ def plain_name(name: str) -> str:
 
 
 def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
-    """Return a `ParamInfo` for each parameter, in order, and the names of parameters that are None.
+    """Return a `ParamInfo` for each parameter of a model or of named tensors, and the names of those that are None.
 
-    Tied tensors of a model are listed once.
+    Both are in the order of the parameters. Tied tensors of a model are listed once.
     """
     if isinstance(params, nn.Module):
         return _read_model(params), ()
@@ -121,7 +122,7 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
 
 
 def written_type(module: nn.Module) -> type:
-    """Return the class of a module before parametrize or FSDP2 replaced it by a generated subclass."""
+    """Return the class of a module as written, before parametrize or FSDP2 replaced it by a generated subclass."""
     kind: type = parametrize.type_before_parametrizations(module)
     names = [base.__name__ for base in kind.__bases__]
     if "FSDPModule" in names and len(names) == 2:

@@ -1,8 +1,8 @@
 """Different transforms for different parameters: `partition` and `masked`.
 
-Each inner transform receives its own leaves as a flat dict with dotted names as keys, whatever the structure of the
-tree. Its state, such as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``, contains no placeholders for
-other leaves, because ``torch.func.vmap`` would not accept them.
+Each inner transform receives only the parameters chosen for it, as a flat dict from dotted name to tensor, whatever
+the structure of the whole tree. Its state, such as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``,
+contains no placeholders for other parameters, because ``torch.func.vmap`` would not accept them.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
 from muonfx.tree.wrappers import unwrapped
 
-__all__ = ["mask_patterns", "masked", "partition", "resolve_mask"]
+__all__ = ["mask_patterns", "masked", "partition", "resolve_mask", "view_of"]
 
 
 class _Assignment:
-    """Resolves labels or a mask to one value per leaf, once for each structure of parameters."""
+    """Resolves labels or a mask to one label or bool per parameter; called with parameters, returns a dict by name."""
 
     # `given` is a tree, a mapping by name, or a function of the parameters that returns either and depends on names,
-    # shapes and dtypes only. `memory` caches the results for a transform that is rebuilt at every step.
+    # shapes and dtypes only. `kinds` are the types of its values. `what` names the argument in errors. Results are
+    # cached by the names (and shapes) of parameters: in `memory` for a transform that is rebuilt at every step.
     def __init__(self, what: str, given: object, kinds: tuple[type, ...], memory: Memory | None = None) -> None:
         if asks_for_modules(given):
             raise ValueError(
-                f"{what}: {given!r} needs module types, which named tensors do not have, so it would match nothing. "
-                "Apply it to the model instead: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
+                f"{what}: found {given!r} with named tensors, expected a model, because named tensors have no module "
+                "types. Create the labels from the model: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
             )
         self.what, self.given, self.kinds = what, given, kinds
         self._resolved: dict[Any, dict[str, Any]] = {} if memory is None else memory
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> dict[str, Any]:
-        """Return the value of each leaf by its name; ``quiet`` suppresses warnings of the labels function."""
+        """Return a dict from parameter name to label or bool; ``quiet`` suppresses warnings of a labels function."""
         names = tree.names(params)
         # The key is not the tree's structure, which cannot be hashed under compilation.
         key: object = tuple(names)
@@ -65,13 +66,13 @@ class _Assignment:
         return self._resolved[key]
 
     def of_updates(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
-        """Return the value of each leaf at an update, from the gradients if no parameters are given."""
+        """Return the same dict during ``update``, where names and shapes may have to be read from the gradients."""
         if params is None and callable(self.given):
             absent = [name for name, leaf in tree.named_leaves(updates) if leaf is None]
             if absent:
                 raise ValueError(
-                    f"{self.what}: a function decides by shapes, and {absent[0]!r} has no gradient; pass parameters, "
-                    "update(updates, state, params)"
+                    f"{self.what}: found no parameters, and no gradient for {absent[0]!r}, so the function that "
+                    "chooses values cannot read its shape; expected parameters: call update(updates, state, params)"
                 )
         return self(updates if params is None else params, quiet=True)  # init has warned already
 
@@ -89,15 +90,17 @@ class _Assignment:
         ):
             given = _by_wrapped_name(given, names)
             if missing := [name for name in names if name not in given]:
-                raise ValueError(f"{self.what}: no value for {format_list(missing)}; every parameter needs one")
+                raise ValueError(
+                    f"{self.what}: found no value for {format_list(missing)}, expected one for each parameter: add it"
+                )
             values = {name: given[name] for name in names}
         elif tree.same_structure(given, params):
             values = dict(zip(names, tree.leaves(given), strict=True))
         else:
             raise ValueError(
-                f"{self.what}: expected a tree of the structure of the parameters or a mapping by their dotted names, "
-                f"found a tree with leaves {format_list(tree.names(given))}, "
-                f"for parameters {format_list(tree.names(params))}"
+                f"{self.what}: found a tree with the leaves {format_list(tree.names(given))}, expected a tree with the "
+                "structure of the parameters, or a mapping from their dotted names: "
+                f"{format_list(tree.names(params))}"
             )
         for name, value in values.items():
             label = _label_of(value)
@@ -108,7 +111,7 @@ class _Assignment:
 
 
 def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
-    """Add entries for the names that the same model has under a wrapper."""
+    """Return the mapping with entries added for ``names`` that differ from its keys by wrappers, as under DDP."""
     if all(name in given for name in names):
         return given
     plain = {new: given[old] for old, new in unwrapped(given).items()}
@@ -126,18 +129,18 @@ def _label_of(value: Any) -> Any:
 
 
 def _by_route(values: Mapping[str, Any]) -> dict[str, Route]:
-    """Return the route of each leaf; a plain label is a route without further fields."""
+    """Return a dict from name to `Route` (the label of a parameter, its reason and view), from routes or labels."""
     return {name: value if isinstance(value, Route) else Route(value) for name, value in values.items()}
 
 
 def _part(chosen: Mapping[str, Any], value: object, leaves: list[Any]) -> dict[str, Any]:
-    """Return the leaves whose chosen value is `value`, by name."""
+    """Return a dict by name of the leaves for which ``chosen`` has this value, such as the label "muon"."""
     pairs = zip(chosen.items(), leaves, strict=True)
     return {name: leaf for (name, choice), leaf in pairs if choice is not None and choice == value}
 
 
 def _why(routes: Mapping[str, Route]) -> str:
-    """Return the end of a warning: how many parameters have each label, and some of the reasons."""
+    """Return the end of a warning: how many parameters have each label, and up to five reasons."""
     if not routes:
         return ": there are no parameters"
     chosen = [route.label for route in routes.values()]
@@ -147,15 +150,15 @@ def _why(routes: Mapping[str, Route]) -> str:
     return f". The labels of the {len(routes)} parameters are {there}{some}"
 
 
-def _view_of(tx: Transform) -> MatrixView | None:
-    """Return the argument `view` of a transform, if it has one."""
+def view_of(tx: Transform) -> MatrixView | None:
+    """Return the argument ``view`` of a transform (a `MatrixView`: how parameters divide into matrices), or None."""
     view = tx.arguments["view"] if "view" in tx.factory.definition.parameters else None
     return view if isinstance(view, MatrixView) else None
 
 
 def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
-    """Warn of parameters with several matrices, by label or name, that their transforms treat as one matrix."""
-    views = {label: [view for view in map(_view_of, within(tx)) if view] for label, tx in transforms.items()}
+    """Warn of parameters that hold several matrices, by their labels or names, but are updated as one matrix."""
+    views = {label: [view for view in map(view_of, within(tx)) if view] for label, tx in transforms.items()}
     pairs = [(name, route, view) for name, route in routes.items() if route.label for view in views[route.label]]
     found = {
         f"{name!r} ({route.reason})": None
@@ -164,9 +167,9 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
     }
     if found:
         warn_caller(
-            f"partition: the labels have a view for {format_list(list(found), str)}, and the view of their transform "
-            "has none, so each of these parameters is one matrix. Give the transform view=labels.view(), with labels = "
-            "default_labels(model), or pass Labels(labels) if this is intended"
+            f"partition: the labels have a view for {format_list(list(found), str)}, but the transform of these "
+            "parameters has no pattern for them, so each is treated as one matrix. Give the transform "
+            "view=labels.view(), with labels = default_labels(model), or pass Labels(labels) if this is intended"
         )
     # A view that has the pattern of the label was extended by the labels: the user chose nothing.
     whole = {
@@ -195,29 +198,33 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
 
 
 def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route], params: PyTree) -> None:
-    """Raise if a tensor that would be flattened has more dims than its parameter had when the label was chosen."""
+    """Raise if a tensor has more dims than when its label was chosen, and its transform would flatten them.
+
+    An example is a stack of weights of several models under ``torch.func.vmap``.
+    """
     # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
     for (name, route), leaf in zip(routes.items(), tree.leaves(params), strict=True):
         own = transforms.get(route.label or "")
         if route.shape is None or leaf is None or leaf.ndim <= len(route.shape) or own is None:
             continue
         for tx in within(own):
-            view = _view_of(tx)
+            view = view_of(tx)
             by_leaf = tx.locality is Locality.LEAF and not tx.children
             mixes = by_leaf if view is None else not view.is_set_for(name)
             if mixes:
                 raise ValueError(
-                    f"partition: {name!r} has shape {tuple(leaf.shape)}, and its label {route.label!r} was chosen for "
-                    f"shape {route.shape}: {tx.name} would mix the matrices of a stack. For a stack of models, as "
-                    "torch.func.stack_module_state makes it, use torch.func.vmap(tx.init)(params) and "
-                    "torch.func.vmap(tx.update)(grads, state, params). For a stack of matrices in one parameter, give "
-                    f"Muon's orthogonalize view=muonfx.MatrixView({{{name!r}: {STACK!r}}}). If the tensor is "
-                    "one matrix, choose labels for these parameters"
+                    f"partition: {name!r} has shape {tuple(leaf.shape)}, expected {route.shape}, the shape when its "
+                    f"label {route.label!r} was chosen: {tx.name} would treat a stack of matrices as one matrix. If "
+                    "the tensor stacks several models (torch.func.stack_module_state), use "
+                    "torch.func.vmap(tx.init)(params) and torch.func.vmap(tx.update)(grads, state, params). If it is "
+                    "one parameter with several matrices, give Muon's orthogonalize "
+                    f"view=muonfx.MatrixView({{{name!r}: {STACK!r}}}). If it is one matrix, create the labels from "
+                    "the current parameters"
                 )
 
 
 def mask_patterns(tx: Transform) -> list[NamePatterns]:
-    """Return the globs in a transform's mask, as the `name_patterns` of `muonfx.transform`."""
+    """Return the globs over parameter names in the ``mask`` of a transform, so that unmatched globs are reported."""
     groups = path_patterns(tx.arguments["mask"])
     return [NamePatterns("mask", groups)] if groups else []
 
@@ -242,8 +249,8 @@ def partition(
 ):
     """Apply a different transform to each group of parameters; labels assign the parameters to groups.
 
-    The state is a dict from label to the state of the label's transform for its parameters. Follows Optax's
-    ``partition``.
+    A label is the name of a group, such as "muon". The state is a dict from label to the state of the group's
+    transform. Follows Optax's ``partition``.
 
     Args:
         transforms: a dict from label to transform.
@@ -253,14 +260,14 @@ def partition(
 
     Raises:
         TypeError: a label is neither a string nor None, or a value of ``transforms`` is not a transform.
-        ValueError: a parameter has no label, or its label has no transform; or a tensor has more dims than the
-            parameter for which `Labels` were made, and would be flattened. The message names the parameter.
+        ValueError: a parameter has no label, or its label has no transform; or a tensor has more dims than when its
+            label was chosen, and would be flattened. The message names the parameter.
 
     Warns:
-        UserWarning: at `init`, in these cases. No parameter has the label of a transform: the message lists the labels
-            and their reasons. The labels have dims for a parameter, and the view of its transform has none. The name of
-            a parameter suggests a fused matrix (``qkv``, ``c_attn``) that is not split: the message has the code that
-            splits it.
+        UserWarning: at ``init``, in three cases. No parameter has the label of a transform; the message lists labels
+            and reasons. Or the labels say that a parameter holds several matrices (`Labels.views`), but the argument
+            ``view`` of its transform has no pattern for it. Or the name of a parameter suggests a fused matrix
+            (``qkv``, ``c_attn``) that is not split; the message has the code that splits it.
 
     Example:
         >>> import muonfx as mfx
@@ -284,8 +291,8 @@ def partition(
         for name, label in chosen.items():
             if label is not None and label not in transforms:
                 raise ValueError(
-                    f"partition: {name!r} has the label {label!r}; the transforms are for "
-                    f"{format_list(list(transforms))}"
+                    f"partition: {name!r} has the label {label!r}, expected one with a transform, "
+                    f"{format_list(list(transforms))}: add a transform for it, or change the label"
                 )
         return chosen
 
@@ -329,15 +336,16 @@ def partition(
 def masked(
     _memory: Memory, inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree]
 ):
-    """Apply a transform to the parameters that a mask selects; other updates are returned unchanged.
+    """Apply a transform to the parameters that a mask selects; the updates of others are returned unchanged.
 
-    The state is the inner transform's state for a flat dict of the selected parameters. Follows Optax's ``masked``.
+    The inner transform's state is made for a flat dict from name to selected parameter. Follows Optax's
+    ``masked``.
 
     Args:
         inner: the transform for the selected parameters.
-        mask: a tree of bools with the structure of the parameters; a mapping from dotted name to bool; a predicate of
-            `muonfx.select`; or a function of the parameters that returns a tree or mapping and depends on names, shapes
-            and dtypes only.
+        mask: True for the parameters to select, in one of these forms: a tree of bools with the structure of the
+            parameters; a mapping from dotted name to bool; a predicate, such as ``muonfx.select.ndim(2)``; or a
+            function of the parameters that returns a tree or mapping and depends on names, shapes and dtypes only.
 
     Raises:
         TypeError: a value of the mask is not a bool.
@@ -370,7 +378,10 @@ def masked(
 
 
 def resolve_mask(what: str, mask: object, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
-    """Return a function from parameters to a list with a bool for each leaf; the mask None selects all leaves."""
+    """Return a function from parameters to a list with a bool for each: whether the mask (as in `masked`) selects it.
+
+    The mask None selects all parameters. ``what`` names the mask in error messages.
+    """
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
     assign = _Assignment(what, mask, (bool,), memory)

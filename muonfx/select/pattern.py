@@ -1,7 +1,8 @@
-"""Patterns that divide a tensor into matrices, such as ``"(qkv=3 out) in -> qkv out in"``.
+"""Patterns that divide a tensor into matrices, such as ``"(qkv=3 out) in -> qkv out in"``; see `MatrixView`.
 
-The left side names the axes of each dim, as in einops; ``a + b`` names parts that are concatenated along an axis. The
-right side has one result, or one for each part: its last two dims are the rows and the columns of a matrix.
+The left side names the axes of each dim of the tensor, as in einops; ``a + b`` names parts that are concatenated along
+an axis. The right side has a result, a stack of matrices, for the tensor or for each part. The last two dims of a
+result are the rows and the columns of its matrices; the dims before them are batch dims.
 """
 
 from __future__ import annotations
@@ -23,67 +24,74 @@ _TOKEN = re.compile(r"\s*([A-Za-z_]\w*(?:\s*=\s*\d+)?|\.\.\.|[()+])")
 
 
 class Axis(NamedTuple):
-    """A named axis, or one of several parts that are concatenated along one axis."""
+    """A named axis of a tensor, or one of the parts that are concatenated along an axis, such as ``k=128``."""
 
     name: str
     size: int | None = None
-    """None: the size follows from the shape of the tensor."""
+    """The number of indices; None if it follows from the shape of the tensor."""
 
     def __str__(self) -> str:
         return self.name if self.size is None else f"{self.name}={self.size}"
 
 
 Parts = tuple[Axis, ...]
-"""The concatenated parts of an axis; an axis that is not divided is its only part."""
+"""The parts that are concatenated along an axis, as in ``q + k + v``; a plain axis has one part, itself."""
 Group = tuple[str, ...]
-"""The axes that form one dim of a result, outermost first."""
+"""The names of the axes that form one dim of a result, such as ``(heads d)``, outermost first."""
 
 
 class Units(NamedTuple):
-    """A tensor as a stack of equal units that are contiguous in memory and are updated independently."""
+    """A tensor as a stack of equal parts, called units, that are contiguous in memory and are updated independently.
+
+    For a weight with one matrix per head, a unit is the rows of a head.
+    """
 
     shape: tuple[int, int]
-    """The rows and the columns of a unit."""
+    """The number of rows and of columns of a unit."""
     pattern: str
-    """The pattern of a stack (units, rows, columns)."""
+    """The pattern that divides the tensor, reshaped to (units, rows, columns), into the same matrices."""
     is_plain: bool
-    """True if a unit is one matrix, and the units are indexed by whole dims of the tensor."""
+    """True if a unit is one matrix, and whole dims of the tensor index the units, as in a stack of experts."""
 
 
 class _Result(NamedTuple):
-    """One result of a pattern for a tensor of known shape."""
+    """One result of a pattern (one stack of matrices), for a tensor of known shape."""
 
     start: int
-    """Where the result begins on the divided axis."""
+    """The first index of the result on the axis that is divided by ``+``; 0 without such an axis."""
     sizes: list[int]
-    """The size of each axis in memory order."""
+    """The size of each axis of the result, in the order of the axes in memory."""
     order: list[int]
-    """The axes in the order of the result."""
+    """The permutation from the axes in memory to the axes of the result."""
     shape: list[int]
 
 
 class _Bound(NamedTuple):
-    """A pattern for a tensor of known shape."""
+    """A pattern with the sizes of all axes, for a tensor of known shape."""
 
     sizes: list[int]
-    """The size of each axis in memory order."""
+    """The size of each axis of the tensor, in the order of the axes in memory."""
     divided: int | None
-    """The axis that consists of several parts."""
+    """The index of the axis that is divided by ``+``, if there is one."""
     results: list[_Result]
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern."""
+    """A parsed pattern that divides tensors into matrices, such as ``"(qkv=3 out) in -> qkv out in"``; see `parse`."""
 
     text: str
     dims: tuple[tuple[Parts, ...], ...]
-    """The axes of each dim of the tensor, outermost first."""
+    """For each dim of the tensor its axes, outermost first: the left side of the pattern."""
     results: tuple[tuple[Group, ...], ...]
-    """The dims of each result: batch dims, rows, columns."""
+    """For each result its dims (batch dims, rows, columns): the right side of the pattern."""
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return a stack of matrices (..., rows, columns) for each result; ValueError if the shape does not fit."""
+        """Divide a tensor: return a stack of matrices (..., rows, columns) for each result of the pattern.
+
+        Raises:
+            ValueError: the shape of the tensor does not fit the pattern.
+        """
         bound = self._bound(tensor.shape)
         whole = tensor.reshape(bound.sizes)
         found: list[Tensor] = []
@@ -93,7 +101,7 @@ class Pattern:
         return found
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """Undo `split`: return the tensor of this shape whose matrices are given."""
+        """Undo `split`: return the tensor of this shape that divides into the given stacks of matrices."""
         bound = self._bound(shape)
         parts: dict[int, Tensor] = {}
         for one, stack in zip(bound.results, matrices, strict=True):
@@ -104,7 +112,7 @@ class Pattern:
         return torch.cat([parts[start] for start in sorted(parts)], dim=bound.divided).reshape(shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return True if a tensor of this shape can be split."""
+        """Return True if the pattern can divide a tensor of this shape."""
         try:
             self._bound(shape)
         except ValueError:
@@ -113,7 +121,7 @@ class Pattern:
 
     @property
     def is_stack(self) -> bool:
-        """True if all dims but the last two are batch dims, so that matrices consist of elements of these two."""
+        """True for a stack of matrices: all dims of the tensor but the last two are batch dims."""
         front = [axis.name for dim in self.dims[:-2] for parts in dim for axis in parts]
         whole = all(len(dim) == 1 and len(dim[0]) == 1 for dim in self.dims[:-2])
         return bool(front) and whole and all(set(front) <= set(_names(result[:-2])) for result in self.results)
@@ -126,10 +134,10 @@ class Pattern:
         return min(place[name] for name in rows) > min(place[name] for name in columns)
 
     def independent(self, shape: Sequence[int]) -> Units | None:
-        """Return the units of a tensor of this shape; None if the whole tensor is one unit, or empty.
+        """Return the `Units` of a tensor of this shape: equal, contiguous parts, each with its own whole matrices.
 
-        A rank that holds a unit updates it without other ranks. For ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads
-        v in"``, a unit is the 8 rows of a head.
+        A rank whose shard contains a unit can update it without other ranks. None if the whole tensor is one unit, or
+        empty. For ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads v in"``, a unit is the 8 rows of one head.
         """
         if 0 in shape:
             return None
@@ -151,13 +159,13 @@ class Pattern:
         return Units((rows, columns), f"units {' '.join(left)} -> {', '.join(right)}", is_plain)
 
     def _expanded(self, ndim: int) -> tuple[list[tuple[Parts, ...]], list[list[Group]]]:
-        """Return the dims and the results for a tensor of `ndim` dims, with names for the dims of ``...``."""
+        """Return `dims` and `results` for a tensor of `ndim` dims, in which ``...`` is replaced by named axes."""
         dots = [f"dim_{at}" for at in range(ndim - len(self.dims) + 1)]
         dims: list[tuple[Parts, ...]] = []
         for dim in self.dims:
             dims += [((Axis(name),),) for name in dots] if dim[0][0].name == _DOTS else [dim]
         if len(dims) != ndim:
-            raise ValueError(f"it has {ndim} dims, and {self.text!r} is for tensors of {len(dims)}")
+            raise ValueError(f"found {ndim} dims, expected {len(dims)} for the pattern {self.text!r}")
         results: list[list[Group]] = []
         for result in self.results:
             groups: list[Group] = []
@@ -168,7 +176,7 @@ class Pattern:
         return dims, results
 
     def _bound(self, shape: Sequence[int]) -> _Bound:
-        """Return the sizes of all axes and results; ValueError if the shape does not fit."""
+        """Return the pattern with all sizes for a tensor of this shape; ValueError if the shape does not fit."""
         dims, results = self._expanded(len(shape))
         axes = [axis for dim, size in zip(dims, shape, strict=True) for axis in self._sized(dim, size)]
         place = {name: at for at, sizes in enumerate(axes) for name in sizes}
@@ -187,7 +195,7 @@ class Pattern:
         return _Bound(whole, divided, bound)
 
     def _sized(self, dim: tuple[Parts, ...], size: int) -> Iterator[dict[str, int]]:
-        """Yield the names and sizes of the parts of each axis in a dim of this size."""
+        """Yield a dict for each axis in a dim of this size: from the name of each part of the axis to its size."""
         sums = [sum(part.size or 0 for part in axis) for axis in dim]
         is_open = [any(part.size is None for part in axis) for axis in dim]  # for one axis at most, as `parse` checks
         known = prod([total for total, unknown in zip(sums, is_open, strict=True) if not unknown])
@@ -201,13 +209,14 @@ class Pattern:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Pattern:
-    """Parse a pattern.
+    """Parse the text of a pattern that divides a tensor into matrices; its syntax is described in `MatrixView`.
 
     Raises:
         ValueError: the pattern is malformed; the message contains the pattern and the rule that it breaks.
 
-    >>> parse("(qkv=3 out) in -> qkv out in").independent((96, 32))
-    Units(shape=(32, 32), pattern='units out=32 in=32 -> units out in', is_plain=False)
+    >>> stack = parse("(qkv=3 out) in -> qkv out in").split(torch.zeros(96, 32))[0]
+    >>> stack.shape
+    torch.Size([3, 32, 32])
     """
     sides = text.split("->")
     if len(sides) != 2:
@@ -223,14 +232,14 @@ def parse(text: str) -> Pattern:
 
 
 class _Malformed(Exception):
-    """A message about a pattern, without the pattern."""
+    """An error in the text of a pattern; its message does not repeat the text."""
 
 
 _Item = str | list["_Item"]
 
 
 def _items(text: str) -> list[_Item]:
-    """Return the names and signs of one side of a pattern, with a list for each pair of parentheses."""
+    """Return the names and signs on one side of a pattern, with a nested list for each pair of parentheses."""
     stack: list[list[_Item]] = [[]]
     at = 0
     while text[at:].strip():
@@ -253,7 +262,7 @@ def _items(text: str) -> list[_Item]:
 
 
 def _dim(item: _Item) -> tuple[Parts, ...]:
-    """Return the axes of a dim: of a name, of a product ``(a b)``, or of the parts ``(a + b)`` of one axis."""
+    """Return the axes of one dim of the tensor: one for ``a``, two for ``(a b)``, one with parts for ``(a + b)``."""
     if isinstance(item, str):
         return ((_axis(item),),)
     if "+" in item:
@@ -275,7 +284,7 @@ def _axis(item: _Item) -> Axis:
 
 
 def _result(text: str) -> tuple[Group, ...]:
-    """Return the dims of a result: batch dims, rows, columns."""
+    """Return the dims (batch dims, rows, columns) of one result on the right side of a pattern."""
     items = _items(text)
     if len(items) < 2 or _DOTS in items[-2:] or [] in items[-2:]:
         raise _Malformed("a result must end with the rows and the columns of a matrix; write '...' as '(...)' there")
@@ -283,7 +292,7 @@ def _result(text: str) -> tuple[Group, ...]:
 
 
 def _group(item: _Item) -> Group:
-    """Return the axes of a dim of a result: of a name, or of a product ``(a b)``."""
+    """Return the names of the axes in one dim of a result: one for ``a``, two for ``(a b)``."""
     axes = [_axis(one) for one in ([item] if isinstance(item, str) else item)]
     if any(axis.size is not None for axis in axes):
         raise _Malformed("a size is on the right; sizes belong to the left side")
@@ -291,7 +300,7 @@ def _group(item: _Item) -> Group:
 
 
 def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group]]) -> str | None:
-    """Return the rule that a pattern breaks, if it breaks one."""
+    """Return the rule of the syntax that a parsed pattern breaks, as text for an error; None if it is correct."""
     axes = [axis for dim in dims for axis in dim]
     names = [part.name for axis in axes for part in axis]
     divided = [axis for axis in axes if len(axis) > 1]

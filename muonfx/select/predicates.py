@@ -1,4 +1,4 @@
-"""Predicates on parameters: frozen values that combine with ``&``, ``|`` and ``~``."""
+"""Predicates: conditions on one parameter, such as ``ndim(2)``, which combine with ``&``, ``|`` and ``~``."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Predicate:
     """
 
     name: str
-    """The operator, or the function that built the predicate."""
+    """The function that built the predicate, such as "path", or the operator "&", "|" or "~"."""
     arguments: tuple[Any, ...]
-    """The operands, or the arguments of the function."""
+    """The arguments of that function, or the operands."""
 
     def __call__(self, info: ParamInfo) -> bool:
-        """Return True if the parameter matches."""
+        """Return True if the parameter that ``info`` describes matches."""
         return _MATCHES[self.name](info, *self.arguments)
 
     def code_in(self, scope: str) -> str:
-        """The code that builds the predicate, with a prefix for the names of this module, such as "select."."""
+        """Return the code that builds the predicate; ``scope``, such as "select.", precedes each function name."""
         inner = [part.code_in(scope) for part in self.parts]
         if inner:
             return f"~{inner[0]}" if self.name == "~" else f"({inner[0]} {self.name} {inner[1]})"
@@ -56,7 +56,7 @@ class Predicate:
 
     @property
     def parts(self) -> tuple[Predicate, ...]:
-        """The predicates that this one combines."""
+        """The predicates among the arguments; empty for a predicate without ``&``, ``|`` or ``~``."""
         return tuple(own for own in self.arguments if isinstance(own, Predicate))
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ _MATCHES: dict[str, Callable[..., bool]] = {
 
 @plain_arguments
 def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None) -> Predicate:
-    """Match parameters by their number of dimensions: exactly ``n``, or ``min`` to ``max``, both included.
+    """Return a predicate that matches parameters with exactly ``n`` dims, or with ``min`` to ``max`` dims, inclusive.
 
     Raises:
         ValueError: there is no argument, or both ``n`` and a bound.
@@ -104,7 +104,7 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
 
 
 def path(*patterns: str) -> Predicate:
-    """Match parameters by their names.
+    """Return a predicate that matches a parameter if its name matches one of the glob patterns.
 
     Each pattern is compared with the whole dotted name by ``fnmatch.fnmatchcase``: ``*`` matches any characters,
     including dots, ``?`` one character, and ``[ab]`` one character of a set. A tied tensor matches by any of its names.
@@ -126,10 +126,10 @@ def path(*patterns: str) -> Predicate:
 
 
 def module_type(*types: type | str) -> Predicate:
-    """Match parameters of modules that are instances of the given types, subclasses included.
+    """Return a predicate that matches parameters owned by a module of one of the given types or their subclasses.
 
-    A type may be given as a string, a glob over class names, so that it need not be imported. A tied tensor matches if
-    any module that contains it matches. Named tensors without a model never match, as their modules are unknown.
+    A type may also be a string, a glob over class names; then it need not be imported. A tied tensor matches if any
+    module that owns it matches. Named tensors without a model never match, because their modules are unknown.
 
     Raises:
         ValueError: no type is given.
@@ -148,10 +148,10 @@ def module_type(*types: type | str) -> Predicate:
 
 @plain_arguments
 def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate:
-    """Match parameters for which ``fn(info)`` returns True; ``info`` is the `ParamInfo`.
+    """Return a predicate that matches parameters for which ``fn(info)`` is True; ``info`` is a `ParamInfo`.
 
-    The predicate prints as ``where(fn, name)``, and is compared by function and name. It can be pickled if ``fn`` is
-    defined in a module; a lambda cannot.
+    The predicate prints as ``where(fn, name)``; ``name`` is by default the name of the function. Two such predicates
+    are equal if function and name are. It can be pickled if ``fn`` is defined in a module; a lambda cannot.
 
     Raises:
         TypeError: ``fn`` is not callable.
@@ -167,7 +167,7 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
 
 
 def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
-    """Return the patterns of every `path` in a predicate, grouped by the paths joined with ``|``."""
+    """Return the globs of every `path` in a predicate, in groups: one of the globs of a group must match."""
     if not isinstance(predicate, Predicate):
         return ()
     if predicate.name == "path":
@@ -178,7 +178,7 @@ def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
 
 
 def asks_for_modules(predicate: object) -> bool:
-    """Return True if a predicate uses module types, which named tensors do not have."""
+    """Return True if a predicate contains `module_type`, which never matches named tensors without a model."""
     return isinstance(predicate, Predicate) and (
         predicate.name == "module_type" or any(map(asks_for_modules, predicate.parts))
     )
@@ -191,7 +191,7 @@ def _is_a(module: type, wanted: type | str) -> bool:
 
 
 def _code_of(argument: object) -> str:
-    """Return the code of a name, a class or a function."""
+    """Return the code of an argument of a predicate: of a string, a class or a function."""
     if isinstance(argument, type):
         is_of_torch = getattr(nn, argument.__name__, None) is argument
         return f"{'torch.nn' if is_of_torch else argument.__module__}.{argument.__qualname__}"

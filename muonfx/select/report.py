@@ -1,4 +1,4 @@
-"""Tables of parameters with their shapes, labels, and the rules that chose the labels."""
+"""`describe`: tables of parameters with their shapes, labels, and the rules that chose the labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from muonfx.core.contract import within
 from muonfx.select.defaults import default_labels
 from muonfx.select.matrix_view import MatrixView, split
 from muonfx.select.params import ParamInfo, Params, read_params
+from muonfx.select.partition import partition, view_of
 from muonfx.select.rules import Label, Labels, Route
+from muonfx.select.views import MAYBE_FUSED
 from muonfx.tree.display import Report, Shown, Table, format_list, format_shape
 
 __all__ = ["Routing", "describe"]
@@ -28,12 +30,12 @@ class Routing(Shown):
     params: tuple[ParamInfo, ...]
     labels: Labels
     groups: tuple[Mapping[str, Any], ...] | None = None
-    """The parameter groups of an optimizer; None for labels alone."""
+    """The ``param_groups`` of the optimizer that was described; None if labels were described."""
     without_rate: Sequence[int] = ()
-    """The indices of the groups on which ``lr`` has no effect."""
+    """The indices of the parameter groups on which ``lr`` has no effect, so that it is not shown."""
 
     def report(self) -> Report:
-        """Return a row for each parameter, and totals by label or by the groups of an optimizer."""
+        """Return the tables: a row for each parameter, then totals by label or by the optimizer's parameter groups."""
         header = ("parameter", "shape", "label", "matrices", "stored", "rule")
         viewed = {self.labels[name] for name in self.labels.views}
         # Without views the columns "matrices" and "stored" have no information.
@@ -55,7 +57,10 @@ class Routing(Shown):
         return Report((table, self._totals(["group", "label"], parts), self._hyperparameters(self.groups)))
 
     def _totals(self, titles: Sequence[str], parts: Sequence[tuple[list[str], list[ParamInfo]]]) -> Table:
-        """Return the number of tensors and elements of each part, and of all parameters."""
+        """Return a table with the number of tensors and elements of each part (a label or a group), and in all.
+
+        ``parts`` are pairs of the first cells of a row, which ``titles`` name, and the parameters to count.
+        """
         whole = sum(info.numel for info in self.params)
         rows = [
             [*words, f"{len(inside):,}", f"{(own := sum(i.numel for i in inside)):,}", f"{own / (whole or 1):.1%}"]
@@ -78,14 +83,17 @@ class Routing(Shown):
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
     """Return a table of every parameter's label and the reason for it, with totals for each label.
 
-    If the labels have a view for a parameter, because it holds several matrices or a transposed matrix, two more
-    columns show the number and sides of the matrices, and the order in which they are stored. The view of a transform
-    is not shown. Names are never shortened, so that rules can be written from them. The label None is shown as ``-``.
+    If a parameter holds several matrices or a transposed matrix (it has a `MatrixView`), two more columns show the
+    number and sides of the matrices, and the order in which they are stored. For an optimizer, a ``view`` given to
+    its transform replaces the view of the labels. Names are never shortened, so that rules can be written from them.
+    The label None is shown as ``-``.
 
     Args:
         what: labels, together with ``params``; a model or named tensors, to which `default_labels` is applied; or a
-            `TransformOptimizer`, for which two more tables show the groups and their hyperparameters.
-        params: the parameters of the labels: a model, named tensors, or any pytree of tensors.
+            `TransformOptimizer`, for which the totals are those of its parameter groups, and a further table shows
+            the hyperparameters of the groups.
+        params: the parameters that were labelled: a model, named tensors, or any pytree of tensors. Required with
+            labels only, which have no shapes.
 
     Returns:
         A value that prints as the table in a terminal, and is shown as HTML in a notebook.
@@ -112,7 +120,9 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
     if params is None:
         is_labels = isinstance(what, Mapping) and any(isinstance(value, str) for value in what.values())
         if isinstance(what, Labels) or is_labels or (callable(what) and not isinstance(what, nn.Module)):
-            raise TypeError("describe: labels alone have no shapes: give the model too, describe(labels, model)")
+            raise TypeError(
+                "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
+            )
         params = list(what) if isinstance(what, Iterator) else what
         what = default_labels(params)
     labels = what if isinstance(what, Labels) else Labels(cast("Mapping[str, Label]", what))
@@ -121,7 +131,8 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         raise ValueError(f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)")
     if unknown := sorted(set(labels) - {info.name for info in infos} - set(absent)):
         raise ValueError(
-            f"labels for {format_list(unknown)}, which are not parameters here; make the labels from these params"
+            f"found labels for {format_list(unknown)}, expected labels for the given parameters only: create the "
+            "labels from the same parameters"
         )
     return Routing(infos, labels)
 
@@ -130,20 +141,31 @@ _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
-    """Return the routing of an optimizer's groups, with the reasons and views of its transform's labels."""
+    """Return the labels of an optimizer's groups, with the reasons and views in its transform."""
     groups = tuple(optimizer.param_groups)
     if any("param_names" not in group or "label" not in group for group in groups):
         raise TypeError(
-            f"describe: {type(optimizer).__name__} has no names and labels in its groups; expected a "
+            f"describe: found {type(optimizer).__name__}, whose groups have no names and labels, expected a "
             "muonfx.TransformOptimizer, or muonfx.Muon"
         )
     tx = getattr(optimizer, "tx", None)
     given = [part.arguments.get("labels") for part in within(tx)] if isinstance(tx, Transform) else []
     known = [labels for labels in given if isinstance(labels, Labels)]
+    views = {
+        label: next(filter(None, map(view_of, within(inner))), MatrixView())
+        for part in (within(tx) if isinstance(tx, Transform) else ())
+        if part.factory is partition
+        for label, inner in part.arguments["transforms"].items()
+    }
     routes: dict[str, Route] = {}
     for name, label in ((name, group["label"]) for group in groups for name in group["param_names"]):
         same = (one.routes[name] for one in known if name in one and one[name] == label)
-        routes[name] = next(same, Route(label, "the transform has no labels" if label is None else "given"))
+        route = next(same, Route(label, "the transform has no labels" if label is None else "given"))
+        pattern = views[label].text(name) if label in views else None
+        if pattern not in (None, route.view.pattern):  # the user's view takes precedence over the labels' view
+            reason = f"{route.reason.partition(f'; {MAYBE_FUSED}')[0]}; view of the transform"
+            route = route._replace(reason=reason, view=MatrixView(pattern))
+        routes[name] = route
     infos, _ = read_params(
         [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
     )
@@ -166,7 +188,7 @@ def _row(info: ParamInfo, route: Route, viewed: set[Label]) -> tuple[str, ...]:
 
 
 def _matrices(shape: tuple[int, ...], view: MatrixView) -> tuple[str, str]:
-    """Return the number and sides of the matrices in a parameter, and their order in memory."""
+    """Return two cells for a parameter: the number and sides of its matrices, and their order in memory."""
     (pattern,) = view.of([""])
     found = split(pattern, torch.empty(shape, device="meta"), "")
     count, columns = prod(found[0].shape[:-2]), found[0].shape[-1]

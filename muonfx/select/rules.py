@@ -1,4 +1,4 @@
-"""Labels: assign each parameter to a group by an ordered list of rules."""
+"""`labels` and `Labels`: assign each parameter to a group, such as "muon", by an ordered list of rules."""
 
 from __future__ import annotations
 
@@ -22,32 +22,36 @@ Rule: TypeAlias = tuple[Predicate, Label]
 
 
 class Route(NamedTuple):
-    """The label of one parameter, the reason for it, and the parameter's view as matrices.
+    """The label of one parameter, the reason for it, and the parameter's view (how it divides into matrices).
+
+    `Labels` contain a route for each parameter.
 
     >>> Route("muon", "rule 1", MatrixView("in out -> out in")).view
     MatrixView('in out -> out in')
     """
 
     label: Label
+    """The group of the parameter, such as "muon"; None if no transform updates the parameter."""
     reason: str = "given"
-    """The rule that decided, and notes on the matrices."""
+    """The rule that chose the label, and notes on the matrices in the parameter."""
     view: MatrixView = MatrixView()
-    """The matrices in the parameter; by default it is one matrix stored (out, in)."""
+    """How the parameter divides into matrices; by default it is one matrix stored (out, in)."""
     shape: tuple[int, ...] | None = None
-    """The shape for which the label was chosen. ``partition`` raises if a tensor has more dims, such as a stack over
-    several models, and would be flattened."""
+    """The shape for which the label was chosen. ``partition`` raises if a tensor has more dims and would be flattened,
+    such as the stacked weights of several models."""
     suspected: str | None = None
-    """The pattern that would split the fused matrices that the name suggests, if the layer's code is unknown."""
+    """A pattern that may be right, but is not used: the name suggests fused matrices in a layer of unknown code."""
 
 
 class Labels(Mapping[str, Label]):
-    """An immutable mapping from parameter name to label, with a `Route` (label, reason, view) for each parameter.
+    """An immutable mapping from parameter name to label, which also stores the reason and view of each parameter.
 
-    A parameter with the label None is in no group. Equality, hash and repr depend on the labels only, and not on their
-    order, reasons and views.
+    A label is the name of a group, such as "muon"; a parameter with the label None is in no group. Two `Labels` are
+    equal if their labels are; order, reasons and views do not count, and are not printed.
 
     Args:
-        routes: a label or a `Route` for each name. ``Labels(labels)`` keeps the labels and drops reasons and views.
+        routes: for each name a label, or a `Route`: label, reason and view (how the parameter divides into matrices).
+            ``Labels(labels)`` keeps the labels and drops reasons and views.
 
     Raises:
         TypeError: a name is not a string, or a label is neither a string nor None.
@@ -86,22 +90,26 @@ class Labels(Mapping[str, Label]):
 
     @property
     def routes(self) -> Mapping[str, Route]:
-        """The route of each parameter."""
+        """A read-only mapping from parameter name to its `Route`: label, reason and view."""
         return MappingProxyType(self._routes)
 
     def reason(self, name: str) -> str:
-        """Return the rule that decided the label of a parameter, with notes on its matrices."""
+        """Return the rule that chose the label of a parameter, with notes on the matrices in it."""
         return self._routes[name].reason
 
     @property
     def views(self) -> dict[str, MatrixView]:
-        """The view of each parameter that is not simply one matrix stored (out, in)."""
+        """A dict from parameter name to `MatrixView` (how the parameter divides into matrices).
+
+        Parameters that are one matrix stored as (out, in) are left out.
+        """
         return {name: route.view for name, route in self._routes.items() if route.view != MatrixView()}
 
     def view(self, given: MatrixView = MatrixView()) -> MatrixView:
-        """Return one view for all parameters: the given view, extended by the views of the labels.
+        """Return one `MatrixView` for all parameters, to pass to transforms as ``view=``.
 
-        A parameter for which ``given`` has a pattern keeps that pattern.
+        It says how each parameter divides into matrices: by the pattern in ``given`` if there is one, else by the
+        view that the labels have for the parameter.
 
         >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))
         >>> labels = Labels({"mlp.experts": experts, "fc": "muon"})
@@ -116,7 +124,7 @@ class Labels(Mapping[str, Label]):
         return given.extended(patterns({name: text for name, text in found.items() if isinstance(text, str)}, names))
 
     def restrict(self, names: Iterable[str]) -> Labels:
-        """Keep the routes of these names.
+        """Return the labels of these parameters only, with their reasons and views.
 
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
@@ -125,13 +133,14 @@ class Labels(Mapping[str, Label]):
 
 
 def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | EllipsisType = ...) -> Labels:
-    """Label every parameter by the first rule whose predicate matches it.
+    """Label every parameter by the first rule, a (predicate, label) pair, whose predicate matches it.
 
-    A leaf that is None instead of a tensor gets the label None.
+    A label is the name of a group of parameters; `partition` applies one transform per label. A parameter that is
+    None instead of a tensor gets the label None.
 
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
-        rules: (predicate, label) pairs, tried in order. The label None leaves a parameter out.
+        rules: pairs such as ``(ndim(2), "muon")``, tried in order. The label None leaves a parameter out.
         default: the label of parameters that no rule matches. Without a default, such a parameter is an error.
 
     Raises:
@@ -139,7 +148,7 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
         ValueError: no rule matches a parameter and there is no default, or a name occurs twice.
 
     Warns:
-        UserWarning: a rule matches no parameter; usually its path is misspelt.
+        UserWarning: a rule matches no parameter, for example because its path is misspelt.
 
     >>> import torch
     >>> from muonfx.select import ndim, path
@@ -161,7 +170,10 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
 
 
 def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str) -> dict[str, tuple[Label, str]]:
-    """Return label and reason of every parameter that a rule matches; ``kind`` names the rules in the reasons."""
+    """Return a dict from the name of each parameter that a rule matches to its label and reason.
+
+    ``kind``, such as "user rule", is the beginning of the reasons.
+    """
     for number, rule in enumerate(rules, 1):
         pair = cast("tuple[object, ...]", rule) if isinstance(rule, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Predicate):
@@ -190,7 +202,11 @@ def make_labels(
     absent: Sequence[str],
     other: Label = None,
 ) -> Labels:
-    """Return ``Labels`` in the order of the parameters, with matrices unless the label is ``other`` or None."""
+    """Return `Labels` from the label and reason decided for each parameter, in the order of the parameters.
+
+    Views (how parameters divide into matrices) are added, except for the labels ``other`` and None. ``absent`` are
+    the names of parameters that are None.
+    """
     routes: dict[str, Route] = {info.name: Route(*decided[info.name], shape=info.shape) for info in infos}
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
         return Labels({name: route.label for name, route in routes.items()} | dict.fromkeys(absent, None))
@@ -203,4 +219,4 @@ def make_labels(
 
 def _check_label(label: object, where: str) -> None:
     if not (label is None or isinstance(label, str)):
-        raise TypeError(f"{where}: found the label {label!r}; expected a string, or None to leave parameters out")
+        raise TypeError(f"{where}: found the label {label!r}, expected a string, or None to leave parameters out")

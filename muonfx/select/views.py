@@ -1,8 +1,8 @@
-"""Views of parameters that are not a single matrix stored as (out, in).
+"""Find the view (a `MatrixView`: how a parameter divides into matrices) of each parameter of a model.
 
 A parameter may hold several matrices, such as a stack of experts, or query, key and value concatenated. It may also be
 stored transposed. For known layers, the type and the attributes of the module determine the view. Other layers are not
-split; if their name suggests several matrices, it is reported.
+split; if their name suggests several matrices, a note says so.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from muonfx.select.params import ParamInfo, Params, plain_name, written_type
 from muonfx.select.pattern import parse
 from muonfx.tree.tracing import matches
 
-__all__ = ["PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns", "undivided"]
+# fmt: off
+__all__ = [
+    "MAYBE_FUSED", "PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns",
+    "undivided",
+]
+# fmt: on
 
 T = TypeVar("T")
 Found = tuple[MatrixView, str, str | None]
-"""A view, a note for the report, and the pattern that the name suggests if the layer is unknown."""
+"""The view of a parameter, a note for `describe`, and the pattern that the name suggests if the layer is unknown."""
 
-# Patterns of a parameter whose rows, ``{out}``, may be divided further.
+# Patterns in which ``{out}`` is to be replaced by the rows, which may be divided further.
 _PLAIN = "{out} in -> {out} in"
 _TRANSPOSED = "in {out} -> {out} in"
 _STACK = "... {out} in -> ... {out} in"
@@ -39,22 +44,27 @@ _TRANSPOSED_STACK = "... in {out} -> ... {out} in"
 _CONVOLUTION = "{out} ... -> {out} (...)"
 PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_orig"})
 _KERNEL_SIDE = 32
+MAYBE_FUSED = "maybe fused, not split"
+"""The beginning of the note about a parameter whose name suggests several matrices, in a layer of unknown code."""
 
 
 @dataclass(frozen=True)
 class _Fused:
-    """A layer of known code whose rows are several matrices."""
+    """A layer of known code whose weight is several matrices, concatenated or interleaved along the rows."""
 
     layer: str
+    """The name of the layer, or of the parameter, in the module that holds it."""
     holder: str
+    """A regular expression for the class of that module."""
     parts: str
     """The names of the matrices, separated by commas."""
     rows: int | tuple[str, ...] | str
     """The number of equal matrices or their sizes, if they are concatenated; else a pattern of the rows. Sizes are
     attributes of the holder; "a*b" is a product and "a//b" a quotient of attributes, in braces in a pattern."""
     given: tuple[tuple[str, bool], ...] = ()
-    """Attributes of the holder with the truth values that the entry requires."""
+    """Conditions: attributes of the holder, and whether each must be true or false for this entry to apply."""
     package: str = "transformers.models."
+    """The package in which the class of the holder must be defined."""
 
 
 _QKV = "query, key, value"
@@ -151,13 +161,13 @@ _SUSPECTS = (
 
 @dataclass(frozen=True)
 class _Stored:
-    """A parameter of known code that is not stored as (out, in)."""
+    """A parameter of known code that is not stored as (out, in), with the classes and names for which this holds."""
 
     module: str
     leaf: str
     pattern: str
     count: str | None = None
-    """The attribute of the module with the number of equal matrices along the rows."""
+    """The attribute of the module that has the number of equal matrices along the rows."""
     note: str = ""
 
 
@@ -176,7 +186,7 @@ _STORED = (
 
 
 def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, Found]:
-    """Return the parameters that are not a single matrix stored as (out, in), with their views.
+    """Return a dict from parameter name to `Found`, without parameters that are one matrix stored as (out, in).
 
     Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
     in x kernel) and is listed only if it is transposed or has groups.
@@ -218,14 +228,17 @@ def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[st
     suspected = None
     if not parts and (count := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
         glob, suspected = "*." + ".".join(plain_name(info.name).split(".")[-2:]), divided(stored, count)
-        parts = f"maybe fused, not split: to split equal parts, view={{{glob!r}: {suspected!r}}}"
+        parts = f"{MAYBE_FUSED}: to split equal parts, view={{{glob!r}: {suspected!r}}}"
     if pattern is None and stored != _PLAIN:
         pattern = stored.replace("{out}", "out")
     return MatrixView(pattern), "; ".join(filter(None, (note, parts))), suspected
 
 
 def divided(stored: str, parts: int | Mapping[str, int]) -> str:
-    """Return the pattern of a parameter whose rows are equal matrices, or matrices of named sizes, concatenated.
+    """Return the pattern of a parameter whose rows are several matrices, concatenated.
+
+    ``stored`` is a pattern with ``{out}`` for the rows; ``parts`` is a number of equal matrices, or a dict from the
+    name of each matrix to its number of rows.
 
     >>> divided("{out} in -> {out} in", {"q": 4, "k": 2})
     '(q=4 + k=2) in -> q in, k in'
@@ -236,7 +249,7 @@ def divided(stored: str, parts: int | Mapping[str, int]) -> str:
 
 
 def undivided(pattern: str) -> str:
-    """Return a pattern that keeps the equal parts of a pattern of `divided` together, in one matrix.
+    """Return the pattern that keeps a parameter whole, given the pattern by which `divided` splits it equally.
 
     >>> undivided("in (part=3 out) -> part out in")
     'in whole -> whole in'
@@ -245,13 +258,13 @@ def undivided(pattern: str) -> str:
 
 
 def _with_rows(stored: str, rows: str, results: Iterable[str]) -> str:
-    """Return the pattern of a parameter whose rows are divided, with a result for each part."""
+    """Fill in ``{out}`` of a pattern: with ``rows`` on the left, and with each of ``results`` on the right."""
     left, _, right = stored.partition(" -> ")
     return f"{left.replace('{out}', rows)} -> {', '.join(right.replace('{out}', result) for result in results)}"
 
 
 def _rows(stored: str, shape: tuple[int, ...]) -> int:
-    """Return the number of rows of a matrix in a parameter of this shape, before they are divided."""
+    """Return the number of rows, before they are divided, of a parameter with this shape and pattern."""
     return parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))[0].shape[-2]
 
 
@@ -267,7 +280,7 @@ def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Found:
 def _stored(
     info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, int | None, str]:
-    """Return the pattern of a parameter with its rows as ``{out}``, a number of equal matrices, and a note."""
+    """Return the pattern of a parameter with ``{out}`` for its rows, a number of equal matrices or None, and a note."""
     kind = written_type(owner) if owner is not None else None
     for known in _STORED:
         if class_name_fits(kind, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
@@ -290,7 +303,7 @@ def _stack_note(info: ParamInfo, pattern: str) -> str:
 
 
 def _fused(stored: str, own: str, holder: nn.Module | None, rows: int) -> tuple[str | None, str]:
-    """Return the pattern of a fused parameter if its layout is certain, and a note."""
+    """Return the pattern and a note for a layer called ``own`` in the module ``holder``; None if it is unknown."""
     if holder is None:
         return None, ""
     kind = written_type(holder)
@@ -307,7 +320,7 @@ def _fused(stored: str, own: str, holder: nn.Module | None, rows: int) -> tuple[
 
 
 def _pattern_of(known: _Fused, stored: str, holder: nn.Module, rows: int) -> str | None:
-    """Return the pattern of a layer of known code; None if its sizes do not fit the number of rows."""
+    """Return the pattern of a known layer with the sizes of ``holder``; None if they do not fit the number of rows."""
     if isinstance(known.rows, str):
         left, _, right = known.rows.partition(" -> ")
         left = re.sub(r"{(.*?)}", lambda field: str(_number(holder, field[1])), left)
@@ -324,7 +337,7 @@ def _pattern_of(known: _Fused, stored: str, holder: nn.Module, rows: int) -> str
 
 
 def _number(module: nn.Module | None, formula: str) -> int:
-    """Return a product ``a*b`` or a quotient ``a//b`` of attributes of a module, with 0 for a missing attribute."""
+    """Evaluate ``a*b`` or ``a//b`` for the attributes a and b of a module; 0 if an attribute is missing."""
     if "//" in formula:
         whole, by = (_number(module, part) for part in formula.split("//"))
         return whole // by if by and whole % by == 0 else 0
@@ -335,12 +348,12 @@ def _number(module: nn.Module | None, formula: str) -> int:
 
 
 def _is_expert(info: ParamInfo) -> bool:
-    """Return True if a component of the name has the word expert, experts or moe."""
+    """Return True if a parameter's name has the word expert, experts or moe."""
     return any(re.search(r"(^|_)(experts?|moe)(_|$)", part) for name in info.names for part in name.split("."))
 
 
 def is_convolution(info: ParamInfo) -> bool:
-    """Return True for the kernel of a convolution, by module type if known, else by its short sides."""
+    """Return True if a parameter is the kernel of a convolution, by module type if known, else by its short sides."""
     if info.ndim < 3:
         return False
     if info.module is not None:
@@ -353,13 +366,13 @@ def is_convolution(info: ParamInfo) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def class_name_fits(module: type | None, pattern: str) -> bool:
-    """Return True if a pattern is found in the name of a class or of one of its bases."""
+    """Return True if the regular expression matches in the name of a class or of one of its bases."""
     names = [] if module is None else [base.__name__ for base in module.__mro__]
     return any(map(re.compile(pattern).search, names))
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
-    """Return values by a few short globs, each of which matches only names with its value and none of `others`."""
+    """Replace the names in a dict by a few globs that match only names with the same value, and none of ``others``."""
     # Globs begin with `*`, since wrappers add components in front of names.
     found: dict[str, T] = {}
     rest = [name for name in others if name not in values]
@@ -373,7 +386,7 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
 
 
 def _globs(name: str) -> Iterator[str]:
-    """Yield globs for a name: most wildcards for numbers first, then shortest, with at least two components."""
+    """Yield globs that match a parameter name: most wildcards for numbers first, then the shortest ends of the name."""
     parts = [escape(part) for part in name.split(".")]
     words = [at for at, part in enumerate(parts) if not part.isdigit()]
     numbers = [at for at, part in enumerate(parts) if part.isdigit()]

@@ -100,6 +100,9 @@ def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
     >>> find(suitable_params(mfx.orthogonalize()), lambda e: e.params == {} or True).params
     {}
     """
+    if not isinstance(tx, Transform):
+        name = getattr(tx, "__name__", type(tx).__name__)
+        raise TypeError(f"found {tx!r}, expected a Transform: call a factory to get one, as in {name}()")
     errors: list[str] = []
     for shapes, ranks in ((_GENERAL, (0, 4)), (_MATRICES, (2, 4))):
         params, steps = Example.of(shapes, steps=1)

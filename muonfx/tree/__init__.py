@@ -1,7 +1,7 @@
 """Functions on pytrees of tensors: flatten, map, name and search leaves.
 
-The folder also contains utilities that use no transform: checks of plain arguments, tables as text and
-HTML, names of dtypes, and the detection of ``torch.func`` and ``torch.compile``.
+Private modules of this folder hold utilities of the whole package: checks of arguments, tables as text and HTML, names
+of dtypes, and the detection of ``torch.func`` and ``torch.compile``.
 
 The terms are optree's. A *tree* is a nest of dicts, tuples, lists and NamedTuples; its *leaves* are all other values.
 ``None`` is a leaf and means *absent*, such as a gradient that was not computed. Dictionaries are traversed in sorted

@@ -1,9 +1,8 @@
 """Check arguments of plain types, and suggest names for misspelt ones.
 
-An annotation lists which of bool, int, float and str an argument may be, or which strings (``Literal``). Python does
-not check it: ``nesterov="no"`` would count as true and ``steps=True`` as 1, and here these are errors. A value of any
-other type is accepted if the annotation contains another type; the code that uses the argument checks it.
-Annotations are evaluated in the globals of the function.
+The annotation of an argument lists which of bool, int, float and str it may be, or which strings (``Literal``). Python
+does not check it: ``nesterov="no"`` would count as true and ``steps=True`` as 1, and here these are errors. If the
+annotation contains a further type, values of other types are accepted, and the code that uses the argument checks them.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ NAMES_HERE = {
     }.items()
     for name in names.split()
 }
-"""Names of Optax, ``torch.optim`` and the first implementation of Muon, with their counterpart in muonfx."""
+"""Names of Optax, ``torch.optim`` and the first implementation of Muon, mapped to the code for the same in muonfx."""
 
 _ARGUMENTS_HERE = {
     "beta": ("decay", "momentum"),
@@ -87,7 +86,7 @@ _ARGUMENTS_HERE = {
     "weight_decay_mask": ("mask",),
     "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
 }
-"""Argument names of Optax and ``torch.optim``, with muonfx's possible names; the last may be advice."""
+"""For an argument of Optax or ``torch.optim``, its possible names in muonfx; the last entry may be advice instead."""
 
 _PARTS = (
     ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),
@@ -95,13 +94,14 @@ _PARTS = (
     ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
     ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
 )
-"""An argument that is given as a value, arguments of that value, and the code that gives one of these."""
+"""Arguments that are objects: the argument's name, the arguments of its constructor, and the code that passes one."""
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
-    """Return the members of a union if all are types and at least one is plain; empty means unchecked.
+    """Return the types that an annotation allows, by name, such as {"float", "None"}; empty if it is not checked.
 
-    An annotation in quotes is evaluated with the given names; if it cannot be, it is unchecked.
+    It is checked if all members of the union are types and at least one is bool, int, float, str or a ``Literal``. An
+    annotation in quotes is evaluated with ``names`` as globals; if this fails, it is not checked.
     """
     if isinstance(annotation, str):
         try:
@@ -115,7 +115,7 @@ def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[st
 
 
 def _kinds_of_member(member: object) -> list[str]:
-    """Return the names of the types that a member of a union accepts; "" if it is no type."""
+    """Return the names of the types in one member of a union, or its strings if it is a ``Literal``; "" if neither."""
     origin = get_origin(member)
     if origin is None:
         return [_SHOWN.get(member.__name__, member.__name__) if isinstance(member, type) else ""]
@@ -129,9 +129,10 @@ def _is_literal(kind: str) -> bool:
 
 
 def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> Any:
-    """Raise unless `value` is of one of the kinds from `plain_kinds`; return it, with Python's type if it is a number.
+    """Return the value of an argument if its type is allowed, else raise an error.
 
-    Numbers of NumPy and of other libraries are converted.
+    Numbers of NumPy and of other libraries are converted to int or float. ``owner`` is the function that the error
+    names, ``name`` the argument, and ``kinds`` are the allowed types as `plain_kinds` returns them.
     """
     if not isinstance(value, bool | Tensor):
         if isinstance(value, numbers.Integral) and kinds & {"int", "float"}:
@@ -171,7 +172,7 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return the known names similar to a misspelt one, as a clause for an error message; "" if there are none."""
+    """Return " (did you mean 'x'?)" with the known names that are similar to a wrong one; "" if there are none."""
     known = list(known)
     close = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
     close = close or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
@@ -179,7 +180,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def close_names(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return up to three dotted names with consecutive parts that are similar to the wanted ones."""
+    """Return up to three of the dotted names of which some consecutive parts are similar to ``wanted``."""
     length = wanted.count(".") + 1
     windows: dict[str, str] = {}
     for name in names:
@@ -190,7 +191,7 @@ def close_names(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def _hint(wrong: str, known: Iterable[str]) -> str:
-    """Return the muonfx name of an unknown argument, as a clause for an error message."""
+    """Return a clause for an error message that gives the name in muonfx of an unknown argument."""
     known = list(known)
     here = _ARGUMENTS_HERE.get(wrong, ())
     if found := [name for name in here if name in known]:
@@ -208,7 +209,10 @@ def _initials(name: str) -> str:
 def bind(
     owner: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> inspect.BoundArguments:
-    """Bind call arguments to a signature; the error names the owner, its arguments and likely spellings."""
+    """Bind the arguments of a call to a signature, with a clearer error than Python's.
+
+    The error names ``owner``, the function called, lists its arguments, and suggests spellings for a wrong name.
+    """
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -231,14 +235,20 @@ def bind(
 
 
 def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
-    """Return the code that builds a frozen dataclass, without the fields at their defaults."""
+    """Return the code that builds an instance of a dataclass, without fields at their defaults.
+
+    ``code`` returns the code of a field's value.
+    """
     given = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
     changed = [f"{name}={code(own)}" for name, own, default in given if own != default]
     return f"{type(value).__name__}({', '.join(changed)})"
 
 
 def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to check its plain arguments at every call. Too slow for a training step."""
+    """Decorate a function to check its bool, int, float and str arguments at every call, by their annotations.
+
+    Too slow for functions that are called in a training step.
+    """
     signature = inspect.signature(function)
     kinds = kinds_of(signature.parameters, function)
     owner = function.__qualname__.removesuffix(".__init__")
@@ -264,7 +274,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def plain_fields(kind: type[T]) -> type[T]:
-    """Decorate a dataclass to check its bool, int, float and str fields after its own ``__post_init__``."""
+    """Decorate a dataclass so that the types of its bool, int, float and str fields are checked when it is built."""
     kinds = {name: own for name, own in kinds_of(inspect.signature(kind).parameters, kind).items() if own}
     check_own = vars(kind)["__post_init__"]
 
@@ -278,7 +288,10 @@ def plain_fields(kind: type[T]) -> type[T]:
 
 
 def kinds_of(parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]) -> dict[str, frozenset[str]]:
-    """Return the `plain_kinds` of each parameter; empty if it is variadic or its default is of another type."""
+    """Return a dict from each parameter of a function to its `plain_kinds`: the names of the allowed types.
+
+    Parameters that are variadic, or whose default has another type, are not checked and get an empty set.
+    """
     inner = inspect.unwrap(function)
     names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals
     found: dict[str, frozenset[str]] = {}

@@ -1,4 +1,4 @@
-"""The norm of a tree of floating-point tensors."""
+"""`norm`: the 2-norm over all leaves of a tree."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from muonfx.tree.structure import Present, PyTree, device_of
 
 
 def norm(tree: PyTree) -> Tensor:
-    """Return the 2-norm over all elements of all leaves.
+    """Return the 2-norm over all elements of all leaves of a tree of floating-point tensors; None leaves are skipped.
 
-    Squares do not overflow: the result is finite if the norm is.
+    Squares do not overflow: the result is finite whenever the norm is.
 
     Returns:
         A 0-d tensor, in fp64 if the device supports it.

@@ -1,8 +1,8 @@
 """Tables for a terminal and a notebook: one value, printed as plain text or as HTML.
 
-A `Report` is a sequence of lines and tables. The rows of a `Table` may have child rows, which are indented. `Shown` is
-the base class of values that print as a report: ``str()`` returns the text, a notebook shows the HTML. The HTML has no
-scripts and inherits the colours of the page, so it is readable on light and dark pages.
+A `Report` is a sequence of lines of text and of tables. The rows of a `Table` may have child rows, which are indented.
+`Shown` is the base class of values that print as a report: ``str()`` returns the text, and a notebook shows the HTML.
+The HTML has no scripts and inherits the colours of the page, so it is readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LISTED = 10
-"""Maximal number of list items in a message."""
+"""The largest number of items that `format_list` shows."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table, with indented child rows."""
+    """One row of a `Table`, with child rows, which are printed below it and indented."""
 
     cells: tuple[str, ...]
     children: tuple[Row, ...] = ()
@@ -28,9 +28,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Titles of columns, rows with child rows, footers and a title; a row without child rows may be a list of cells.
+    """A table that prints as plain text or HTML.
 
-    The columns at the indices in `right` are aligned right, as for numbers.
+    Attributes:
+        titles: the titles of the columns.
+        rows: the rows; a row without child rows may be a list of cells.
+        right: the indices of the columns that are aligned right, as for numbers.
+        footers: rows below a line at the end, such as totals.
+        title: a line above the table; empty for none.
     """
 
     titles: Sequence[str]
@@ -40,7 +45,7 @@ class Table:
     title: str = ""
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return plain text, with rows nested at most `depth` deep."""
+        """Return plain text, with rows nested at most `depth` deep; None: no limit."""
         body, feet = _lines(self.rows, depth), _lines(self.footers, depth)
         lines = [[printable(title) for title in self.titles], *body, *feet]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -56,7 +61,7 @@ class Table:
         return "\n".join([printable(self.title)] * bool(self.title) + text)
 
     def to_html(self) -> str:
-        """Return an HTML table without style; child rows are indented by spaces, as in text."""
+        """Return an HTML table without CSS; child rows are indented by spaces, as in text."""
         body, foot = (
             "".join(self._html_row(cells, level) for level, cells in walk(rows)) for rows in (self.rows, self.footers)
         )
@@ -72,31 +77,34 @@ class Table:
 
 
 def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yield the depth and the cells of rows and their descendants, parents first."""
+    """Yield the nesting depth and the cells of each row of a table and of its child rows, parents first."""
     for row in rows:
         yield depth, row.cells if isinstance(row, Row) else row
         yield from walk(row.children, depth + 1) if isinstance(row, Row) else ()
 
 
 def _lines(rows: Sequence[Row | Sequence[str]], depth: int | None) -> list[list[str]]:
-    """Return the printable cells of rows and their descendants, with the first cell indented."""
+    """Return the cells of rows and of their child rows down to ``depth``, with the first cell indented."""
     walked = [found for found in walk(rows) if depth is None or found[0] <= depth]
     return [["  " * level + printable(cells[0]), *map(printable, cells[1:])] for level, cells in walked]
 
 
 class Shown:
-    """Base of values that print as the `report` they define: text in a terminal, HTML tables in a notebook."""
+    """Base class of values that print as tables: as text in a terminal, as HTML in a notebook.
+
+    Subclasses define `report`.
+    """
 
     def report(self) -> Report:
-        """Return the tables and notes as which the value is printed."""
+        """Return the tables and lines of text that are printed for this value."""
         raise NotImplementedError
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return plain text, with rows nested at most `depth` deep; None: no limit."""
+        """Return the tables as plain text, with rows nested at most `depth` deep; None: no limit."""
         return self.report().to_text(depth)
 
     def to_html(self) -> str:
-        """Return an HTML fragment with its own style and without scripts."""
+        """Return the tables as an HTML fragment with its own CSS and without scripts."""
         return self.report().to_html()
 
     def __str__(self) -> str:
@@ -111,19 +119,19 @@ class Shown:
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """Notes and tables, separated by a blank line in text."""
+    """A sequence of lines of text and of tables, which print with a blank line between them."""
 
     parts: tuple[str | Table, ...]
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return plain text, with rows nested at most `depth` deep."""
+        """Return plain text, with rows nested at most `depth` deep; None: no limit."""
         return "\n\n".join(
             "\n".join(map(printable, part.split("\n"))) if isinstance(part, str) else part.to_text(depth)
             for part in self.parts
         )
 
     def to_html(self) -> str:
-        """Return an HTML fragment with its own style, which affects nothing outside it."""
+        """Return an HTML fragment with its own CSS, which affects nothing outside it."""
         body = "".join(
             f"<p>{'<br>'.join(map(_escaped, part.split(chr(10))))}</p>" if isinstance(part, str) else part.to_html()
             for part in self.parts
@@ -132,7 +140,7 @@ class Report(Shown):
 
 
 def format_bytes(nbytes: float) -> str:
-    """Format a number of bytes in a binary unit."""
+    """Format a number of bytes in the largest suitable binary unit, as in "1.50 MiB"."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024
@@ -141,13 +149,13 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_list(items: Sequence[T], shown: Callable[[T], str] = repr) -> str:
-    """Format the first items of a list for a message, and the number of the others."""
+    """Format the first ten items of a list for a message, as in "'a', 'b' and 5 more"."""
     more = len(items) - _LISTED
     return ", ".join(map(shown, items[:_LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
 def format_shape(sides: Sequence[int]) -> str:
-    """Format the sides of a shape."""
+    """Format a shape, as in "3 x 4"; "scalar" if it has no dims."""
     return " x ".join(map(str, sides)) or "scalar"
 
 

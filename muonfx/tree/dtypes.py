@@ -25,15 +25,15 @@ SAFETENSORS_NAMES = {  # known to every safetensors since 0.4
 _AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64, torch.complex128)
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*SAFETENSORS_NAMES, *_AS_BYTES)}
-"""The name of each dtype that a checkpoint can hold. Quantized dtypes are not supported."""
+"""The name, such as "bfloat16", of each dtype that a checkpoint can hold. Quantized dtypes are not supported."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-"""The dtype of each name."""
+"""The dtype for each of these names, such as "bfloat16"."""
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def widens(old: torch.dtype, new: torch.dtype) -> bool:
-    """Return True if a cast between dtypes of one kind is exact for every value."""
+    """Return True if a cast from ``old`` to ``new`` is exact for every value, and both are ints, floats or complex."""
     if old == new or (old, new) == (torch.complex64, torch.complex128):
         return True
     if old.is_floating_point and new in _FLOATS:

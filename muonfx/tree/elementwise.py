@@ -1,12 +1,13 @@
 """Elementwise arithmetic on lists of tensors: one call for a whole model.
 
-Every function takes lists of equal length and returns a list. With ``reuse=True`` the first list (in `div` the second)
-is overwritten and returned. Plain tensors use torch's ``_foreach_`` operators, which
-pay Python and launch overhead once per list. ``torch.func`` transforms and autograd, which those operators do not
-support everywhere, run leaf by leaf. Both compute the same formula.
+Every function takes lists of equal length and returns a list. With ``reuse=True`` the tensors of the first list (in
+`div` of the second) are overwritten and returned. Plain tensors use torch's ``_foreach_`` operators, which pay Python
+and launch overhead once per list. Under ``torch.func`` transforms and autograd, which these operators do not support
+everywhere, the same formula is computed tensor by tensor.
 
-A scalar is a Python number or a 0-d tensor. On CPUs both give the same bits at all magnitudes, so a number may move
-into the state or follow a schedule. On other devices a sum may round once with a number and twice with a tensor.
+A scalar is a Python number or a 0-d tensor. On CPUs both give the same bits at all magnitudes, so that a
+hyperparameter may be a number, a tensor or a schedule. On other devices a sum may round once with a number and twice
+with a tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _STACK = 1 << 18  # elements of a stack, whose temporaries stay in a CPU's cache
 
 
 def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
-    """Return True if the foreach operators must be avoided: empty lists, functorch active, or autograd recording."""
+    """Return True if foreach operators must not be used: empty lists, ``torch.func`` active, or autograd recording."""
     if not lists[0] or functorch_is_active():
         return True
     if not torch.is_grad_enabled():
@@ -45,7 +46,7 @@ def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
 
 
 def unrecorded(*lists: Sequence[object]) -> AbstractContextManager[object]:
-    """Return ``torch.no_grad()`` if no derivative is taken through these values, else an empty context."""
+    """Return ``torch.no_grad()`` if none of these tensors is differentiated or traced, else an empty context."""
     if torch.compiler.is_compiling() or functorch_is_active() or not torch.is_grad_enabled():
         return nullcontext()
     if True in [x.requires_grad for xs in lists for x in xs if isinstance(x, Tensor)]:
@@ -54,7 +55,7 @@ def unrecorded(*lists: Sequence[object]) -> AbstractContextManager[object]:
 
 
 def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
-    """Cast a 0-d tensor to the dtype of a list of one precise dtype, for which CUDA's foreach kernel is one launch."""
+    """Cast a 0-d tensor to the dtype of a list if all of it is fp32 or all fp64; CUDA then needs one launch."""
     if isinstance(scalar, Tensor) and scalar.dtype != xs[0].dtype:
         held = {x.dtype for x in xs}  # in a mixed list, no dtype may round the scalar for the other tensors
         return scalar.to(dtype=xs[0].dtype) if held in ({torch.float32}, {torch.float64}) else scalar
@@ -62,7 +63,7 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
 
 
 def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
-    """Call a foreach operator; with ``reuse``, its form that overwrites the first list."""
+    """Call the foreach operator ``name``, such as "mul"; with ``reuse``, its form that overwrites the first list."""
     if reuse:
         getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)
         return xs
@@ -70,7 +71,7 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
 
 
 def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
-    """Return a 0-d tensor for each tensor, in its dtype."""
+    """Return the scalar once for each tensor, cast to the dtype of the tensor."""
     cast_to = {dtype: scalar.to(dtype) for dtype in {x.dtype for x in xs}}
     return [cast_to[x.dtype] for x in xs]
 
@@ -80,7 +81,7 @@ def _on_cpu(xs: Sequence[Tensor]) -> bool:
 
 
 def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool) -> Tensors:
-    """Apply `function` in fp32 or wider, rounding once to the tensors' own dtypes."""
+    """Apply `function` to copies of the tensors in fp32 or wider, and round its results once to their own dtypes."""
     # CPUs round once in the vectorized part of a narrow tensor and twice in its tail, so a slice would differ from the
     # whole tensor. A scalar tensor would be rounded, too.
     wide = [wide_dtype(x.dtype) for x in xs]
@@ -94,12 +95,12 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
 
 
 def _wants_own(xs: Sequence[Tensor]) -> bool:
-    """Return True if `_fit` leaves a scalar tensor wider, which would promote a 0-d tensor of a mixed list."""
+    """Return True for a list of several dtypes with a 0-d tensor, whose dtype a wider scalar tensor would change."""
     return len({x.dtype for x in xs}) > 1 and any(x.ndim == 0 for x in xs)
 
 
 def _would_widen(xs: Sequence[Tensor]) -> bool:
-    """Return True if a 0-d tensor that `_fit` leaves as it is would promote narrow 0-d tensors."""
+    """Return True for a list with bf16 or fp16 tensors of 0 dims, whose dtype a scalar tensor would change."""
     return bool([x for x in xs if x.dtype in _NARROW and x.ndim == 0])
 
 
@@ -109,19 +110,19 @@ def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
 
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
-    """Convert all tensors to one dtype, or each to its own; tensors that have it are returned as they are."""
+    """Convert all tensors to one dtype, or each to its own dtype; tensors that already have it are not copied."""
     if not isinstance(dtype, torch.dtype):
         return [x if x.dtype == d else x.to(d) for x, d in zip(xs, dtype, strict=True)]
     return list(xs) if {x.dtype for x in xs} <= {dtype} else [x if x.dtype == dtype else x.to(dtype) for x in xs]
 
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """Convert each tensor to the dtype of its counterpart."""
+    """Convert each tensor of ``xs`` to the dtype of the tensor at the same position in ``ys``."""
     return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(xs, ys, strict=True)]
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the widest of these dtypes, and at least fp32."""
+    """Return the dtype to which these dtypes are promoted, and at least fp32."""
     widest = torch.float32
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
@@ -129,7 +130,7 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def widest(*lists: Sequence[Tensor]) -> list[Tensors]:
-    """Convert corresponding tensors of several lists to their widest dtype, and at least to fp32."""
+    """Return the lists with the tensors at each position converted to one dtype: their widest, and at least fp32."""
     wide = [wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]
     return [cast(xs, wide) for xs in lists]
 
@@ -140,7 +141,7 @@ def new_count(device: torch.device) -> Tensor:
 
 
 def new_number(value: float | Tensor, device: torch.device) -> Tensor:
-    """Return a number as a 0-d tensor with its own storage, in fp64 if the device supports it."""
+    """Return a number as a new 0-d tensor on a device, in fp64 if the device supports it, else in fp32."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype, copy=True)
@@ -148,17 +149,20 @@ def new_number(value: float | Tensor, device: torch.device) -> Tensor:
 
 
 def power(base: Scalar, count: Tensor) -> Tensor:
-    """Raise a number to a step count, in fp64 if the device supports it."""
+    """Return ``base ** count`` for a step count, in fp64 if the device supports it."""
     return torch.pow(base, new_number(count, count.device))
 
 
 def clone(xs: Sequence[Tensor]) -> Tensors:
-    """Copy every tensor."""
+    """Return a copy of every tensor."""
     return [x.clone() for x in xs]
 
 
 def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
-    """Write each tensor into the storage of another, converting its dtype, and return the written list."""
+    """Write each tensor of ``xs`` into the tensor of ``into`` at the same position, and return ``into``.
+
+    Under autograd and ``torch.func`` nothing is written, and converted copies are returned.
+    """
     if _leafwise(xs):
         return [x.to(y.dtype, copy=True) for x, y in zip(xs, into, strict=True)]
     torch._foreach_copy_(list(into), list(xs))
@@ -166,14 +170,14 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
 
 
 def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
-    """Round values to the dtypes of the old state; with ``reuse``, into its storage."""
+    """Return new state values in the dtypes of the old ones; with ``reuse``, they overwrite the old tensors."""
     if reuse and not all(map(is_, values, old)):
         return copy(values, into=old)
     return cast_like(values, old)
 
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Multiply every tensor by one scalar."""
+    """Return ``x * c`` for every tensor, with one scalar."""
     if _leafwise(xs, scalar=c):
         return [x * c for x in xs]
     if isinstance(c, Tensor) and _wants_own(xs):
@@ -187,7 +191,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
-    """Multiply each tensor by its own number."""
+    """Return ``x * c`` for each tensor and the number at the same position in ``cs``."""
     if _leafwise(xs):
         return [x * c for x, c in zip(xs, cs, strict=True)]
     if reuse and _rounds_numbers(xs):
@@ -196,7 +200,7 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Add one scalar to every tensor."""
+    """Return ``x + c`` for every tensor, with one scalar."""
     if _leafwise(xs, scalar=c):
         return [x + c for x in xs]
     if isinstance(c, Tensor) and _wants_own(xs):
@@ -212,7 +216,7 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
-    """Compute ``x + c * y``."""
+    """Return ``x + c * y`` for corresponding tensors of two lists."""
     if _leafwise(xs, ys, scalar=c):
         return [x + c * y for x, y in zip(xs, ys, strict=True)]
     if (isinstance(c, Tensor) or c != 1.0) and _rounds_numbers(xs):
@@ -227,7 +231,7 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
-    """Compute ``x + weight * (y - x)``."""
+    """Return ``x + weight * (y - x)`` for corresponding tensors of two lists."""
     if _rounds_numbers(xs):
         return _in_wide(lerp, xs, ys, scalar=weight, reuse=reuse)
     if _leafwise(xs, ys, scalar=weight):
@@ -245,7 +249,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
-    """Compute ``x + c * y * z``."""
+    """Return ``x + c * y * z`` for corresponding tensors of three lists."""
     if _leafwise(xs, ys, zs, scalar=c):
         return [x + c * y * z for x, y, z in zip(xs, ys, zs, strict=True)]
     if _rounds_numbers(xs):
@@ -257,7 +261,7 @@ def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bo
 
 
 def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
-    """Divide list by list; ``reuse`` overwrites the divisors."""
+    """Return ``x / y`` for corresponding tensors of two lists; ``reuse`` overwrites the divisors ``ys``."""
     if _leafwise(xs, ys):
         return [x / y for x, y in zip(xs, ys, strict=True)]
     if reuse and _on_cpu(ys):  # no foreach form writes to the divisors; on other devices launches cost more
@@ -266,7 +270,7 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
 
 
 def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
-    """Apply a torch function with a foreach form, such as "sqrt" or "mul", to corresponding tensors."""
+    """Apply the torch function ``name``, such as "sqrt" or "mul", to corresponding tensors of the lists."""
     if _leafwise(*lists):
         return [getattr(torch, name)(*tensors) for tensors in zip(*lists, strict=True)]
     return _foreach(name, *lists, reuse=reuse)
@@ -275,10 +279,11 @@ def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
 def by_stacks(
     function: Callable[..., Tensor | Sequence[Tensor]], results: int = 1
 ) -> Callable[..., tuple[Tensors, ...]]:
-    """Return a function of lists that applies a function of tensors, to one stack of small tensors of equal shapes.
+    """Turn a function of tensors into a function of lists, which calls it once for all small tensors of one shape.
 
-    ``function`` treats leading dims as a batch, and returns ``results`` new tensors with these leading dims. On CPUs,
-    elementwise operations and reductions have the same bits with and without a stack.
+    Small tensors of equal shape are stacked for the call. ``function`` must treat leading dims as a batch, and return
+    ``results`` new tensors with these leading dims. On CPUs, elementwise operations and reductions give the same bits
+    with and without a stack.
     """
 
     def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
@@ -298,7 +303,7 @@ def by_stacks(
 
 
 def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Return the positions of the tensors of each stack; other tensors are alone."""
+    """Group the positions of tensors that can be stacked: small, contiguous, and of one shape, dtype and device."""
     kinds = [[(type(x), x.shape, x.dtype, x.device, x.is_contiguous()) for x in xs] for xs in lists]
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for place, kind in enumerate(zip(*kinds, strict=True)):
@@ -315,14 +320,14 @@ def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 
 
 def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
-    """Limit every element to ``[low, high]``; NaN stays NaN."""
+    """Clamp every element of the tensors to ``[low, high]``; NaN stays NaN."""
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return [x.clamp(scalar_like(low, x), scalar_like(high, x)) for x in xs]
     return [x.clamp(low, high) for x in xs]
 
 
 def norms(xs: Tensors) -> Tensors:
-    """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it; finite if the norm is."""
+    """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it; squares do not overflow."""
     # Squares of fp32 and narrower fit into fp64; fp64 is divided by its peak first.
     plain = all(x.dtype != torch.float64 and x.device.type != "mps" for x in xs)
     if plain and not _leafwise(xs):
@@ -342,7 +347,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def peaks(xs: Tensors) -> Tensors:
-    """Return the largest magnitude of each tensor as a 0-d tensor; NaN if it has NaN, 0 if it is empty."""
+    """Return the largest absolute value in each tensor as a 0-d tensor; NaN if it has NaN, 0 if it is empty."""
     if _leafwise(xs):
         return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in xs]
     if all(x.numel() and x.is_cuda for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
@@ -361,6 +366,6 @@ def scalar_like(number: Scalar, x: Tensor) -> Tensor:
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """Take a square root whose derivative at zero is zero instead of infinite; NaN stays NaN."""
+    """Return the square root of ``x``, with derivative 0 instead of infinity at 0; negative and NaN elements stay."""
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x)

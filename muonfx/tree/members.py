@@ -1,4 +1,4 @@
-"""Match the leaves of a state to the parameters that they belong to."""
+"""Match the leaves of an optimizer state, such as momenta, to their parameters."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ Path = tuple[Any, ...]
 
 
 def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTree) -> PyTree:
-    """Apply a function to the state leaves that correspond to parameters, such as momenta.
+    """Apply a function to each leaf of a state that belongs to a parameter and has its shape, such as a momentum.
 
-    Such a leaf is stored under a parameter's name and has its shape. All other leaves, such as counters and quantized
-    codes, are unchanged.
+    All other leaves, such as step counts and quantized codes, are unchanged.
 
     Args:
-        function: called with the leaf and its parameter.
-        state: a state for these parameters.
-        params: the parameters.
+        function: called with the leaf of the state and its parameter; returns the new leaf.
+        state: the state of a transform for these parameters.
+        params: the tree of parameters.
 
-    Follows Optax's ``tree_map_params``, whose function gets no parameter.
+    Returns:
+        A copy of the state with the new leaves.
+
+    Follows Optax's ``tree_map_params``, which calls its function with the leaf only.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.zeros(2), "b": torch.zeros(1)}
@@ -44,7 +46,7 @@ def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTre
 
 
 def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
-    """Return the parameter name of each leaf of a state; None for leaves such as counters."""
+    """Return the name of the parameter that each leaf of a state belongs to; None for leaves such as step counts."""
     # A state has nodes whose children are some or all parameters and nothing else. All leaves below such a child belong
     # to its parameter, whether one tensor or a whole record.
     known = names(params)

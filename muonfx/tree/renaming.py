@@ -1,4 +1,4 @@
-"""Rename leaves or parameters on load, by the caller's entries or by matching the ends of names."""
+"""Rename leaves or parameters when a checkpoint is loaded, by a given mapping or by matching the ends of names."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 Rename = Mapping[str, str]
-"""Mapping from old to new names, from leading levels or from patterns with ``*``."""
+"""A mapping from old to new names; an entry may also map leading levels of names, or patterns with ``*``."""
 
 
 def new_names(
     names: Mapping[str, str], rename: Rename, level: str = "/", what: str = "leaf"
 ) -> tuple[dict[str, str], list[str]]:
-    """Rename names; return each written name with its new one, and messages about entries without effect."""
+    """Apply a renaming; return a dict from each name in the checkpoint to its new name, and error messages.
+
+    The messages are about malformed entries and entries without effect; ``what`` says what is renamed, as in "leaf".
+    """
     # An entry `old: new` matches the name `old` and names that begin with `old` and `level`; with `*`, it matches as a
     # pattern, and each `*` of `new` is replaced by the text of the same `*` in `old`. Of several matching entries the
     # most exact one applies: the name itself, then the entry with the most characters other than `*`. `names` maps
-    # each written name to the current one, and an entry may match either.
+    # each name in the checkpoint to the name before renaming, and an entry may match either.
     if not isinstance(rename, Mapping):
         raise TypeError(f"rename must be a dict from old names to new ones, found {rename!r}")
     wrong: list[str] = []
@@ -46,7 +49,7 @@ def new_names(
 
 
 def _new_name(name: str, old: str, new: str, level: str) -> str | None:
-    """Return the new name by one entry of a renaming, or None if the entry does not match."""
+    """Return the new name that the entry ``old: new`` gives to a name, or None if the entry does not match it."""
     if "*" in old:
         found = re.fullmatch("(.*)".join(map(re.escape, old.split("*"))), name, re.DOTALL)
         texts = () if found is None else found.groups()
@@ -58,7 +61,7 @@ def _new_name(name: str, old: str, new: str, level: str) -> str | None:
 
 
 def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
-    """Find the unique renaming that turns extra leaves into missing ones; {} if there is none or several."""
+    """Find the unique renaming of a checkpoint's extra leaves to the missing ones; {} if there is none or several."""
     # Both map leaf names to shapes. Two leaves are a pair if their shapes are equal and their names end in the same
     # levels: at least field and parameter, or all levels of one of the names. The longest common end decides. Each leaf
     # of the smaller side needs its own partner. The larger side may have leaves left over only if leading levels are

@@ -1,4 +1,4 @@
-"""Find nodes of a tree by path or by type, and replace one of them."""
+"""Find a leaf or subtree of a tree by path or by type, and replace it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from muonfx.tree.structure import PyTree, open_node
 
 Path = tuple[object, ...]
 Where = str | type
-"""Selects nodes by the end of their dotted path or by type."""
+"""How to select nodes of a tree: the last keys of their dotted path, such as "momentum.trace", or their type."""
 
 
 def get(tree: PyTree, where: Where) -> PyTree:
-    """Return the node of a tree, a leaf or a subtree, that a condition selects.
+    """Return the one node of a tree, a leaf or a subtree, with the given path or type.
 
     Args:
         tree: the tree, such as a state.
@@ -38,11 +38,11 @@ def get(tree: PyTree, where: Where) -> PyTree:
 
 
 def get_all(tree: PyTree, where: Where) -> dict[str, PyTree]:
-    """Return all nodes of a tree that a condition selects, by dotted path.
+    """Return a dict from dotted path to node, for all nodes of a tree with the given path or type.
 
     Args:
-        tree: the tree.
-        where: as for `get`.
+        tree: the tree, such as a state.
+        where: the last keys of the paths, or the type of the nodes, as for `get`.
 
     >>> import muonfx as mfx
     >>> state = mfx.scale_by_adam().init({"w": torch.zeros(1)})
@@ -53,12 +53,12 @@ def get_all(tree: PyTree, where: Where) -> dict[str, PyTree]:
 
 
 def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
-    """Return a copy of a tree in which one node is replaced.
+    """Return a copy of a tree in which one node, a leaf or a subtree, is replaced.
 
     Args:
         tree: the tree; it is not modified.
-        where: the node, as for `get`.
-        value: the new node. In a state, give its tensors the dtypes of the old ones, because updates keep them.
+        where: the path or the type of the node, as for `get`.
+        value: the new node. In a state, give its tensors the dtypes of the old ones: later updates keep the dtypes.
 
     Raises:
         KeyError: as for `get`.
@@ -74,7 +74,7 @@ def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
 
 
 def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
-    """Yield every node with its path, parents first."""
+    """Yield the path and the value of every leaf and subtree of a tree, parents first."""
     yield path, node
     opened, children = open_node(node)
     for entry, child in zip(opened.entries, children, strict=True) if opened else ():

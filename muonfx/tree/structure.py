@@ -1,9 +1,7 @@
 """Pytrees of tensors, on optree: leaves, names, and maps that skip ``None``.
 
-The terms are optree's. A *tree* is a nest of dict, tuple, list and NamedTuple; a *leaf* is a node without children.
-``None`` is a leaf here and means *absent*, such as a gradient that was not computed or a frozen parameter. Dictionaries
-are traversed in sorted order of their keys, so insertion order does not matter; an ``OrderedDict`` is traversed in its
-own order, which is part of its structure, as in optree.
+The terms are optree's, as in the docstring of `muonfx.tree`. ``None`` is a leaf and means *absent*, such as a gradient
+that was not computed or a frozen parameter.
 
 Under ``torch.compile`` trees are traversed in plain Python (`open_node`), which can be traced through every container.
 optree's polyfill in torch 2.13 cannot be traced so. Both traverse in the same order.
@@ -29,14 +27,14 @@ NAMESPACE = "muonfx"
 """The optree namespace in which muonfx registers its own nodes (transforms and schedules)."""
 
 PyTree = Any
-"""A nest of dict, tuple, list and NamedTuple with tensors at its ends; checkers cannot say more, so it is Any.
+"""A tree: a nest of dicts, tuples, lists and NamedTuples with tensors as leaves. For type checkers it is ``Any``.
 
-Where parameters are ``dict[str, Tensor]``, which they nearly always are, `muonfx.apply_updates` returns that.
+If parameters are a ``dict[str, Tensor]``, the return type of `muonfx.apply_updates` is this type.
 """
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of a tensor, without its values.
+    """The shape and dtype of a tensor, without its values.
 
     >>> Spec((2, 3), torch.float32)
     Spec(shape=(2, 3), dtype=torch.float32)
@@ -47,7 +45,7 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its elements take.
+        """The size in bytes of a tensor with this shape and dtype.
 
         >>> Spec((2, 3), torch.float32).nbytes
         24
@@ -56,7 +54,7 @@ class Spec(NamedTuple):
 
 
 Structure = optree.PyTreeSpec
-"""A tree without its leaves; under ``torch.compile`` a `_Node` takes its place."""
+"""The structure of a tree, without its leaves, as `flatten` returns it; a `_Node` under ``torch.compile``."""
 
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -64,7 +62,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 @dataclass
 class _Node:
-    """Structure of a tree in plain Python, which can be traced; `kind` is None for a leaf."""
+    """The structure of a tree in plain Python, for ``torch.compile``; `kind` is the container, None for a leaf."""
 
     kind: type | None = None
     entries: tuple[object, ...] = ()
@@ -105,7 +103,7 @@ class _Node:
 
 
 def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
-    """Return the node at the top of a tree, without its children, and the children; None for a leaf."""
+    """Return the container at the top of a tree as a `_Node` without children, and the children; None for a leaf."""
     # Dictionaries are handled here, since torch 2.13 cannot trace optree (0.20) through an empty one. The registry of
     # optree handles the other nodes.
     kind = type(node)
@@ -134,7 +132,7 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
 
 
 def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
-    """Append the leaves of a tree to a list and return its structure, in plain Python."""
+    """Append the leaves of a tree to ``leaves``, and return the structure of the tree."""
     node, children = open_node(tree)
     if node is None:
         leaves.append(tree)
@@ -144,7 +142,7 @@ def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
-    """Take a tree apart into its leaves (``None`` included) and its structure.
+    """Return the leaves of a tree (``None`` included) and its structure, from which `unflatten` rebuilds it.
 
     >>> flatten({"b": 2, "a": None})[0]
     [None, 2]
@@ -157,7 +155,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
 
 
 def unflatten(treedef: Structure, leaves: Iterable[object]) -> PyTree:
-    """Put leaves back into a structure; the inverse of `flatten`.
+    """Build the tree with the given structure and leaves; the inverse of `flatten`.
 
     Raises:
         ValueError: there are more or fewer leaves than the structure has.
@@ -175,7 +173,7 @@ def unflatten(treedef: Structure, leaves: Iterable[object]) -> PyTree:
 
 
 def same_structure(a: PyTree, b: PyTree) -> bool:
-    """Return True if two trees have the same containers with the same keys; the leaves do not matter.
+    """Return True if two trees have the same containers with the same keys; leaves are not compared.
 
     >>> same_structure({"a": 1, "b": 2}, {"b": None, "a": 3}), same_structure([1], (1,))
     (True, False)
@@ -184,7 +182,7 @@ def same_structure(a: PyTree, b: PyTree) -> bool:
 
 
 def leaves(tree: PyTree) -> list[Any]:
-    """List the leaves of a tree, ``None`` included.
+    """Return the leaves of a tree as a list, ``None`` included; dict entries are in sorted order of their keys.
 
     >>> leaves({"b": 2, "a": (1, None)})
     [1, None, 2]
@@ -197,7 +195,7 @@ def leaves(tree: PyTree) -> list[Any]:
 
 
 def ids(tree: PyTree) -> set[int]:
-    """Return the ids of the leaves of a tree that are not None, to find leaves that two trees share."""
+    """Return ``id(leaf)`` for all leaves of a tree except None, to find leaves that two trees share."""
     found = set(builtins.map(id, tree.values() if is_flat(tree) else flatten(tree)[0]))
     found.discard(id(None))
     return found
@@ -220,7 +218,7 @@ def is_flat(tree: PyTree) -> bool:
 
 
 def tensors(tree: PyTree) -> Iterator[Tensor]:
-    """Iterate over the leaves of a tree that are tensors.
+    """Iterate over the tensors among the leaves of a tree.
 
     >>> [t.ndim for t in tensors({"a": torch.ones(2), "b": None, "c": 3})]
     [1]
@@ -229,9 +227,9 @@ def tensors(tree: PyTree) -> Iterator[Tensor]:
 
 
 def names(tree: PyTree) -> list[str]:
-    """Return the name of each leaf, its dotted path, in the order of `leaves`.
+    """Return the name of each leaf of a tree, which is its dotted path, in the order of `leaves`.
 
-    The names of ``dict(model.named_parameters())`` are PyTorch's own. A tree that is one leaf has the empty name.
+    For ``dict(model.named_parameters())`` these are PyTorch's names. If the tree is a single leaf, its name is "".
 
     >>> names({"blocks": [{"q": 1.0}, {"q": 2.0}], "head": None})
     ['blocks.0.q', 'blocks.1.q', 'head']
@@ -242,12 +240,12 @@ def names(tree: PyTree) -> list[str]:
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """Return the name and the value of every leaf, in the order of `leaves`."""
+    """Return a list of pairs (dotted name, leaf) for all leaves of a tree, in the order of `leaves`."""
     return list(zip(names(tree), leaves(tree), strict=True))
 
 
 def paths(tree: PyTree) -> list[tuple[object, ...]]:
-    """List the keys, indices and field names that lead to each leaf, in the order of `leaves`.
+    """Return the path to each leaf, a tuple of keys, indices and field names, in the order of `leaves`.
 
     >>> paths({"blocks": [{"q": 1.0}]})
     [('blocks', 0, 'q')]
@@ -267,9 +265,10 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
 
 
 def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Apply a function to corresponding leaves of trees. A ``None`` leaf of the first tree stays ``None``.
+    """Apply a function to corresponding leaves of trees, and return a tree of the results.
 
-    The other trees must have the structure of the first; their ``None`` leaves are passed to the function.
+    The trees must have one structure. If a leaf of the first tree is ``None``, the result is ``None``, and the function
+    is not called. ``None`` leaves of the other trees are passed to the function.
 
     >>> map(lambda x, y: x + y, {"a": 1, "b": None}, {"a": 10, "b": 20})
     {'a': 11, 'b': None}
@@ -287,7 +286,7 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
 
 
 def copy_shared(new: PyTree, old: PyTree) -> PyTree:
-    """Copy the leaves of a tree that are also leaves of an older tree.
+    """Return the tree ``new``, with copies of the tensors that are also leaves of the tree ``old``.
 
     >>> x, y = torch.zeros(1), torch.ones(1)
     >>> found = copy_shared({"a": x, "b": y}, {"a": x})
@@ -303,10 +302,10 @@ def copy_shared(new: PyTree, old: PyTree) -> PyTree:
 
 
 def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
-    """List the subtrees of a tree at the leaves of a structure. Dict entries are matched by key, not by order.
+    """Return the subtree of a tree at each leaf of a structure, which describes the upper levels of the tree.
 
     Raises:
-        ValueError: the containers at the top of the tree differ from the structure's.
+        ValueError: the upper levels of the tree do not have this structure.
 
     >>> subtrees(flatten({"mu": 0, "nu": 0})[1], {"nu": {"w": 2}, "mu": {"w": 1}})
     [{'w': 1}, {'w': 2}]
@@ -325,7 +324,7 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 def spec(tree: PyTree) -> PyTree:
-    """Replace every tensor of a tree by its `Spec`.
+    """Return a copy of a tree in which each tensor is replaced by its `Spec` (shape and dtype).
 
     >>> spec({"w": torch.ones(2, 3), "b": None})
     {'w': Spec(shape=(2, 3), dtype=torch.float32), 'b': None}
@@ -334,10 +333,10 @@ def spec(tree: PyTree) -> PyTree:
 
 
 class Present:
-    """The positions of a tree's leaves that are not None, for work on plain lists of tensors.
+    """The positions of the leaves of a tree that are not None, so that transforms can work on lists of tensors.
 
-    ``pick`` reads another tree of the same structure at these positions, and ``fill`` builds a tree from a list of
-    values. A transform thus skips gradients of ``None``:
+    ``pick`` returns the leaves of another tree at these positions, and ``fill`` builds a tree from a list of values.
+    A transform thus skips gradients of ``None``:
 
     >>> at = Present({"a": torch.ones(2), "b": None})
     >>> at.pick({"a": 1, "b": 2})
@@ -362,7 +361,7 @@ class Present:
         )
 
     def _all(self, tree: PyTree) -> list[Any]:
-        """Return the leaves of a tree of this structure, in the order of this tree's leaves."""
+        """Return all leaves of another tree of the same structure, in the order of the leaves of this tree."""
         try:
             if self._keys is None:
                 return subtrees(self._treedef, tree)
@@ -381,16 +380,12 @@ class Present:
         return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
 
     def pick(self, tree: PyTree) -> list[Any]:
-        """Return the leaves of another tree at these positions.
-
-        Raises:
-            ValueError: the other tree has a different structure; the message describes both.
-        """
+        """Return the leaves of another tree at these positions; ValueError if its structure differs."""
         found = self._all(tree)
         return found if self._everywhere else [found[place] for place in self._places]
 
     def fill(self, values: Sequence[object], old: PyTree = None) -> PyTree:
-        """Build a tree with the values at these positions, and with the leaves of ``old`` (or ``None``) elsewhere."""
+        """Return a tree with the given values at these positions, and the leaves of ``old``, or None, elsewhere."""
         if self._everywhere:
             return self._tree(values)
         merged: list[object] = [None] * len(self._leaves) if old is None else self._all(old)
@@ -399,6 +394,6 @@ class Present:
         return self._tree(merged)
 
     def names(self) -> list[str]:
-        """Return the dotted names of these positions, as the function `names` does."""
+        """Return the dotted name of each of these leaves, as the function `names` does."""
         everything = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return everything if self._everywhere else [everything[place] for place in self._places]

@@ -1,8 +1,8 @@
-"""Detect ``torch.func`` transforms and tracers, and handle numbers that may be symbols of a tracer.
+"""Detect ``torch.func`` transforms and tracers (``torch.compile``, ``make_fx``), and handle symbolic numbers.
 
 torch has no public API for these queries; they are made only here. With dynamic shapes a compiler replaces sizes by
-symbols, and with `dynamic=True` the coefficients too. Symbols can be computed with and compared, which guards the
-graph. They cannot be hashed, formatted or kept as constants.
+symbols, and with `dynamic=True` other numbers too. Symbols can be used in arithmetic and compared, which adds guards to
+the graph. They cannot be hashed, formatted or stored as constants.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ functorch_is_active: Callable[[], bool] = _C._are_functorch_transforms_active
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Return True if a tensor is wrapped by ``torch.func``: batched, or tracked by a derivative."""
+    """Return True if a tensor is batched or differentiated by ``torch.func``, so that it wraps another tensor."""
     return bool(_C._functorch.is_functorch_wrapped_tensor(x))
 
 
 @contextmanager
 def without_transforms() -> Generator[None]:
-    """Suspend all ``torch.func`` transforms for a block, so that tensors created in it are plain."""
+    """Suspend all ``torch.func`` transforms within a ``with`` block, so that tensors created in it are plain."""
     if not functorch_is_active():
         yield
         return
@@ -46,7 +46,7 @@ def without_transforms() -> Generator[None]:
 
 @contextmanager
 def untraced() -> Generator[None]:
-    """Suspend ``torch.func`` transforms, fake tensors and tracers for a block, so that tensors in it have values."""
+    """Suspend ``torch.func`` transforms, fake tensors and tracers within a ``with`` block: tensors then have values."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with without_transforms(), _disable_current_modes(), torch.no_grad():
@@ -54,7 +54,7 @@ def untraced() -> Generator[None]:
 
 
 def is_traced(*numbers: float) -> bool:
-    """Return True if ``torch.compile`` or ``make_fx`` records operators, or if any of the numbers is a symbol."""
+    """Return True if ``torch.compile`` or ``make_fx`` records operators, or if any of the numbers is symbolic."""
     if torch.compiler.is_compiling() or not _SYMBOLS.isdisjoint(map(type, numbers)):
         return True
     # Importing the module would import sympy. If it is not loaded, no operators are recorded.
@@ -63,7 +63,7 @@ def is_traced(*numbers: float) -> bool:
 
 
 def fixed(number: Number) -> Number:
-    """Return the value of a number that may be a symbol, which specializes the graph to this value."""
+    """Return a number that may be symbolic as a Python number; a traced graph is then specialized to this value."""
     if not is_traced(number):
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and loaded if a tracer runs
@@ -72,7 +72,7 @@ def fixed(number: Number) -> Number:
 
 
 def called_once(function: F) -> F:
-    """Mark a function as constant for a tracer, as ``torch.compiler.assume_constant_result`` does."""
+    """Decorate a function so that ``torch.compile`` calls it once and treats its result as a constant."""
     # Setting the mark directly avoids the import of the whole compiler, which takes seconds.
     setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  # not an attribute that functions have
     return function
@@ -80,5 +80,5 @@ def called_once(function: F) -> F:
 
 @called_once
 def matches(name: str, pattern: str) -> bool:
-    """Match a whole name with a glob, as `fnmatch.fnmatchcase`, which torch.compile cannot trace."""
+    """Return True if a glob matches a whole name, as `fnmatch.fnmatchcase`, which torch.compile cannot trace."""
     return fnmatchcase(name, pattern)

@@ -152,7 +152,7 @@ def test_a_malformed_pattern_names_the_rule_that_it_breaks(text: str, problem: s
     [
         ("(a=3 b) c -> a b c", (10, 4), r"a dim of size 10 does not divide into \(a=3 b\) of"),
         ("(q=5 + k) in -> q in, k in", (4, 3), r"a dim of size 4 does not divide into \(q=5 \+ k\) of"),
-        ("a b -> b a", (1, 2, 3), "it has 3 dims, and 'a b -> b a' is for tensors of 2"),
+        ("a b -> b a", (1, 2, 3), "found 3 dims, expected 2 for the pattern 'a b -> b a'"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_named_with_the_parameter(text: str, shape: tuple[int, ...], problem: str):

@@ -410,6 +410,7 @@ def test_types_win_over_names():
 MUON_NAMES = """
     model.layers.0.mlp.gate_proj.weight mlp.gate_up_proj.weight experts.gate_up_proj experts.w_gate mlp.w_gate
     embedder_proj.weight embedding_projection.weight time_emb_proj.weight
+    encoding.weight position_mlp pos_proj.weight
     albert.embedding_hidden_mapping_in.weight blocks.0.sa.heads.0.key.weight attn.multi_head.weight
     attn.in_proj_weight attention.output.dense.weight experts.3.gate.weight shared_experts.gate.weight
     rnn.weight_ih_l0 conv2.weight attn.headwise.weight cls.predictions.transform.dense.weight token_mixer.weight
@@ -422,6 +423,7 @@ MUON_NAMES = """
 ADAMW_NAMES = """
     transformer.wte.weight wpe.weight tok_embeddings.weight embed_tokens.weight gpt_neox.embed_in.weight
     embed_out.weight pos_embed pos_embedding positional_embedding class_embedding mask_token register_tokens
+    vit.registers pos encoder.pos encoder.pe positional_encoding pos_encoding image_position
     value_embeds.0.weight shared.weight to_patch_embedding.2.weight
     vit.embeddings.patch_embeddings.projection.weight tokEmbedding.weight token_embedding_table.weight
     lm_head.weight head.weight heads.head.weight classifier.1.weight score.weight output_layer.weight
@@ -637,3 +639,15 @@ def test_an_optimizer_is_described_by_its_groups():
     assert ["lr", "0.02", "0.001"] in [line.split() for line in numbers]
     optimizer.param_groups[0]["lr"] = 0.5
     assert ["lr", "0.5", "0.001"] in [line.split() for line in str(describe(optimizer)).splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore:partition. by their names")
+def test_an_optimizer_is_described_with_the_patterns_of_its_transform():
+    model = nn.ModuleDict({"wqkv": nn.Linear(4, 12, bias=False), "up": nn.Linear(4, 8, bias=False)})
+    assert "maybe fused, not split" in describe(muonfx.Muon(model)).labels.reason("wqkv.weight")
+    view = muonfx.MatrixView({"*wqkv.weight": "(q=6 + k=3 + v=3) in -> q in, k in, v in"})
+    found = describe(muonfx.Muon(model, orthogonalize=muonfx.orthogonalize(view=view)))
+    assert found.labels.reason("wqkv.weight") == "hidden matrix (2-D); view of the transform"
+    assert found.labels.views == {"wqkv.weight": muonfx.MatrixView("(q=6 + k=3 + v=3) in -> q in, k in, v in")}
+    assert "(6 + 3 + 3) x 4" in str(found)
+    assert found.labels.reason("up.weight") == "hidden matrix (2-D)"

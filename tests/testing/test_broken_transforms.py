@@ -168,3 +168,8 @@ def test_drawn_trees_have_every_kind_of_leaf_and_node():
     for example in examples:
         for grads in example.steps:
             assert mfx.tree.flatten(grads)[1] == mfx.tree.flatten(example.params)[1]
+
+
+def test_a_factory_that_was_not_called_is_reported():
+    with pytest.raises(TypeError, match=r"expected a Transform: call a factory to get one, as in scale_by_sign\(\)"):
+        kit.check_transform(mfx.scale_by_sign)  # pyright: ignore[reportArgumentType]

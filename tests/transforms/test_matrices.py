@@ -112,7 +112,7 @@ def test_neurons_keep_their_norm_at_any_size(exponent: int):
 
 @pytest.mark.parametrize("name", sorted(TAKE_BLOCKS.keys() - {"scale_by_shape"}))
 def test_a_vector_is_named_at_init(name: str):
-    with pytest.raises(ValueError, match=r"'bias' has shape \(3,\); a matrix is needed"):
+    with pytest.raises(ValueError, match=r"'bias' has shape \(3,\), expected at least two dims"):
         TAKE_BLOCKS[name]().init({"bias": torch.zeros(3), "w": torch.zeros(3, 3)})
 
 

@@ -1,4 +1,4 @@
-"""Kernels for GPUs: symmetric matrix products with half the FLOPs.
+"""Triton kernels for GPUs: symmetric matrix products with half the FLOPs.
 
 Newton-Schulz spends much of its time on such products: the Gram matrix `A = X X^T` and the polynomial `b A + c A^2`.
 One triangle is computed and copied to the other. Other products use cuBLAS (`torch.baddbmm`), whose kernels are closer
@@ -24,14 +24,14 @@ __all__ = ["available", "failure", "symmetric_matmul"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SHAPES = ((2, 64, 64), (2, 33, 17), (1, 256, 128), (1, 261, 131), (1, 1024, 512), (1, 1031, 517))
-"""`(b, n, k)`: for each tile one that it divides, and one that it does not."""
+"""Shapes `(b, n, k)` of the self-test: for each tile of the kernel one that it divides, and one that it does not."""
 
 _ALPHA, _BETA, _IDENTITY = 2.0315, -4.775, 0.5
 
 
 @called_once  # a tracer calls this once and keeps the answer
 def available(device: torch.device) -> bool:
-    """Return True if `symmetric_matmul` runs on `device`; never raises."""
+    """Return True if Triton is installed and `symmetric_matmul` can run on this kind of device; never raises."""
     return _available(device.type, device.index)
 
 
@@ -52,10 +52,10 @@ def _available(kind: str, index: int | None) -> bool:
 
 @called_once
 def failure(device: torch.device) -> str | None:
-    """Return why the kernels failed their self-test on `device`, or None if they passed.
+    """Test the kernels on a device at first use; return None if they are correct, else the reason as text.
 
-    The self-test runs at first use, once per process and device. It compares small products of every dtype and tile
-    with float64. A failure is a `RuntimeWarning`, and torch's products are used instead.
+    The test runs once per process and device. It compares small products of every dtype and tile size with float64. A
+    failed test warns with a `RuntimeWarning`, and `orthogonalize` then uses torch's products.
 
     Raises:
         RuntimeError: the first use is inside the capture of a CUDA graph.
@@ -97,10 +97,10 @@ def symmetric_matmul(
     identity: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `alpha p p^T + beta addend + identity I` in fp32, bf16 or fp16, at half the FLOPs of a product."""
-    # `p` is `(b, n, k)`, the symmetric `addend` and the contiguous `out` are `(b, n, n)`, none of them empty. The upper
-    # triangle is computed and mirrored, so the result is bitwise symmetric. Sums are in fp32, fp32 products are IEEE
-    # (no tf32), and the result is rounded once. There are no derivatives.
+    """Return `alpha p p^T + beta addend + identity I` by a Triton kernel with half the FLOPs of a full product."""
+    # `p` is `(b, n, k)` in fp32, bf16 or fp16; the symmetric `addend` and the contiguous `out` are `(b, n, n)`; none is
+    # empty. The upper triangle is computed and mirrored, so the result is bitwise symmetric. Sums are in fp32, fp32
+    # products are IEEE (no tf32), and the result is rounded once. There are no derivatives.
     from muonfx.polar.kernels.symmetric import launch
 
     out = p.new_empty(*p.shape[:-1], p.shape[-2]) if out is None else out
@@ -109,7 +109,7 @@ def symmetric_matmul(
 
 
 def _first_error(device: torch.device) -> str | None:
-    """Describe the first wrong product of `symmetric_matmul`, or None if all are right."""
+    """Return a description of the first wrong product of `symmetric_matmul` in the self-test; None if all are right."""
     shapes = _SHAPES if device.type == "cuda" else _SHAPES[:2]  # the interpreter is slow and has one tile
     generator = torch.Generator().manual_seed(0)
     for dtype in _DTYPES:
@@ -135,7 +135,7 @@ def _first_error(device: torch.device) -> str | None:
 def exact_product(
     p: torch.Tensor, addend: torch.Tensor | None, alpha: float, beta: float, identity: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `alpha p p^T + beta addend + identity I` in float64, and the largest error of a result in `p.dtype`."""
+    """Return `alpha p p^T + beta addend + identity I` in float64, and a bound of the errors of the kernel's result."""
     wide, k = p.double(), p.shape[-1]
     diagonal = identity * torch.eye(p.shape[-2], dtype=torch.float64, device=p.device)
     more = torch.zeros_like(diagonal) if addend is None else beta * addend.double()

@@ -44,7 +44,7 @@ INTERPRETED = bool(knobs.runtime.interpret)
 def tile(
     rows: int, columns: int, depth: int, warps: int, stages: int, registers: int | None = None, group: int = 8
 ) -> triton.Config:
-    """Return the tile of a program: `rows` divides `columns`; `registers` limits them, so that two programs fit."""
+    """Return the launch configuration for tiles `columns` wide and high, of which a program computes `rows` rows."""
     blocks = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth, "GROUP": group}
     return triton.Config(blocks, num_warps=warps, num_stages=stages, maxnreg=registers)
 
@@ -52,19 +52,19 @@ def tile(
 _HALF = (tile(32, 32, 64, 4, 4), tile(64, 64, 64, 4, 4), tile(128, 128, 64, 8, 3, registers=128))
 _SINGLE = (tile(32, 32, 32, 4, 3), tile(64, 64, 16, 4, 4), tile(128, 128, 16, 8, 3))
 TILES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _SINGLE}
-"""The tiles of each dtype for results of a side below 256, below 1024, and larger."""
+"""For each dtype the launch configurations for results with a side below 256, below 1024, and larger."""
 
 _BY_HAND = tile(16, 32, 16, 4, 3, group=2)  # for the interpreter, so that small matrices have many tiles
 
 
 def chosen_tile(n: int, dtype: torch.dtype) -> triton.Config:
-    """Return the tile for results of side `n`."""
+    """Return the launch configuration for `n x n` results."""
     return _BY_HAND if INTERPRETED else TILES[dtype][(n >= 256) + (n >= 1024)]
 
 
 @triton.jit
 def upper_tile(index, tiles, GROUP: tl.constexpr):
-    """Return row and column, `row <= column`, of tile `index` of the `tiles * (tiles + 1) / 2` upper tiles."""
+    """Return row and column of the tile with this index on or above the diagonal; there are `tiles` tiles per side."""
     even = 1 - tiles % 2
     width = tiles + even
     height = (tiles + 1) // 2
@@ -84,7 +84,7 @@ def upper_tile(index, tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _panel(matrix, rows, columns, stride, ALONG_COLUMNS: tl.constexpr):
-    """Return 64-bit pointers to a block of a matrix with unit stride along columns or along rows."""
+    """Return pointers, with 64-bit offsets, to a block of a matrix whose unit stride is along columns or rows."""
     if ALONG_COLUMNS:
         return matrix + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     else:
@@ -93,13 +93,13 @@ def _panel(matrix, rows, columns, stride, ALONG_COLUMNS: tl.constexpr):
 
 @triton.jit
 def _inside(indices, size, EVEN: tl.constexpr):
-    """Return the mask of valid indices; a constant if the blocks are even, so the compiler drops the mask."""
+    """Return the mask of indices below `size`; a constant if blocks divide it (EVEN): the compiler then drops it."""
     return (indices < size) | EVEN
 
 
 @triton.jit
 def _store_mirrored(out, diagonal, rows, columns, stride, value, rows_inside, columns_inside, SPLIT: tl.constexpr):
-    """Store rows of a tile, and their mirror image; of a tile on the diagonal only its upper half, twice."""
+    """Store rows of a tile and their mirror image; a tile on the diagonal is mirrored from its upper half."""
     here = _panel(out, rows, columns, stride, True)
     mirrored = _panel(out, columns, rows, stride, True)
     mirrored_inside = columns_inside[:, None] & rows_inside[None, :]
@@ -136,7 +136,7 @@ def symmetric_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute `BLOCK_M` rows of one tile of one matrix, and their mirror image."""
+    """Compute `BLOCK_M` rows of one tile of `alpha p p^T + beta addend + identity I`, and store them mirrored, too."""
     n *= ALIGN_N
     k *= ALIGN_K
     SPLIT: tl.constexpr = BLOCK_N // BLOCK_M
@@ -186,7 +186,7 @@ def launch(
     out: torch.Tensor,
     config: triton.Config | None = None,
 ) -> None:
-    """Enqueue the kernel on the arguments of `symmetric_matmul`, with a tile or with the one for its size."""
+    """Launch the kernel for the arguments of `symmetric_matmul`, with the configuration for their size by default."""
     if INTERPRETED and out.dtype != torch.float32:  # the interpreter multiplies the bit patterns of bf16
         wide = None if addend is None else addend.float()
         whole = torch.empty_like(out, dtype=torch.float32)
