@@ -212,7 +212,7 @@ def test_extras_reach_the_transform():
     after = model.weight.detach().clone()
     with pytest.raises(TypeError, match=r"extra vlaue \(did you mean 'value'\?\); it reads value"):
         optimizer.step(value=3.0, vlaue=2.0)
-    with pytest.raises(TypeError, match=r"needs the named extra value: .* optimizer\.step\(value=\.\.\.\)$"):
+    with pytest.raises(TypeError, match=r"the extra argument value is missing: .* optimizer\.step\(value=\.\.\.\)$"):
         optimizer.step()
     assert torch.equal(model.weight, after)
 
