@@ -255,7 +255,7 @@ def test_a_partition_without_some_label_says_which_labels_there_are_and_why():
     tx = mfx.muon_with_adamw(0.1, labels=mfx.default_labels(model))
     found = said(tx.init, {name: param.detach() for name, param in model.named_parameters()})
     assert len(found) == 1
-    assert "no parameter with the label 'muon'" in found[0]
+    assert "no parameter has the label 'muon'" in found[0]
     assert "The labels of the 3 parameters are 'adamw' for 3" in found[0]
     assert "'0.weight' is 'adamw': embedding (module type Embedding); '1.bias' is 'adamw': norm" in found[0]
 

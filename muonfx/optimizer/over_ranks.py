@@ -171,7 +171,7 @@ class SteppingOverRanks(Stepping):
         return Gathering(self.layout, self._device, {place: (what, leaf)}).wait()[place]
 
     def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
-        """Return leaf `place` in the form for ``optimizer.state``: a DTensor, or a tensor that knows its interval."""
+        """Return leaf `place` in the form for ``optimizer.state``: a DTensor, or a tensor with its interval."""
         what = self._about[place]
         if what is None or what.name is None:
             return leaf

@@ -308,7 +308,7 @@ def test_another_order_is_refused_if_names_and_paths_have_nothing_in_common():
     optimizer, other = (mfx.TransformOptimizer(pairs[::order], mfx.adamw(0.1)) for order in (1, -1))
     saved = get_optimizer_state_dict(part, optimizer)
     with pytest.raises(
-        ValueError, match=r"paths such as '(weight|bias)', the optimizer names such as 'x\..*another order"
+        ValueError, match=r"paths such as '(weight|bias)', and the optimizer has names such as 'x\..*another order"
     ):
         set_optimizer_state_dict(part, other, saved)
     set_optimizer_state_dict(part, optimizer, saved)

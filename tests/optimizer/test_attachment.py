@@ -241,9 +241,7 @@ def test_a_parameter_of_another_shape_is_an_error_at_each_step_and_changes_nothi
     change(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"'0\.weight' has shape \(3, 4\), and had \(6, 4\) when the optimizer was"
-        ):
+        with pytest.raises(ValueError, match=r"'0\.weight' has shape \(3, 4\), expected \(6, 4\), as at construction"):
             optimizer.step()
         now = [group["params"] for group in optimizer.param_groups]
         assert all(a is b for old, new in zip(groups, now, strict=True) for a, b in zip(old, new, strict=True))
@@ -505,7 +503,9 @@ def test_a_wrong_shape_on_one_rank_is_an_error_on_all(here: Here):
     if here.rank == 0:
         optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3, 4))
     model(torch.ones(3, 4)).square().sum().backward()
-    with pytest.raises((ValueError, sharding.ShardingError), match=r"'0\.weight' has shape \(3, 4\), and had \(6, 4\)"):
+    with pytest.raises(
+        (ValueError, sharding.ShardingError), match=r"'0\.weight' has shape \(3, 4\), expected \(6, 4\)"
+    ):
         optimizer.step()
 
 

@@ -393,9 +393,13 @@ REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
     "inserted": (
         lambda g: g.insert(0, {"params": [torch.ones(2)]}),
         ValueError,
-        r"\[0\]: .*\(2,\) is new, .*add_param_group",
+        r"\[0\]: found a new tensor of shape \(2,\) .*add_param_group",
     ),
-    "appended": (lambda g: g[0]["params"].append(torch.ones(2)), ValueError, "is new, .* 4 params and 3 param_names"),
+    "appended": (
+        lambda g: g[0]["params"].append(torch.ones(2)),
+        ValueError,
+        "found a new tensor .* and 4 params, expected 3",
+    ),
     "moved to other transforms": (
         lambda g: g[0]["params"].append(g[1]["params"].pop()),
         ValueError,
