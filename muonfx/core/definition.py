@@ -316,10 +316,7 @@ def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_
 
 
 def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
-    """Raise TypeError if a required extra is missing, or if no transform accepts a given extra.
-
-    `within` lists the transform of the call, and then the transforms that it calls at any depth.
-    """
+    """Raise TypeError if an extra is missing or not accepted by `within`: a transform and all that it calls."""
     tx = within[0]
     missing = sorted(tx.extras.required - extras.keys())
     if missing:

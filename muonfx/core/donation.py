@@ -51,10 +51,7 @@ NOTHING = Donation()
 
 
 def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -> tuple[Donation, PyTree, PyTree]:
-    """Copy each donated leaf that shares memory with another input, so that it can be overwritten.
-
-    Return what may be overwritten, the updates and the state. While tracing or under ``torch.func``, that is nothing.
-    """
+    """Return the inputs with copies of donated leaves that share memory; donate nothing while tracing."""
     if not (donate.updates or donate.state):
         return donate, updates, state
     if functorch_is_active() or is_traced():

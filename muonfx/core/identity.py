@@ -30,10 +30,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def public_name(value: Any) -> str:
-    """Return the dotted name of a function, class or factory for fingerprints, such as "muonfx.momentum".
-
-    Names in muonfx omit the submodule, so that code can be moved.
-    """
+    """Return the dotted name of a function, class or factory, such as "muonfx.momentum" (without submodules)."""
     declared = getattr(getattr(value, "definition", None), "name", None)
     if declared is not None:
         return str(declared)
@@ -57,10 +54,7 @@ def _name_of_script(module: str) -> str:
 
 
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
-    """Return a text of a non-numeric argument for fingerprints; equal arguments have equal texts in every process.
-
-    `nested` is called for the items of containers. The variables that a function captures are ignored.
-    """
+    """Return a text of a non-numeric argument for fingerprints; `nested` returns the texts of items of containers."""
     within = nested or text_of
     if isinstance(value, Tensor):
         return "*"

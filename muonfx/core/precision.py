@@ -30,10 +30,7 @@ def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.dev
 
 
 def kernel_products(tx: Transform, device: torch.device) -> dict[str, str]:
-    """Return "triton" or "batched" by the dotted name of each transform with the option ``products="triton"``.
-
-    It is "batched" (torch operators) if the Triton kernels fail their self-test, which runs once for each device.
-    """
+    """Return "triton", or "batched" if these kernels fail, for each transform with ``products="triton"``, by name."""
     asking = [name for name, own in _named_parts(tx) if own.arguments.get("products") == "triton"]
     return dict.fromkeys(asking, "batched" if asking and kernels.failure(device) else "triton")
 

@@ -1,7 +1,4 @@
-"""Parameter groups of an optimizer: their names, their hyperparameters, and the transforms that update them.
-
-The *numbers* of a group are the numeric arguments of the transforms that update its parameters.
-"""
+"""Parameter groups of an optimizer: their names, their hyperparameters, and the transforms that update them."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ class GroupNumbers:
         return [name for one in self.hyperparams if not one.is_mirror for name in one.names]
 
     def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
-        """Return the numbers in the values of a group, by dotted name.
-
-        If a number has two keys with different values, the value that has changed since the last step is used.
-        """
+        """Return a group's numbers by dotted name; if two keys of one number differ, the changed value is used."""
         found: dict[str, Number] = {}
         said: dict[str, str] = {}
         for one in self.hyperparams:
@@ -106,8 +100,7 @@ class GroupNumbers:
     def read(self, group: Group) -> dict[str, Number]:
         """Return the current numbers of a group by dotted name, and write them under all keys of each number.
 
-        If no number has changed, the result is the same object as in the last call. An error leaves the group
-        unchanged.
+        If no number has changed, the result is the same object as in the last call.
         """
         if self._entries and all(map(is_, map(group.get, self._entries), self._entries.values())):
             return self._last
@@ -148,10 +141,7 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
-    """Convert the numbers of each group to types and shapes that the transform accepts.
-
-    `defaults` are the transform's own numbers, and `values` the numbers of each group, by dotted name.
-    """
+    """Convert the numbers of each group to the types and shapes of the transform's own numbers (`defaults`)."""
     # One 0-d view of each tensor: groups that share a tensor have equal numbers, and a scheduler may write into it.
     views: dict[int, Number] = {}
 
@@ -204,10 +194,7 @@ def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
 
 
 def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> list[Group]:
-    """Convert the argument `params` of an optimizer to a list of groups whose "params" are (name, tensor) pairs.
-
-    `known` are the names of tensors that may be given without names.
-    """
+    """Convert the argument `params` of an optimizer to a list of groups whose "params" are (name, tensor) pairs."""
     items: list[Any] = [{"params": params}] if isinstance(params, nn.Module | Mapping) else list(params)
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
@@ -307,11 +294,7 @@ def _signs(node: Node, name: str) -> frozenset[int]:
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
-    """Return the hyperparameters of the transforms of some nodes, with their keys in a param group.
-
-    The key is the short name that the transform declares, such as "lr", or the dotted name without labels. If two
-    transforms have the same key, it is the full dotted name.
-    """
+    """Return the hyperparameters of the transforms of some nodes, with unambiguous keys for a param group."""
     owns = [node.own for node in nodes]
     claims = Counter(key for own in owns for key in own.short_names)
     alike = Counter(key for own in owns for key in own.keys)
@@ -345,10 +328,7 @@ NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
 def groups_by_route(
     tx: Transform, routes: Mapping[str, Route], given: Group, pairs: list[tuple[str, Tensor]]
 ) -> list[Group]:
-    """Split a given group so that the same transforms update all parameters of a part.
-
-    Return the parts as groups, with all hyperparameters: the values in `given`, and the numbers of `tx` for others.
-    """
+    """Split a given group by the routes of its parameters, and return the parts with all of their hyperparameters."""
     parts = [(routes[part[0][0]], part) for part in split_by_route(pairs, routes)]
     known = {one.key for route, _ in parts for one in route.hyperparams if not one.is_mirror}
     if unknown := sorted(given.keys() - known - NOT_HYPERPARAMS):
@@ -371,10 +351,7 @@ def groups_by_route(
 
 
 def warn_of_unread_rates(groups: Sequence[Group]) -> bool:
-    """Warn of the first group whose "lr" was set although no transform reads it; return True after a warning.
-
-    Called if no group of the optimizer has an "lr" that is read.
-    """
+    """Warn of the first group whose "lr" was set although no transform reads it; return True after a warning."""
     for place, group in enumerate(groups):
         if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
             warnings.warn(

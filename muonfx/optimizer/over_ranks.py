@@ -72,10 +72,7 @@ def stepping_for(
 
 
 class Gathering:
-    """An asynchronous copy to all ranks of state that only the owners of matrices hold; `wait` completes it.
-
-    The owner of a matrix is the rank that computes its update. All ranks create this together.
-    """
+    """An asynchronous copy to all ranks of state that only one rank holds: the rank that orthogonalizes a matrix."""
 
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
 
 Load = tuple[str, int, Tensor]
-"""One tensor to load: a text for messages, the index of the state's leaf, and the values.
-
-The values are those of this rank's part of the leaf, or of the whole leaf.
-"""
+"""One tensor to load: a text for messages, the index of the leaf in the state, and the values (this rank's or all)."""
 
 Take = Callable[[int, Any, Any], Tensor | str]
 """A function ``(index of a leaf, the leaf in optimizer.state, saved value) -> values of the Load, or an error``."""
@@ -37,18 +34,9 @@ def read_state_dict(
     take: Take,
     rename: Rename | None,
 ) -> tuple[list[Group], list[Load]]:
-    """Check a saved state dict against an optimizer, and raise ValueError with all differences.
+    """Check a saved state dict (`given`) against the groups and ``optimizer.state`` of an optimizer.
 
-    Args:
-        given: the state dict.
-        own: the groups of the optimizer.
-        state: ``optimizer.state``.
-        places: the index of a leaf in the state, by the id of a parameter and the key in ``optimizer.state``.
-        take: returns the values to copy into a leaf.
-        rename: how saved parameter names map to names of this optimizer.
-
-    Returns:
-        The saved groups in the order of the optimizer's groups, and the tensors to load.
+    Return the saved groups in the order of its groups, and the tensors to load; raise ValueError with all differences.
     """
     given = _renamed_groups(own, _named_by_path(own, given), rename or {})
     saved = _saved_groups(own, given["param_groups"])
@@ -81,10 +69,7 @@ def read_state_dict(
 
 
 def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with the paths under "params" as "param_names", if it has paths.
-
-    The functions of ``torch.distributed.checkpoint.state_dict`` return such state dicts.
-    """
+    """Return a state dict of ``torch.distributed.checkpoint.state_dict`` with its "params" (paths) as "param_names"."""
     # Paths are in the order of the loading optimizer, but "param_names" are in the order of the saving optimizer.
     saved: list[Group] = list(given.get("param_groups", ()))
     paths = [path for old in saved for path in old.get("params", ())]
@@ -103,10 +88,7 @@ def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mappi
 
 
 def _renamed_groups(own: Sequence[BoundGroup], given: Mapping[str, Any], rename: Rename) -> Mapping[str, Any]:
-    """Return a state dict whose saved parameter names are replaced by those of this optimizer.
-
-    Applies `rename`, and ignores the prefixes of wrappers such as ``torch.compile``.
-    """
+    """Return a state dict with this optimizer's parameter names, found by `rename` and without wrappers' prefixes."""
     if not {"state", "param_groups"} <= given.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
     saved: list[Group] = list(given["param_groups"])
@@ -164,10 +146,7 @@ def _misfit(leaf: object, value: object) -> str | None:
 
 
 def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
-    """Return the values of this rank's part of a leaf from a saved value, or an error message.
-
-    The saved value may be the whole tensor, or a shard of the same layout that this rank has saved.
-    """
+    """Return this rank's part of a saved value (a full tensor, or the shard that this rank saved), or an error."""
     if isinstance(leaf, IntervalTensor) and not is_dtensor(value):
         own = leaf.piece
         if not isinstance(value, IntervalTensor):

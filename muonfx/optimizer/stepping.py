@@ -32,11 +32,7 @@ from muonfx.tree import PyTree
 
 
 class Stepping:
-    """Creates the state of an optimizer and runs its steps: its transform, lowered for its parameters.
-
-    This class is for one process; `SteppingOverRanks` is for sharded parameters. A leaf (tensor) of the state is
-    identified by its index.
-    """
+    """Creates the state of an optimizer and runs its steps, in one process. `place` is the index of a state's leaf."""
 
     is_over_ranks = False
 
@@ -65,10 +61,7 @@ class Stepping:
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """Copy the values of an old state, which belongs to the stepping `other`, into a new state, and return it.
-
-        Tensors are matched by path. New tensors without an old one keep their values.
-        """
+        """Return a new state with the values of an old state, of the stepping `other`, for the paths that both have."""
         before = dict(zip(tree.paths(old), enumerate(tree.leaves(old)), strict=True))
         leaves, treedef = tree.flatten(state)
         for place, path in enumerate(tree.paths(state)):
@@ -148,11 +141,7 @@ class Stepping:
         self._now = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run a step and return the next state.
-
-        `problem` is an error that preparing the step gave on this rank. It is raised, and so are other errors, before
-        any parameter or state is changed.
-        """
+        """Run a step and return the next state; errors, such as `problem` of this rank, are raised before it."""
         if problem is not None:
             raise problem
         self.tx.check_extras(call.extras)
@@ -187,10 +176,7 @@ def path_of(entries: tuple[object, ...]) -> str:
 
 
 class StateEntries:
-    """Fills ``optimizer.state`` with the leaves (tensors) of a transform's state.
-
-    A leaf that belongs to a parameter is shown under it. Other leaves, such as step counts, are shown under each.
-    """
+    """Fills ``optimizer.state`` with the leaves of a transform's state; step counts are shown under each parameter."""
 
     def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
         self.slots: list[tuple[Tensor | None, str]] = []
@@ -240,12 +226,7 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     combinator=Combinator(varies_numbers=True),
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
-    """Run a transform with different numbers for different groups of parameters.
-
-    Args:
-        versions: the transform once for each set of numbers. They share one state.
-        members: for each version, the names of the parameters that it updates.
-    """
+    """Run versions of a transform with different numbers; each updates the parameters in its item of `members`."""
     chosen = [frozenset(names) for names in members]
 
     def init(params: PyTree) -> PyTree:
@@ -265,8 +246,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         for version, names in zip(versions, chosen, strict=True):
             mine = {name: update if name in names else None for name, update in updates.items()}
             out, new = version.run(mine, state, params, donate=donate, **extras)
-            # Each version returns the new state of its own parameters, and the old one of others. A leaf of no
-            # parameter, such as a count, is equal in all versions.
+            # Each version changes the state of its parameters only. State of no parameter is equal in all versions.
             leaves = [
                 now if now is not was else kept for now, was, kept in zip(tree.leaves(new), before, leaves, strict=True)
             ]
@@ -279,10 +259,9 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
 def for_groups(
     tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> Transform:
-    """Return an optimizer's transform with the current numbers of its groups.
+    """Return a transform with the numbers of all groups, given with the parameter names (`members`) of each group.
 
-    `values` has the numbers of each group by dotted name, and `members` its parameter names. If the groups have
-    different numbers for a transform within `tx`, that transform is replaced by `by_groups`.
+    If groups have different numbers for a transform within `tx`, that transform is replaced by `by_groups`.
     """
     agreed: dict[str, Number] = {}
     for group in values:

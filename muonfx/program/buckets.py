@@ -55,7 +55,7 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
 
 
 def moves(leaf: object, parameter: str | None) -> bool:
-    """Return True if a leaf of the state is loaded before an update and written back after it, as 0-d leaves are not."""
+    """Return True if a leaf of the state is loaded before an update and written back after it; False if it is 0-d."""
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
 
 
@@ -133,7 +133,7 @@ def init_in_buckets(
     *,
     outside: str | None,
 ) -> PyTree:
-    """Call ``init`` for each bucket, store its part of the state before the next call, and return the whole state.
+    """Call ``init`` once for each bucket, and return the whole state, with each bucket in the store.
 
     In each call, parameters of other buckets are empty tensors on the device `outside`, or None if it is None.
     """
@@ -221,10 +221,7 @@ class BucketedState:
         *,
         may_write: bool,
     ) -> PyTree:
-        """Update the bucket with index `turn` by `run`, a function like `Transform.run`, and return its updates.
-
-        Buckets are run in order. With `may_write`, the incoming updates may be overwritten.
-        """
+        """Update the bucket with index `turn` by `run`, a function like `Transform.run`, and return its updates."""
         own = self._donate.state if self._transfer is None else True
         out, after = run(
             updates,
@@ -254,10 +251,7 @@ class BucketedState:
             self._transfer.abandon()
 
     def _given(self, turn: int, *, own: bool) -> list[Any]:
-        """Return the leaves of the state for a bucket, with copies of those that others still need.
-
-        With `own`, the transform may overwrite these leaves.
-        """
+        """Return the leaves of the state for a bucket; with `own`, copies of those that are still needed."""
         fetched: dict[int, Tensor] = {}
         if self._transfer is not None:
             fetched = dict(zip(self._places[turn], self._transfer.fetch(turn), strict=True))

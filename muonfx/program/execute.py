@@ -46,10 +46,7 @@ MOST_PROGRAMS = 64
 
 
 class Executor:
-    """Runs transforms on the trees of one set of parameters, and caches their programs.
-
-    In its methods, `now` is the transform from which a node was lowered, with the current numbers.
-    """
+    """Runs transforms on trees of parameters, and caches their programs; `now` is a transform with current numbers."""
 
     def __init__(
         self, placement: Placement = SINGLE_PROCESS, store: Store = IN_MEMORY, bucket_bytes: int | None = None

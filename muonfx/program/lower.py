@@ -89,10 +89,7 @@ class _Where:
 
 
 def lower_node(tx: Transform, like: PyTree) -> Node:
-    """Return the node of a transform, with nodes for the transforms that it calls.
-
-    `like` is a tree of meta tensors with the global shapes of the leaves.
-    """
+    """Return the node of a transform for leaves with the global shapes of the meta tensors in the tree `like`."""
     return _lower_at(tx, like, _Where())
 
 
@@ -177,10 +174,7 @@ def _same_numbers(tx: Transform, made: Transform) -> bool:
 
 
 def _merged(lowered: list[tuple[str, Node]]) -> list[tuple[tuple[str, ...], Node]]:
-    """Merge consecutive matrix stages of a chain, so that each matrix is sent to its owner (one rank) only once.
-
-    Items are pairs (name or names in the chain, node).
-    """
+    """Merge consecutive matrix stages of a chain, so that each matrix is sent to its owner (one rank) only once."""
     found: list[tuple[tuple[str, ...], Node]] = []
     for is_stage, group in itertools.groupby(lowered, lambda pair: isinstance(pair[1], Stage)):
         pairs = list(group)
@@ -233,10 +227,9 @@ def _recorder(tx: Transform, place: int, record: Callable[[tuple[int, PyTree]], 
 
 
 def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple[PyTree, list[tuple[int, PyTree]]]:
-    """Call a wrapper's ``init``, and return its state and the parameters that each called transform received.
+    """Call a wrapper's ``init``, and return its state and a list of (index of a called transform, its parameters).
 
-    The second result is a list of (index of the called transform, parameters). By default, the state has a
-    `Placeholder` in place of the state of each called transform.
+    By default, the state has a `Placeholder` in place of the state of each called transform.
     """
     noted: list[tuple[int, PyTree]] = []
     numbered = iter(range(len(tx.children)))
@@ -273,18 +266,12 @@ class OwnState(NamedTuple):
 
 
 def resolved(node: Node) -> Transform:
-    """Return a node's transform, with all choices by names and shapes made, also in the transforms that it calls.
-
-    It can then run on a bucket, in which other leaves are None.
-    """
+    """Return a node's transform in a form that can also run on a bucket, in which other leaves are None."""
     return _with_resolved(node.tx, node.called)
 
 
 def resolve_within(tx: Transform, like: PyTree) -> Transform:
-    """Return a transform with all choices by names and shapes made, also in the transforms that it calls.
-
-    `like` is a tree of meta tensors with the global shapes of all leaves.
-    """
+    """Make all choices of a transform that depend on names and global shapes, given as a tree of meta tensors."""
     return resolved(lower_node(tx, like))
 
 

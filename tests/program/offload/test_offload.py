@@ -249,7 +249,7 @@ def test_a_transform_of_the_whole_tree_gets_its_whole_state_with_a_warning(const
     said = (
         [] if home == "memory" else [f"offload: {constructor.__name__} has the locality TREE"]
     )  # there nothing is loaded
-    assert [str(one.message).partition(" and keeps")[0] for one in found] == said
+    assert [str(one.message).partition(" and a state of")[0] for one in found] == said
 
 
 def late(first: float = 0.0):
