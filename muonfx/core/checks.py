@@ -339,7 +339,7 @@ class ExpectedState(NamedTuple):
 
     @classmethod
     def of(cls, state: PyTree) -> ExpectedState:
-        """Return the description of a correct state, which may be on the meta device."""
+        """Return the structure, shapes and dtypes of a correct state, which may be on the meta device."""
         leaves, treedef = tree.flatten(state)
         return cls(state, treedef, _specs(leaves))
 

@@ -60,7 +60,7 @@ def _map(value: Any, function: Callable[[str, Any], object], name: str = "") -> 
 
 
 def _split(value: Any, parts: list[object]) -> object:
-    """Return the skeleton of an argument, with holes for its parts, and append the parts to a list."""
+    """Return an argument with a hole in place of each number or recorded value, and append these to `parts`."""
 
     def keep(name: str, item: object) -> object:
         if not isinstance(item, Recorded | Tensor):
@@ -75,7 +75,7 @@ def _split(value: Any, parts: list[object]) -> object:
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Return an argument from its skeleton and the parts for its holes: the inverse of `_split`."""
+    """Return an argument with parts in place of the holes that `_split` has left: the inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
     if type(skeleton) in (tuple, list):
@@ -86,7 +86,7 @@ def _join(skeleton: Any, parts: Iterator[object]) -> Any:
 
 
 def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
-    """Return the dotted names of the holes in a skeleton; with ``holes=False``, of all its leaves."""
+    """Return the dotted names of the holes that `_split` has left; with ``holes=False``, of all leaves."""
     found: list[str] = []
     _map(skeleton, lambda name, item: found.append(name.removeprefix(".")) if item is _HOLE or not holes else None)
     return found

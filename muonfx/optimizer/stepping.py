@@ -70,7 +70,7 @@ class Stepping:
         return tree.unflatten(treedef, leaves)
 
     def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
-        """Return the value for leaf `place` of a new state from leaf `at` (`had`) of an old one, if shapes match."""
+        """Return a leaf of a new state, with the values of the old state's leaf `had` (number `at`) if shapes match."""
         whole = other.whole(at, had)
         return whole.to(leaf.device) if whole is not None and whole.shape == leaf.shape else leaf
 

@@ -190,7 +190,7 @@ class Executor:
     # ---------------------------------------------------------------------------------------------------- buckets
 
     def _buckets(self, node: Node, call: Arguments) -> list[list[str]] | None:
-        """Return the names of the leaves of each bucket, for a node that can run on any of them; None: all at once."""
+        """Split the names of a node's leaves into buckets; None if the node runs on all leaves at once."""
         if not self._is_resident:
             present = [name for name, leaf in tree.named_leaves(call.updates) if leaf is not None]
             sizes = sizes_of(present, call.state, self._parameters_of(node, call))

@@ -330,7 +330,7 @@ def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
 
 
 def _entries(node: ChainNode, is_unit: Callable[[Node], bool]) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Yield the nodes of a chain with their names; if a matrix stage is a unit, yield each of its members."""
+    """Yield the nodes of a chain with their names; if `is_unit` is true of a matrix stage, yield each member."""
     for names, child in node.entries:
         if isinstance(child, Stage) and is_unit(child):
             yield from (((member.name,), member.node) for member in child.members)
@@ -339,7 +339,7 @@ def _entries(node: ChainNode, is_unit: Callable[[Node], bool]) -> Iterator[tuple
 
 
 def _joined(before: Span, names: tuple[str, ...], child: Node) -> ChainNode:
-    """Return one chain node for a span and the unit that follows it."""
+    """Return one chain node that runs the nodes of a span and then the next node of the chain."""
     first = before.node
     known = first.entries if isinstance(before.at, slice) and isinstance(first, ChainNode) else ((before.names, first),)
     entries = (*known, (names, child))
