@@ -172,7 +172,7 @@ def test_bad_updates_are_named_and_change_nothing(updates, message):
 
 def test_a_state_of_another_chain_or_other_parameters_is_refused():
     tx, other = mfx.chain(mfx.momentum()), mfx.chain(mfx.scale_by_adam())
-    with pytest.raises(ValueError, match=r"state: was it made by another transform .*missing 'momentum.trace.a'"):
+    with pytest.raises(ValueError, match=r"state: was it created by another transform .*missing 'momentum.trace.a'"):
         tx.update(PARAMS, other.init(PARAMS), PARAMS)
     smaller = {"a": torch.ones(1, 3), "b": {"c": torch.ones(3)}}
     with pytest.raises(ValueError, match=r"'momentum.trace.a' has shape \(1, 3\) .* expected \(2, 3\)"):
@@ -198,11 +198,13 @@ def test_a_transform_receives_the_extras_that_it_names_and_a_chain_passes_all_on
     tx.update(params, tx.init(params), params, value=3)
     assert seen == {"value": 3, "step": None}
     for face in (tx, mfx.sharding.offload(tx)):
-        with pytest.raises(TypeError, match=r"named extra vlaue \(did you mean 'value'\?\); it reads step, value"):
+        with pytest.raises(
+            TypeError, match=r"argument vlaue \(did you mean 'value'\?\), .*; expected one of step, value"
+        ):
             face.update(params, face.init(params), params, value=3, vlaue=5)
-    with pytest.raises(TypeError, match="listening needs the named extra value: give update"):
+    with pytest.raises(TypeError, match="listening: the extra argument value is missing: call update"):
         tx.update(params, tx.init(params), params)
-    with pytest.raises(TypeError, match="it reads none"):
+    with pytest.raises(TypeError, match="expected no extra argument"):
         mfx.chain().update(params, {}, params, boundary=True)
 
 
@@ -293,7 +295,7 @@ def test_a_loop_over_parameters_that_were_not_detached_is_told_that_it_keeps_eve
     step(tx, {"w": kept["w"].detach().requires_grad_()}, state)
     with torch.no_grad():
         mfx.apply_updates(kept, tx.update({"w": torch.ones(3, 3)}, state, kept)[0])
-    with pytest.warns(UserWarning, match=r"parameters, such as 'w', carry the graph of the steps before.* detach"):
+    with pytest.warns(UserWarning, match=r"graph of earlier steps, such as 'w', expected detached parameters"):
         step(tx, kept, state)
 
 
@@ -328,7 +330,7 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
         ([INDEPENDENT, LEARNING_RATE], "subtract_decayed_weights comes before the learning rate"),
         ([INDEPENDENT, mfx.scale(-0.1)], "subtract_decayed_weights comes before the negative scale in 'scale'"),
         ([mfx.masked(INDEPENDENT, {"w": True}), mfx.adamw(0.1)], "before .* in 'chain'.* put it after"),
-        ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "both turn updates downhill"),
+        ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "found learning rates in .*, expected one"),
         ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
         ([mfx.qk_clip(()), LEARNING_RATE], "qk_clip comes before"),
         ([mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)], "ema_params comes before"),

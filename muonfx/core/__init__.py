@@ -1,7 +1,8 @@
 """Transforms as values: the `transform` decorator, `chain`, schedules, donation, and hyperparameters as data.
 
-A transform is a pair of pure functions, ``init`` and ``update``, and a value: the constructor and its arguments. Its
-``repr``, equality, pickling and ``replace`` follow from these. Hyperparameters can be numbers, tensors or schedules.
+A transform is a pair of pure functions, ``init`` and ``update``. It records the function that created it and the
+arguments of that call, which define its ``repr``, equality, pickling and ``replace``. Numeric arguments
+(hyperparameters) can be numbers, 0-d tensors or schedules.
 """
 
 from muonfx.core import checks, patterns, schedules

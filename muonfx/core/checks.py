@@ -1,7 +1,7 @@
-"""Checks of arguments and trees: each error names the leaf or argument, the value found, and the value expected.
+"""Checks of arguments and trees. Each error names the leaf or argument, the value found, and the value expected.
 
-Argument checks test Python numbers only. A tensor (a batch of hyperparameters or a traced value) always passes, because
-Python control flow must not depend on its value.
+Checks of numeric arguments test Python numbers only. A tensor (a batch of hyperparameters, or a traced value) always
+passes, because Python control flow must not depend on its value.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def __dir__() -> list[str]:
 
 
 def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = math.isfinite) -> Any:
-    """Require a finite number that fits, and return it; a tensor always passes."""
+    """Return a number if it is finite and ``fits(value)``, else raise; a tensor always passes."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         if isinstance(value, Tensor) or type(value) is object or type(value).__module__.startswith("torch"):
             return value  # a tensor, a pytree library's placeholder for a leaf, or a symbolic number
@@ -61,7 +61,7 @@ def _number(name: str, value: object, expected: str = "finite", fits: Callable[[
 
 
 def finite(name: str, value: object) -> float:
-    """Require a number that is neither NaN nor infinite, and return it.
+    """Return an argument if it is a finite number or a tensor; otherwise raise.
 
     >>> finite("factor", float("nan"))
     Traceback (most recent call last):
@@ -71,7 +71,7 @@ def finite(name: str, value: object) -> float:
 
 
 def at_least(name: str, value: object, low: float) -> float:
-    """Require a finite number not below a bound, and return it.
+    """Return an argument if it is a finite number of at least ``low``, or a tensor; otherwise raise.
 
     >>> at_least("steps", 0, low=1)
     Traceback (most recent call last):
@@ -81,7 +81,7 @@ def at_least(name: str, value: object, low: float) -> float:
 
 
 def in_unit_interval(name: str, value: object) -> float:
-    """Require a number in [0, 1), and return it.
+    """Return an argument if it is a number in [0, 1), such as a decay, or a tensor; otherwise raise.
 
     >>> in_unit_interval("decay", 1.0)
     Traceback (most recent call last):
@@ -91,7 +91,7 @@ def in_unit_interval(name: str, value: object) -> float:
 
 
 def positive(name: str, value: object) -> float:
-    """Require a finite number above 0, and return it.
+    """Return an argument if it is a finite number above 0, or a tensor; otherwise raise.
 
     >>> positive("max_norm", 0.0)
     Traceback (most recent call last):
@@ -101,7 +101,7 @@ def positive(name: str, value: object) -> float:
 
 
 def positive_int(name: str, value: object) -> None:
-    """Require an int of 1 or more.
+    """Raise unless an argument is an int of 1 or more.
 
     >>> positive_int("every", 0)
     Traceback (most recent call last):
@@ -111,7 +111,7 @@ def positive_int(name: str, value: object) -> None:
 
 
 def whole_number(name: str, value: object, *, least: int = 0) -> None:
-    """Require an int that is not below a bound.
+    """Raise unless an argument is an int of at least ``least``.
 
     >>> whole_number("warmup_steps", -1)
     Traceback (most recent call last):
@@ -125,7 +125,7 @@ def whole_number(name: str, value: object, *, least: int = 0) -> None:
 
 
 def state_dtype(name: str, value: object) -> None:
-    """Require a setting for the dtype of a state: "auto", a real floating-point torch dtype, or None.
+    """Raise unless an argument can set the dtype of a state: "auto", a real floating-point torch dtype, or None.
 
     >>> state_dtype("dtype", torch.int64)
     Traceback (most recent call last):
@@ -141,7 +141,7 @@ _LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (os.path.
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the line of the innermost caller outside muonfx and torch."""
+    """Issue a UserWarning that points to the user's line: the innermost caller outside muonfx and torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -149,20 +149,20 @@ def warn_caller(message: str) -> None:
 
 
 def shown_name(name: str) -> str:
-    """Return the name of a leaf as errors show it."""
+    """Return the quoted name of a leaf for a message, or "the tree's only leaf" if the name is empty."""
     return repr(name) if name else "the tree's only leaf"
 
 
 _LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy would break a compiled graph
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""Classes of tensors that hold their own elements."""
+"""The classes of plain tensors, as opposed to subclasses that wrap other tensors, such as DTensor."""
 _PLAIN_OR_NONE = PLAIN | {type(None)}
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _USABLE_KINDS = frozenset({(dtype, torch.strided, False) for dtype in _DTYPES})
 
 
 def is_usable(leaf: object) -> bool:
-    """Return True for None and for a dense tensor of a supported dtype.
+    """Return True for None and for a dense tensor of dtype float64, float32, bfloat16 or float16.
 
     >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
     (True, False, False)
@@ -175,7 +175,7 @@ def is_usable(leaf: object) -> bool:
 
 
 def all_usable(leaves: Collection[Any]) -> bool:
-    """Return True if every leaf `is_usable`; for plain tensors without a call for each."""
+    """Return True if `is_usable` is true of every leaf; fast for plain tensors."""
     if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):
         return all(map(is_usable, leaves))
     kinds = {(leaf.dtype, leaf.layout, leaf.is_nested) for leaf in leaves if leaf is not None}
@@ -198,15 +198,14 @@ def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
     elif leaf.is_complex():
         problem = f"must be real floating point, found {leaf.dtype}; view it as real with torch.view_as_real"
     elif leaf.is_floating_point():
-        problem = f"must be real floating point of 16 bits or more, found {leaf.dtype}; train a copy in bfloat16 or "
-        problem += "wider, and round to it after each step"
+        problem = f"must have 16 bits or more, found {leaf.dtype}; train a copy in bfloat16 or wider, and round it"
     else:
         problem = f"must be real floating point, found {leaf.dtype}; leave it out"
     raise TypeError(f"{what}: {shown_name(name)} {problem}")
 
 
 def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
-    """Return the error for a leaf that is no tensor; it advises on models and iterators."""
+    """Return the error for a leaf that is not a tensor, with advice if it is a model or an iterator."""
     advice = ""
     if isinstance(leaf, nn.Module | Iterator):
         code = "{name: p.grad for name, p in model.named_parameters()}"
@@ -217,11 +216,7 @@ def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
 
 
 def check_tree(what: str, given: PyTree) -> None:
-    """Require a tree of values with a shape and a dtype, such as tensors of any kind, or None.
-
-    Raises:
-        TypeError: the tree has another leaf. If a model or its iterator was passed, the message names the right
-            argument.
+    """Raise TypeError unless each leaf of a tree is None or has a shape and a dtype, as all tensors have.
 
     >>> check_tree("params", nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -233,7 +228,7 @@ def check_tree(what: str, given: PyTree) -> None:
 
 
 def check_floating(what: str, given: PyTree) -> None:
-    """Require a tree of real floating-point tensors or None.
+    """Raise TypeError unless each leaf of a tree is None or a dense real floating-point tensor.
 
     >>> check_floating("updates", {"w": 1.0})
     Traceback (most recent call last):
@@ -243,7 +238,7 @@ def check_floating(what: str, given: PyTree) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Require a tree of real floating-point tensors (or None) whose leaves have different names.
+    """Raise unless parameters are dense real floating-point tensors (or None) with different dotted names.
 
     >>> check_params({"table": torch.zeros(2, dtype=torch.int64)})
     Traceback (most recent call last):
@@ -253,11 +248,13 @@ def check_params(params: PyTree) -> None:
     names = tree.names(params)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"params: two leaves are named {twice[0]!r}; the dotted paths of leaves must differ")
+        raise ValueError(f"params: found two leaves named {twice[0]!r}, expected different dotted names: rename one")
 
 
 def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree) -> None:
-    """Require that two trees have the same containers with the same keys.
+    """Raise ValueError unless two trees have the same containers with the same keys.
+
+    ``what`` and ``expected_of`` name the two trees in the message.
 
     >>> check_structure("updates", {"w": 1}, "params", {"v": 1})
     Traceback (most recent call last):
@@ -278,8 +275,7 @@ def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree
 
 
 LeafSpec = tuple[torch.Size, torch.dtype] | None
-"""Shape and dtype of a leaf, or None for a leaf that is no tensor."""
-
+"""Shape and dtype of a leaf, or None for a leaf that is not a tensor."""
 
 _shape_and_dtype: Callable[[Any], LeafSpec] = operator.attrgetter("shape", "dtype")
 
@@ -291,11 +287,9 @@ def _specs(leaves: Sequence[Any]) -> list[LeafSpec]:
 
 
 def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:
-    """Require real floating-point updates that fit the parameters, if there are any.
+    """Raise unless updates are floating-point tensors, with the structure and shapes of the parameters if given.
 
-    Returns:
-        The leaves, the structure, and the shapes and dtypes of the parameters, or of the updates if there are no
-        parameters.
+    Return the leaves, structure, and shapes with dtypes of the parameters; without parameters, those of the updates.
 
     >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):
@@ -316,7 +310,7 @@ def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Struc
 
 
 def check_updates_fit(params: PyTree, updates: PyTree) -> None:
-    """Require that updates have the structure and the shapes of the parameters.
+    """Raise ValueError unless updates have the structure and the shapes of the parameters.
 
     >>> check_updates_fit({"w": torch.zeros(3)}, {"w": torch.zeros(2)})
     Traceback (most recent call last):
@@ -337,7 +331,7 @@ def _check_shapes(updates: PyTree, leaves: Sequence[Any], like: Sequence[Any]) -
 
 
 class ExpectedState(NamedTuple):
-    """What `check_state_like` compares a state with."""
+    """The structure, and the shape and dtype of each leaf, that `check_state_like` requires of a state."""
 
     whole: PyTree
     structure: tree.Structure
@@ -345,13 +339,13 @@ class ExpectedState(NamedTuple):
 
     @classmethod
     def of(cls, state: PyTree) -> ExpectedState:
-        """Describe a state, such as one on the meta device."""
+        """Return the structure, shapes and dtypes of a correct state, which may be on the meta device."""
         leaves, treedef = tree.flatten(state)
         return cls(state, treedef, _specs(leaves))
 
 
 def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_dtypes: bool) -> None:
-    """Require that a state has the structure, shapes and dtypes of another.
+    """Raise unless the state of the transform ``name`` has the expected structure, shapes and dtypes.
 
     >>> expected = ExpectedState.of({"trace": torch.zeros(2)})
     >>> check_state_like("momentum", {"trace": torch.zeros(3)}, expected, with_dtypes=True)
@@ -360,7 +354,7 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     """
     leaves, treedef = tree.flatten(state)
     if treedef != expected.structure:
-        what = f"state: was it made by another transform or for other parameters? The state of {name}"
+        what = f"state: was it created by another transform or for other parameters? The state of {name}"
         check_structure(what, state, f"{name}.init(params)", expected.whole)
     found = _specs(leaves)
     if found == expected.specs:
@@ -378,20 +372,16 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
 
 
 def warn_of_growing_graphs(what: str, params: PyTree, leaves: Sequence[object], others: PyTree) -> None:
-    """Warn if only the parameters carry a graph, which outside ``torch.func`` contains all earlier steps.
+    """Warn if parameters, but no other input, have an autograd graph, because it grows with every step.
 
-    Args:
-        what: the name of the caller.
-        params: the parameters.
-        leaves: the leaves of the parameters.
-        others: the other inputs of the caller.
+    ``what`` names the caller, ``leaves`` are those of ``params``, and ``others`` is a tree of all other inputs.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     warn_of_growing_graphs("update", {"w": weight}, [weight], {})
     ...     warn_of_growing_graphs("update", {"w": 2 * weight}, [2 * weight], {})
     >>> [str(warning.message) for warning in caught]
-    ["update: the parameters, such as 'w', carry the graph of the steps before, and the gradients carry none: ..."]
+    ["update: found parameters with an autograd graph of earlier steps, such as 'w', expected detached ..."]
     """
     if not torch.is_grad_enabled() or functorch_is_active():
         return
@@ -400,9 +390,10 @@ def warn_of_growing_graphs(what: str, params: PyTree, leaves: Sequence[object], 
         return
     name = tree.names(params)[grown[0]]
     warnings.warn(
-        f"{what}: the parameters, such as {name!r}, carry the graph of the steps before, and the gradients carry none: "
-        "it grows with every step and takes memory. If nothing is differentiated through the steps, detach the "
-        "parameters once, params = {n: p.detach() for n, p in model.named_parameters()}, or step under torch.no_grad()",
+        f"{what}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
+        "parameters, because the gradients have no graph. The graph grows with every step. Unless you differentiate "
+        "through the optimizer, detach the parameters, {n: p.detach() for n, p in model.named_parameters()}, or step "
+        "under torch.no_grad()",
         UserWarning,
         stacklevel=3,
     )

@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 def no_state(params: PyTree) -> EmptyState:
-    """Return an empty state: the ``init`` of a stateless transform."""
+    """Return `EmptyState`: the ``init`` of a transform without state."""
     return EmptyState()
 
 
 @transform(locality=Locality.ELEMENT, position="observer")
 def identity():
-    """Return the updates unchanged.
+    """Make a transform that returns its updates unchanged.
 
     >>> identity().update({"w": torch.ones(2)}, EmptyState())
     ({'w': tensor([1., 1.])}, EmptyState())
@@ -58,11 +58,15 @@ def set_to_zero():
 
 @transform(locality=lambda function, locality=Locality.TREE: locality, position="either_sign")
 def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality = Locality.TREE):
-    """Make a transform from a function ``(updates, params) -> updates``.
+    """Make a transform without state from a function ``(updates, params) -> updates``.
 
     Args:
-        function: pure; a named function of a module if the transform is to be pickled.
-        locality: how much of the tree the function reads for one output element; the default TREE is always correct.
+        function: a function that does not modify its inputs. To pickle the transform, define the function in a module.
+        locality: the part of the tree that the function reads to compute one element of its output, as a `Locality`.
+            The default TREE is always correct; a smaller locality saves communication if parameters are sharded.
+
+    Raises:
+        TypeError: ``function`` cannot be called.
 
     >>> halve = stateless(lambda updates, params: tree.map(lambda u: u / 2, updates))
     >>> halve.update({"w": torch.ones(2)}, EmptyState())[0]
@@ -73,24 +77,24 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None):
         out = function(updates, params)
-        check_structure("stateless: the updates that the function returns", out, "those that it is given", updates)
+        check_structure("stateless: the updates that the function returns", out, "the updates given to it", updates)
         return out, state
 
     return no_state, update
 
 
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
-    """Return a chain's transforms by name, or None if a transform does not call its parts in sequence."""
+    """Return the members of a chain by name; for any other transform, return None."""
     return dict(zip(part_names(tx), tx.children, strict=True)) if tx.declaration.combinator.in_sequence else None
 
 
 def widest(transforms: Any) -> Locality:
-    """Return the largest locality of transforms that run in sequence or in parallel."""
+    """Return the largest locality of some transforms: the locality of a chain or a sum of them."""
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
 def is_new(new: PyTree, old: PyTree) -> bool:
-    """Return True if no leaf of the new tree is a leaf of the old tree."""
+    """Return True if no tensor of the tree ``new`` is also a tensor of the tree ``old``."""
     given = tree.ids(old)
     return not [leaf for leaf in tree.ids(new) if leaf in given]  # torch.compile cannot trace `isdisjoint` of ids
 
@@ -101,19 +105,23 @@ def is_new(new: PyTree, old: PyTree) -> bool:
 )
 @with_memory
 def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
-    """Apply transforms one after another.
+    """Apply transforms in sequence: each transform receives the updates that the previous transform returned.
 
-    The state is a dict with the state of each transform under its name; a name that repeats gets a suffix (``scale``,
-    ``scale_2``). A pair ``(name, transform)`` sets the name. Follows Optax's ``chain`` and ``named_chain``.
+    The state is a dict from the name of each transform to its state. If a name repeats, it gets a suffix (``scale``,
+    ``scale_2``). Corresponds to ``chain`` and ``named_chain`` of Optax.
+
+    Args:
+        *transforms: transforms, or pairs ``(name, transform)`` to choose the name. A chain of none returns its updates
+            unchanged.
 
     Raises:
         TypeError: an argument is not a transform.
-        ValueError: two explicit names are equal, or the order gives wrong numbers: two learning rates, weight decay
-            after the learning rate, or a transform that needs the final updates, as `ema_params` does, before it.
+        ValueError: two explicit names are equal, or the order is wrong. Wrong orders are two learning rates, weight
+            decay after the learning rate, and a transform that needs the final updates (`ema_params`) before it.
 
     Warns:
-        UserWarning: a learning rate has no effect because the next transform sets the size of updates, or updates
-            change after a transform that comes last.
+        UserWarning: a learning rate has no effect, because a later transform sets the size of the updates; or a
+            transform that needs the final updates is followed by a transform that may change them.
 
     Example:
         >>> import muonfx as mfx
@@ -124,7 +132,7 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     entries = entries_of(transforms)
     if not (_memory or torch.compiler.is_compiling()):
         check_order("chain", entries)
-        _memory["checked"] = True  # once, not again when numbers change
+        _memory["checked"] = True  # the order does not depend on numbers, so it is not checked again when they change
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -138,7 +146,7 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
             out, new_state[name] = tx.run(
                 updates, state[name], params, donate=Donation(may_write, donate.state), **extras
             )
-            # New tensors from a transform that keeps the donation promise belong to this chain alone.
+            # Nothing else holds new tensors of a transform that follows `Donation`, so the next one may overwrite them.
             may_write = donate.state and tx.keeps_donation_promise and (may_write or is_new(out, updates))
             updates = out
         return updates, new_state
@@ -153,15 +161,15 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Apply several transforms to the same updates, and return the sum of their outputs.
 
-    A leaf for which some transforms return None gets the sum of the others, and None if all do. The state is a dict
-    with the state of each transform under its name, as in `chain`.
+    If a transform returns None for a leaf, the leaf gets the sum of the other outputs, or None if there is no other.
+    The state is a dict from the name of each transform to its state, as in `chain`.
 
     Args:
-        transforms: one or more transforms, or pairs ``(name, transform)``.
+        *transforms: one or more transforms, or pairs ``(name, transform)`` to choose the name.
 
     Raises:
         TypeError: an argument is not a transform.
-        ValueError: there is none, or two explicit names are equal.
+        ValueError: no transform was given, or two explicit names are equal.
 
     Example:
         >>> import muonfx as mfx
@@ -171,7 +179,9 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
     """
     entries = entries_of(transforms, "add_updates")
     if not entries:
-        raise ValueError("add_updates: give at least one transform; for none of the updates there is set_to_zero()")
+        raise ValueError(
+            "add_updates: found no transform, expected at least one; for updates of zero, use set_to_zero()"
+        )
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -193,7 +203,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Add two updates in at least fp32 and round once, to the dtype of the first."""
+    """Add two updates in at least float32 and round once, to the dtype of the first; None counts as zero."""
     if a is None or b is None:
         return b if a is None else a
     wide = wide_dtype(a.dtype, b.dtype)
@@ -205,17 +215,21 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
 
     Args:
         params: a tree of tensors.
-        updates: a tree of the same structure; a parameter whose update is ``None`` is returned as it is.
-        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned. A parameter
-            that shares memory with another, or with an update, is not overwritten, since the other would change too.
+        updates: a tree of the same structure. A parameter whose update is ``None`` is returned unchanged.
+        donate: ``True`` is the promise not to use ``params`` again, so they are overwritten and returned. A parameter
+            that shares memory with another parameter or with an update is copied first.
+
+    Returns:
+        The new parameters, in a tree like ``params``.
 
     Raises:
-        TypeError: ``donate`` is no bool.
-        ValueError: an update has not the shape of its parameter, or the trees differ in structure, or ``donate=True``
-            with an expanded parameter, which cannot be overwritten; the leaf is named.
+        TypeError: ``donate`` is not a bool, or a leaf is not a floating-point tensor.
+        ValueError: the trees differ in structure or shapes, or ``donate=True`` with a parameter whose elements share
+            memory, as after ``expand()``. The message names the leaf.
 
     Warns:
-        UserWarning: the parameters carry the graph of earlier steps and the updates none, as in `Transform.update`.
+        UserWarning: the parameters, but not the updates, have an autograd graph of earlier steps, as in
+            `Transform.update`.
 
     >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
     {'w': tensor([2., 2.]), 'b': tensor([1.])}

@@ -1,15 +1,13 @@
-"""The contract of a transform of updates.
+"""The class `Transform`: two pure functions and a declaration.
 
-A `Transform` consists of two pure functions and a declaration:
-
-- ``init(params) -> state`` builds the state for a tree of parameters;
+- ``init(params) -> state`` builds the state for a tree of parameters.
 - ``update(updates, state, params=None) -> (updates, state)`` maps gradients, or another transform's output, to new
-  updates;
-- ``locality`` declares how much of the tree one output element depends on, which is all that a sharding layer needs.
+  updates.
+- ``locality`` is the part of the tree that an output element depends on. The sharding layer needs nothing else.
 
-Neither function modifies its inputs, keeps hidden state, or branches on values. States are nests of dict, tuple,
-NamedTuple and tensors, so optree, ``torch.utils._pytree`` and ``torch.func`` see the same tree. A leaf of ``None`` is
-absent: it gets no update and its state does not change. Updates keep their dtype.
+Neither function modifies its inputs, keeps hidden state, or branches on values of tensors. States consist of dicts,
+tuples, NamedTuples and tensors, so optree, ``torch.utils._pytree`` and ``torch.func`` see the same tree. If a gradient
+is ``None``, its parameter gets no update and the state of the parameter does not change. Updates keep their dtype.
 """
 
 from __future__ import annotations
@@ -37,11 +35,13 @@ V = TypeVar("V")
 
 
 class EmptyState(NamedTuple):
-    """The state of a transform that keeps none."""
+    """The state of a transform that has no state, such as `scale`."""
 
 
 class Transform(Recorded):
-    """A pure gradient transform; made by a factory that `transform` decorates.
+    """A pure gradient transform, as returned by a factory such as `momentum` or `chain`.
+
+    Its state is passed in and out explicitly, as in Optax. To write a transform, use the decorator `transform`.
 
     >>> import muonfx as mfx
     >>> tx = mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))
@@ -57,26 +57,26 @@ class Transform(Recorded):
 
     @property
     def name(self) -> str:
-        """The name of the factory. In a chain, it is the key of this transform's state."""
+        """The name of the factory, such as "momentum". In a chain, it is the key of this transform's state."""
         factory = self.factory
         declared = factory.definition.name
         return factory.__name__ if declared is None else declared.rpartition(".")[2]
 
     @of_structure
     def declaration(self) -> Declaration:
-        """The options that the author passed to the `transform` decorator."""
+        """The options that the author of this transform passed to the decorator `transform`."""
         return cast("Declaration", self.factory.definition.declaration)
 
     @Lazy
     def children(self) -> tuple[Transform, ...]:
-        """The transforms among the arguments, which this transform calls."""
+        """The transforms among the arguments of this transform, in order: for a chain, its members."""
         return tuple([part for part in self.parts if isinstance(part, Transform)])
 
     def tree(self) -> Report:
-        """Show the transform and the transforms that it calls as a table of localities and arguments.
+        """Return a table with the locality and the arguments of the transform and of every transform that it calls.
 
-        The table prints as text, and as HTML in a notebook. `muonfx.program.lower` shows how the transform runs on
-        given parameters.
+        The table prints as text, and as HTML in a notebook. To see how the transform runs on given parameters, print
+        the result of `muonfx.program.lower`.
 
         >>> import muonfx as mfx
         >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()
@@ -92,26 +92,26 @@ class Transform(Recorded):
         return self.tree().to_html()
 
     def names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the dotted names of the parts in one argument; in ``*transforms``, as `chain` names them."""
+        """Return the dotted names of the numbers and transforms in one argument; in ``*transforms``, as in `chain`."""
         given = self.factory.definition.parameters[argument]
         if given.kind is given.VAR_POSITIONAL:
             return list(entries_of(self.arguments[argument], self.factory.__name__))
         return super().names_of_parts(argument)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
-        """Return the same transform with a function applied to each of its children."""
+        """Return a copy of this transform, with ``function`` applied to each transform among its arguments."""
         return self._from(
             self.new_structure(), [function(part) if isinstance(part, Transform) else part for part in self.parts]
         )
 
     @property
     def stays_outermost(self) -> bool:
-        """True if a wrapper of this transform must wrap its argument ``tx`` instead, so that it stays outermost."""
+        """True for a sharded transform: ``wrapper(sharded(tx))`` then becomes ``sharded(wrapper(tx))``."""
         return False
 
     @Lazy
     def schedules(self) -> dict[str, Schedule]:
-        """The schedules among the arguments for which the constructor takes numbers, by argument."""
+        """A dict from argument name to schedule, for the arguments that are schedules in place of numbers."""
         if not [part for part in self.parts if isinstance(part, Schedule)]:
             return {}
         kinds = self.factory.definition.plain
@@ -122,18 +122,18 @@ class Transform(Recorded):
         }
 
     def arguments_at(self, count: int) -> dict[str, Any]:
-        """Return the arguments, with the number of one step in place of each schedule."""
+        """Return the arguments at step ``count``, with the value of each schedule at this step as a number."""
         return {**self.arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
 
     def build(self) -> Any:
-        """Call the constructor; if numbers follow schedules, ``update`` calls it with the numbers of each step."""
+        """Call the constructor and return its ``(init, update)``; with schedules, every update calls it again."""
         schedules = self.schedules
         if not schedules:
             return super().build()
         return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
 
     def _check_schedules(self) -> None:
-        """Call the constructor with the numbers of early and late steps, to find invalid ones at once."""
+        """Call the constructor with the schedules' values at steps 0 to a million, so that invalid ones raise now."""
         for count in (0, *(10**power for power in range(7))) if self.schedules else ():
             arguments = self.arguments_at(count)
             if count and any(math.isinf(arguments[name]) for name in self.schedules):
@@ -145,38 +145,37 @@ class Transform(Recorded):
 
     @of_structure
     def locality(self) -> Locality:
-        """How much of the tree the transform reads to compute one output element (see `Locality`)."""
+        """The part of the tree that the transform reads to compute one element of its output: a `Locality`."""
         declared = self.declaration.locality
         found = declared if isinstance(declared, Locality) else self._call(declared, self.arguments_at(0))
         if not isinstance(found, Locality):
-            raise TypeError(f"{self.name}: its declared locality must be a Locality, found {found!r}")
+            raise TypeError(f"{self.name}: the declared locality must be a Locality, found {found!r}")
         return found
 
     @property
     def reads_params(self) -> bool:
-        """True if `init` or the update reads the values of the parameters."""
+        """True if ``init`` or ``update`` reads the values of the parameters, and not only their names and shapes."""
         declared = self.declaration.reads_params
         return declared if isinstance(declared, bool) else self._call(declared, self.arguments_at(0))
 
     @property
     def position(self) -> Position | None:
-        """The declared place of the transform in a chain, relative to the learning rate. None means any place."""
+        """The place in a chain that the transform requires, such as "before_learning_rate". None: any place."""
         declared = self.declaration.position
         return self._call(declared, self.arguments) if callable(declared) else declared
 
     def resolve(self, params: PyTree) -> Transform:
-        """Return the transform with arguments that depend on names and shapes evaluated for these parameters.
+        """Return an equal transform in which all choices that depend on names and full shapes of parameters are made.
 
-        For example, a predicate becomes a mask. The transforms that it calls are not resolved.
+        For example, a predicate over parameters becomes a mask. The transforms among its arguments are not resolved.
         """
         declared = self.declaration.resolve
         return self if declared is None else cast("Transform", declared(self, params))
 
     def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-        """Return an equal transform that takes leaves as stacks of matrices of shape ``(number, rows, columns)``.
+        """Return an equal transform that takes stacks of matrices as leaves of shape ``(number, rows, columns)``.
 
-        `shapes` are the shapes of some leaves by name. The second result has the shape of one matrix for each leaf
-        that is a stack.
+        `shapes` maps names of leaves to shapes. The second result maps each stack to ``(rows, columns)``.
         """
         declared = self.declaration.on_stacks
         if declared is not None:
@@ -186,7 +185,7 @@ class Transform(Recorded):
 
     @of_structure
     def name_patterns(self) -> tuple[NamePatterns, ...]:
-        """The parameter name globs in the arguments of this transform and of transforms within it."""
+        """The globs over parameter names in the arguments of this transform and of the transforms that it calls."""
         declared = self.declaration.name_patterns
         found = list(declared(self)) if declared is not None else []
         for part in self.children:
@@ -195,38 +194,39 @@ class Transform(Recorded):
 
     @Lazy
     def functions(self) -> definition.Functions:
-        """The functions that the constructor returned for the arguments."""
+        """The pair ``(init, update)`` that the constructor returned, without checks of their inputs."""
         return definition.Functions(*self.built)
 
     @of_structure
     def extras(self) -> Extras:
-        """The named extras in the signature of the update function, and in those of the transforms that it calls."""
+        """The extras (named arguments of ``update``) that this transform or a transform that it calls accepts."""
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
         return definition.extras_of(
             self.functions.update, [part.extras for part in self.children], calls_none=calls_none
         )
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Raise if a required extra is missing, or if no transform reads a given extra.
+        """Check the extras of a call of ``update`` (its named arguments, such as ``value=loss``).
 
         Raises:
-            TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
+            TypeError: a required extra is missing, or no transform accepts a given extra. The message lists the
+                accepted extras.
         """
         if extras or self.extras.required:
             definition.check_extras(list(within(self)), extras)
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if its update takes an extra such as ``sum_over_leaves``, so it can run on shards of leaves."""
+        """True if a TREE transform can run on shards, because it takes an extra such as ``sum_over_leaves``."""
         return not definition.ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure
     def keeps_donation_promise(self) -> bool:
-        """True if this transform and all within it take ``donate``, and so keep the promise of `Donation`."""
+        """True if this transform and all that it calls take the argument ``donate``, and so follow `Donation`."""
         return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
 
     def prepare(self) -> None:
-        """Call the constructor now, and cache the attributes that a traced update reads."""
+        """Call the constructor now, so that bad arguments raise early, and cache what a traced update reads."""
         if not torch.compiler.is_compiling():
             self._check_schedules()
         super().prepare()
@@ -236,23 +236,22 @@ class Transform(Recorded):
         _ = self.locality, self.extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
-        """Build the state for a tree of parameters.
+        """Return the initial state for a tree of parameters.
 
         Args:
-            params: any nest of dict, tuple, list and NamedTuple with floating tensors (or ``None``) as leaves; usually
-                ``{name: param.detach() for name, param in model.named_parameters()}``: parameters that require grad
-                would record every step. Meta tensors give a state of meta tensors.
+            params: a tree of dicts, tuples, lists and NamedTuples whose leaves are floating-point tensors or ``None``;
+                usually ``{name: param.detach() for name, param in model.named_parameters()}``. Without ``detach()``,
+                autograd would record every step. Meta tensors give a state of meta tensors.
 
         Returns:
-            A tree of tensors, whose dtypes, shapes and devices never change.
+            A tree of tensors. No update changes their shapes, dtypes and devices.
 
         Raises:
-            TypeError: a leaf is not a dense tensor of a floating dtype of 16 bits or more; the message names it, and
-                advises on sparse, complex, nested, quantized and eight-bit tensors.
-            ValueError: two leaves have the same name.
+            TypeError: a leaf is not a dense real floating-point tensor of 16 bits or more. The message names it.
+            ValueError: two leaves have the same dotted name.
 
         Warns:
-            UserWarning: a pattern over names in an argument matches no parameter; the message lists close names.
+            UserWarning: a pattern over parameter names in an argument matches no parameter.
         """
         if not torch.compiler.is_compiling():
             checks.check_params(params)
@@ -262,27 +261,29 @@ class Transform(Recorded):
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
     ) -> tuple[PyTree, PyTree]:
-        """Map updates to new updates and the state to the next state.
+        """Return the new updates and the next state. No input is modified, unless it is donated.
 
         Args:
-            updates: gradients, or another transform's updates; a tree like the parameters; ``None`` leaves are absent.
-            state: what `init` or the previous `update` returned.
-            params: the parameters, for the transforms that need them.
-            donate: ``True`` promises that updates and state are not used again; their storage may be overwritten.
-            **extras: named values for the transforms whose signatures name them, such as ``value=loss``.
+            updates: gradients, or the updates of another transform: a tree with the structure of the parameters. If a
+                leaf is ``None``, its parameter gets no update.
+            state: the result of `init`, or the state that the previous `update` returned.
+            params: the parameters. Transforms such as weight decay need them.
+            donate: ``True`` is the promise not to use ``updates`` and ``state`` again, so their storage may be
+                overwritten. A `Donation` promises this for one of them. The returned values are the same.
+            **extras: further named arguments, such as ``value=loss``. Each transform receives those that it accepts.
 
         Returns:
-            The new updates, in structure, shape and dtype like the incoming ones, and the next state.
+            The new updates, with the structure, shapes and dtypes of ``updates``, and the next state.
 
         Raises:
-            TypeError: a leaf of the updates is not a floating-point tensor, or differs in kind from its parameter; an
-                extra is missing, or no transform within reads it (the message lists the extras that are read).
+            TypeError: a leaf is not a floating-point tensor; a required extra is missing, or no transform accepts a
+                given extra.
             ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
-                parameters. Each message names the leaf. Nothing has been changed when an error is raised.
+                parameters. The message names the leaf. No input has been changed when an error is raised.
 
         Warns:
-            UserWarning: only the parameters carry the graph of earlier steps, outside of ``torch.func``: they were
-                not detached, so that the graphs of all steps are kept.
+            UserWarning: the parameters, but not the updates, have an autograd graph of earlier steps: they were not
+                detached, so the graph grows with every step.
         """
         if not torch.compiler.is_compiling():
             leaves, treedef, specs = checks.check_update(updates, params)
@@ -305,11 +306,8 @@ class Transform(Recorded):
     def _expected_state(
         self, leaves: list[Any], treedef: Structure, specs: list[checks.LeafSpec]
     ) -> checks.ExpectedState | None:
-        """Return the state that `init` returns on the meta device, once for each shape, for leaves with these specs.
-
-        None: unknown. If gradients replace the parameters, a None leaf may still have a parameter and a state.
-        """
-        # The state may hold the numbers, so their shapes matter.
+        """Return what a state must look like, from ``init`` on the meta device; None if a leaf is None."""
+        # A state may contain copies of numeric arguments, so their shapes matter.
         numbers = tuple([part.shape for part in self.tensors]) if self.tensors else ()
         if any(numbers):
             check_numbers(self)
@@ -317,7 +315,7 @@ class Transform(Recorded):
         known: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
         found = known.get(key)
         if found is None:
-            if None in specs:
+            if None in specs:  # without params, a leaf with a None gradient may still have a parameter and a state
                 return None
             on_meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
             meta = tree.unflatten(treedef, on_meta)
@@ -327,7 +325,7 @@ class Transform(Recorded):
         return found
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
-        """Call the update function without checking the trees, with the extras that its signature names."""
+        """Call the update function with the extras that it accepts, without the checks of `update`."""
         names, takes_all, *_ = self.extras
         given = extras
         if extras and not takes_all:
@@ -358,19 +356,21 @@ def within(tx: Transform) -> Iterator[Transform]:
 
 
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
-    """Name each transform: its explicit name, or its own name with a suffix if that name repeats."""
+    """Return the members of a chain by name: an explicit name, or the transform's name with a suffix if it repeats."""
     entries: dict[str, Transform] = {}
     for place, entry in enumerate(transforms):
         explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
         if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
+            called = getattr(entry, "__name__", None) if callable(entry) else None
             raise TypeError(
-                f"{of}: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
-                + ("; call the factory to get a transform" if callable(entry) else "")
-                + (f"; give them one by one: {of}(*transforms)" if isinstance(entry, list) else "")
+                f"{of}: argument {place} is {entry!r}, expected a Transform or a pair (name, Transform)"
+                + (f": call it, as in {called}()" if called else "")
+                + (f": unpack the list, {of}(*transforms)" if isinstance(entry, list) else "")
             )
         name = explicit or tx.name
         if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
-            raise ValueError(f"{of}: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
+            expected = "expected a nonempty name without '.' or '/' that no other transform of the chain has"
+            raise ValueError(f"{of}: found the name {explicit!r}, {expected}: choose another")
         count = 1
         while name in entries:
             count += 1
@@ -380,7 +380,7 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
 
 
 def require_transform(name: str, value: object) -> None:
-    """Require a `Transform` as an argument; the error advises on uncalled factories and on models."""
+    """Raise TypeError unless an argument is a `Transform`, with advice if it is an uncalled factory or a model."""
     if isinstance(value, Transform):
         return
     kind = type(value).__name__

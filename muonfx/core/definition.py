@@ -1,4 +1,4 @@
-"""The definition of a transform: its constructor, the options of the decorator, and the signatures of its functions."""
+"""The definition of a factory: its constructor, the options of `transform`, and checks of ``init`` and ``update``."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from muonfx.tree.arguments import did_you_mean, kinds_of
 V = TypeVar("V")
 
 Memory = dict[object, Any]
-"""A constructor's cache, which exists as long as the structure of the value; its keys determine the results."""
+"""The cache that a constructor under ``with_memory`` receives. Each result must be determined by its key."""
 
 
-# The kinds of a `ScalarOrSchedule`. Its constructor gets the number of each step, a float or a 0-d tensor.
+# The names of the types in an annotation `ScalarOrSchedule`, for which a constructor gets the number of each step.
 _BY_STEP = frozenset({"Tensor", "Schedule"})
 _SCALAR = _BY_STEP | {"float", "None"}
 
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A factory's constructor, its parsed signature, and the arguments of the decorator."""
+    """The definition of a factory: the decorated constructor, its parsed signature and the decorator's arguments."""
 
     constructor: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
-    """The recorded parameters."""
+    """The parameters of the constructor, without its `Memory`."""
     kinds: tuple[tuple[str, str], ...]
-    """Name and kind of each parameter, as strings that can be traced."""
+    """Name and kind of each parameter, as strings because torch.compile can trace these."""
     plain: Mapping[str, frozenset[str]]
-    """The plain types that each parameter's annotation accepts."""
+    """By parameter, the names of the types that its annotation accepts, such as "float"."""
     name: str | None
-    """The declared public name."""
+    """The permanent public name, such as "acme.my_momentum", or None."""
     remembers: bool
-    """True if the constructor takes a `Memory` as its first argument."""
+    """True if the constructor takes a cache (`Memory`) as its first argument."""
     transparent: bool
-    """True if a value represents its only part and adds nothing to that part's name."""
+    """True if a value of this factory represents its only part, and adds nothing to the dotted name of that part."""
     is_ours: bool
-    """True if the constructor belongs to this package, whose tests check what its functions return."""
+    """True if the constructor belongs to muonfx, whose tests already check the results of ``init`` and ``update``."""
     declaration: object
-    """Further options of the decorator, such as a `Declaration`."""
+    """Further options of the decorator; for `transform`, a `Declaration`."""
 
     def as_float(self, name: str, value: Any) -> object:
-        """Convert an int to a float if the annotation of the parameter is float."""
+        """Return an argument, converted from int to float if the annotation of its parameter is float."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
         return float(value) if is_int and "float" in self.plain[name] else value
 
 
 class Factory(Protocol):
-    """A decorated constructor."""
+    """A decorated constructor: a function that returns a `Recorded` value, such as a `Transform`."""
 
     definition: Definition
     __name__: str
@@ -66,7 +66,7 @@ class Factory(Protocol):
     __signature__: inspect.Signature
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Record a call."""
+        """Return the value that records this call."""
         ...
 
 
@@ -78,7 +78,7 @@ def make_factory(
     name: str | None = None,
     transparent: bool = False,
 ) -> Any:
-    """Turn a function into a factory of recorded values with the function's name, signature and docstring."""
+    """Return a factory that creates values of a class `kind`, with the constructor's name, signature and docstring."""
 
     @functools.wraps(constructor)
     def call(*args: object, **kwargs: object) -> Any:
@@ -104,7 +104,7 @@ def make_factory(
 
 
 class Lazy(Generic[V]):
-    """An attribute that is computed when it is first read, and is then a plain attribute of the value."""
+    """A cached property: computed at the first read and stored as an attribute, but not while torch.compile traces."""
 
     def __init__(self, compute: Callable[[Any], V]) -> None:
         self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
@@ -132,7 +132,7 @@ class _OfStructure(Lazy[V]):
 
 
 def of_structure(compute: Callable[[Any], V]) -> V:
-    """Make an attribute that follows from the structure of a value; all values of the structure share it."""
+    """Cache a property for all values of one `Structure`, which are the values that differ only in numbers."""
     return cast("V", _OfStructure(compute))
 
 
@@ -149,35 +149,38 @@ Position = Literal[
     "observer",
     "last_observer",
 ]
-"""The place of a transform in a chain; `muonfx.transform` documents each value."""
+"""The place of a transform in a chain relative to the learning rate; `muonfx.transform` describes each value."""
 
 InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, PyTree]]]
-"""The pair of functions ``init, update`` that a function under `transform` returns."""
+"""The pair ``(init, update)`` that a function decorated with `transform` returns."""
 
 LeafCost = Callable[[str, tuple[int, ...], torch.dtype], float]
-"""``(name, shape, dtype) -> operations`` for one leaf of the updates; a multiply-add counts as two operations."""
+"""A function ``(name, shape, dtype) -> operations`` for one leaf of the updates; a multiply-add is two operations."""
 
 
 class Locality(IntEnum):
-    """The part of the tree that a transform reads to compute one element of its output, from least to most.
+    """The part of the tree that a transform reads to compute one element of the updates that it returns.
+
+    The sharding layer relies on it: an ELEMENT transform runs on shards, and a MATRIX transform receives whole
+    matrices. The values are ordered, so the locality of a chain is the maximum over its members.
 
     >>> max(Locality.ELEMENT, Locality.MATRIX).name
     'MATRIX'
     """
 
     ELEMENT = 0
-    """The same element of the updates, state and parameters, and scalars."""
+    """Reads the same element of the updates, the state and the parameters, and scalars such as a step count."""
     MATRIX = 1
-    """The matrix that contains the element (the last two dims of its leaf); batch dims are independent."""
+    """Reads the matrix that contains the element: the last two dims of its leaf. Leading dims are batch dims."""
     LEAF = 2
-    """The leaf that contains the element."""
+    """Reads the whole leaf (the tensor of one parameter) that contains the element."""
     TREE = 3
-    """The whole tree."""
+    """Reads all leaves of the tree, as clipping by the global norm does."""
 
 
 @dataclass(frozen=True)
 class Combinator:
-    """How a transform runs the transforms that it calls, for the option ``combinator`` of `muonfx.transform`.
+    """How a wrapper (a transform with transforms as arguments) calls them; an option of `muonfx.transform`.
 
     Raises:
         TypeError: ``own_locality`` is neither a `Locality` nor None.
@@ -187,13 +190,14 @@ class Combinator:
     """
 
     own_locality: Locality | None = None
-    """The locality of its own computation, without the transforms that it calls. Declare it if each called transform
-    receives a tree of some of the leaves; a sharded run can then replace the called transforms. None: unknown."""
+    """The locality of the wrapper's own computation, without the transforms that it calls. Declare it if each called
+    transform receives a tree with some or all of the leaves. On sharded parameters, the called transforms then run by
+    their own localities. None: unknown, so the wrapper and the called transforms run together."""
     in_sequence: bool = False
-    """True if it calls its parts in sequence, as `chain` does, and does nothing else. Each part receives the output of
-    the previous part and all named extras. The state is a dict by the names of the parts."""
+    """True if the wrapper does nothing but call its transforms in sequence, as `chain` does. Each receives the updates
+    of the previous one and all extras. The state is a dict from their names to their states."""
     varies_numbers: bool = False
-    """True if the called transforms differ in numeric arguments only, so that they share one execution plan."""
+    """True if the called transforms differ in numeric arguments only, so that one of them describes how all run."""
 
     def __post_init__(self) -> None:
         if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
@@ -202,7 +206,7 @@ class Combinator:
 
 @dataclass(frozen=True)
 class Declaration:
-    """The options of `muonfx.transform`, which documents each field."""
+    """The options of `muonfx.transform` as a value; its docstring describes each field."""
 
     locality: Locality | Callable[..., Locality] = Locality.TREE
     combinator: Combinator = Combinator()
@@ -238,7 +242,7 @@ class Declaration:
 
 
 def sum_over_leaves(scalars: PyTree) -> Tensor:
-    """Add up a tree of tensors of one shape, such as 0-d: the extra ``sum_over_leaves`` in a single process."""
+    """Sum the tensors of a tree, which have one shape: the extra ``sum_over_leaves`` of an update in one process."""
     found = list(tree.tensors(scalars))
     if not found:
         return torch.zeros(())
@@ -246,35 +250,36 @@ def sum_over_leaves(scalars: PyTree) -> Tensor:
 
 
 class Functions(NamedTuple):
-    """The unchecked ``init`` and ``update`` of a transform, by name."""
+    """The functions that a constructor returned, without the checks of `Transform.init` and `Transform.update`."""
 
     init: Callable[[PyTree], PyTree]
     update: Callable[..., tuple[PyTree, PyTree]]
 
 
 class Extras(NamedTuple):
-    """The named extras in the signature of an update function."""
+    """The extras (named arguments, such as ``value=loss``) that an update function accepts."""
 
     named: frozenset[str]
+    """The keyword-only arguments in the signature of the function."""
     takes_all: bool
     """True if the function has ``**extras``, which it forwards to the transforms that it calls."""
     required: frozenset[str]
-    """Extras that the function, or a transform that it calls, cannot run without."""
+    """Extras without a default, of the function or of a transform that it calls."""
     understood: frozenset[str] | None
-    """Extras of training loops that the function, or a transform that it calls, reads. None: any may be read."""
+    """Extras that a training loop may give, for the function or a transform that it calls. None: any extra."""
 
 
 ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
-"""Extras with which a TREE transform can run on a shard of each leaf. It then receives shards, not whole leaves."""
+"""Extras that compute over ranks. A TREE transform that names one of them runs on shards, not on gathered leaves."""
 
 _OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
-"""Extras that callers of transforms supply, not training loops."""
+"""Extras that muonfx supplies to an update, so that a training loop need not."""
 
-_FORMS = ("(params)", "(updates, state, params=None), and named extras by keyword only")
+_FORMS = ("(params)", "(updates, state, params=None), and extra arguments by keyword only")
 
 
 def check_functions(owner: str, built: object) -> None:
-    """Require that a constructor returned ``init`` and ``update`` with signatures that fit their calls."""
+    """Raise TypeError unless a constructor returned ``(init, update)`` with the expected signatures."""
     if not (isinstance(built, tuple) and len(built) == 2 and all(map(callable, built))):
         raise TypeError(
             f"{owner}: the decorated function must return (init, update), two functions, found {type(built).__name__}"
@@ -292,9 +297,9 @@ def check_functions(owner: str, built: object) -> None:
 
 
 def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_none: bool) -> Extras:
-    """Return the named extras of an update function, from its signature and the extras of the transforms it calls.
+    """Return the `Extras` of an update function, from its signature and the extras of the transforms that it calls.
 
-    With `calls_none`, a function with ``**extras`` reads them itself.
+    If the function calls no transforms (`calls_none`) and has ``**extras``, it may read any extra.
     """
     named, required, takes_all = set[str](), set[str](), False
     for parameter in inspect.signature(update).parameters.values():
@@ -311,13 +316,13 @@ def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_
 
 
 def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
-    """Raise if a required extra is missing or a given extra is unread; `within` lists outer transforms first."""
+    """Raise TypeError if an extra is missing or not accepted by `within`: a transform and all that it calls."""
     tx = within[0]
     missing = sorted(tx.extras.required - extras.keys())
     if missing:
         innermost = [part for part in within if missing[0] in part.extras.required][-1]
         raise TypeError(
-            f"{innermost.name} needs the named extra {missing[0]}: give update(..., {missing[0]}=...), or "
+            f"{innermost.name}: the extra argument {missing[0]} is missing: call update(..., {missing[0]}=...) or "
             f"optimizer.step({missing[0]}=...)"
         )
     if not extras:
@@ -325,10 +330,11 @@ def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
     known = tx.extras.understood
     unknown = [] if known is None else sorted(extras.keys() - known - _OUR_EXTRAS)
     if known is not None and unknown:
+        expected = f"one of {', '.join(sorted(known))}" if known else "no extra argument"
         raise TypeError(
-            f"{tx.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], known)}; "
-            f"it reads {', '.join(sorted(known)) or 'none'}. A transform reads the extras that its update's "
-            "signature names"
+            f"{tx.name}: found the extra argument {unknown[0]}{did_you_mean(unknown[0], known)}, which no transform in "
+            f"it accepts; expected {expected}. To accept it, add a keyword-only argument {unknown[0]} to the update of "
+            "a transform"
         )
     for part in () if torch.compiler.is_compiling() else within:
         if part.declaration.check_extras is not None:

@@ -1,4 +1,4 @@
-"""Donation: which arguments of an update may be overwritten, and which of their leaves share memory."""
+"""Donation: the promise of a caller not to use inputs again, and the search for tensors that share memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from muonfx.tree.tracing import functorch_is_active, is_traced
 
 
 class Donation(NamedTuple):
-    """The inputs of ``update`` that the caller promises not to use again, so their storage may be reused.
+    """The inputs of ``update`` that the caller promises not to use again, so that their storage may be overwritten.
 
-    ``update(..., donate=True)`` donates both, as does ``Donation(updates=True, state=True)``. A transform that names
-    ``donate`` in its ``update`` signature receives this value, and promises in turn: its updates never share storage
-    with its new state or with each other, nor with the incoming updates unless these were donated or it returns the
-    very same tensor.
+    ``update(..., donate=True)`` donates the updates and the state, as does ``Donation(updates=True, state=True)``. The
+    results are the same as without a donation.
+
+    A transform receives this value if its ``update`` has the argument ``donate``. Its author promises in turn that the
+    returned updates share storage neither with each other nor with the new state. They may share it with the incoming
+    updates only if these were donated, or if the same tensor is returned.
 
     >>> Donation.of(True)
     Donation(updates=True, state=True)
     """
 
     updates: bool = False
+    """True if the incoming updates may be overwritten."""
     state: bool = False
+    """True if the incoming state may be overwritten."""
 
     @classmethod
     def of(cls, donate: bool | Donation) -> Donation:
-        """Convert the ``donate`` argument of ``update`` to a `Donation`.
+        """Convert the argument ``donate`` of ``update`` to a `Donation`; a bool applies to updates and state.
 
         Raises:
             TypeError: ``donate`` is neither a bool nor a `Donation` of bools.
@@ -47,7 +51,7 @@ NOTHING = Donation()
 
 
 def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -> tuple[Donation, PyTree, PyTree]:
-    """Copy each donated leaf that shares memory; in a graph or under ``torch.func``, donate nothing."""
+    """Return the inputs with copies of donated leaves that share memory; donate nothing while tracing."""
     if not (donate.updates or donate.state):
         return donate, updates, state
     if functorch_is_active() or is_traced():
@@ -62,7 +66,7 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
 
 
 def copied_where_shared(given: list[Any], others: list[Any]) -> list[Any]:
-    """Copy the leaves of the first list that share memory with another leaf of either list."""
+    """Return the list ``given``, with a copy of each tensor that shares memory with another tensor of either list."""
     leaves = [*given, *others]
     if not (functorch_is_active() or is_traced()):
         shared = _sharing(leaves)
@@ -75,7 +79,7 @@ def copied_where_shared(given: list[Any], others: list[Any]) -> list[Any]:
 
 
 def _copied(given: PyTree, places: set[int]) -> PyTree:
-    """Copy the leaves at the given indices."""
+    """Return a tree with copies of the leaves at some indices."""
     if not places:
         return given
     leaves, treedef = tree.flatten(given)
@@ -83,7 +87,7 @@ def _copied(given: PyTree, places: set[int]) -> PyTree:
 
 
 def _sharing(leaves: Sequence[Any]) -> set[int]:
-    """Return the indices of leaves that share memory with another leaf or overlap themselves."""
+    """Return the indices of tensors that share memory with another tensor, or have overlapping elements."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     held = [leaves[place] for place in places]
     if not PLAIN.issuperset(map(type, held)):
@@ -92,7 +96,7 @@ def _sharing(leaves: Sequence[Any]) -> set[int]:
 
 
 def _in_memory(leaf: Tensor) -> Tensor:
-    """Return the tensor that holds a leaf's elements, such as the local tensor of a DTensor."""
+    """Return the plain tensor with the elements of a leaf, such as the local tensor of a DTensor."""
     while type(leaf) not in PLAIN and hasattr(leaf, "__tensor_flatten__"):
         inner: Any = leaf
         leaf = getattr(inner, inner.__tensor_flatten__()[0][0])
@@ -100,13 +104,13 @@ def _in_memory(leaf: Tensor) -> Tensor:
 
 
 def check_writable(what: str, params: PyTree) -> None:
-    """Require parameters without overlapping elements, so that updates can be added in place."""
+    """Raise ValueError if a parameter has elements that share memory, so that it cannot be updated in place."""
     for place, leaf in enumerate(tree.leaves(params)):
         if type(leaf) in PLAIN and leaf.is_contiguous():
             continue
         if isinstance(leaf, Tensor) and overlaps_itself(_in_memory(leaf)):
             raise ValueError(
-                f"{what}: {tree.names(params)[place]!r} of shape {tuple(leaf.shape)} and strides {leaf.stride()} has "
-                "several elements in one place of memory, as an expanded tensor has, and cannot be written to in "
-                "place; give it memory of its own with .clone()"
+                f"{what}: {tree.names(params)[place]!r} has shape {tuple(leaf.shape)} and strides {leaf.stride()}, so "
+                "several elements share memory (as after expand()), expected a tensor that can be modified in place: "
+                "pass a .clone() of it"
             )

@@ -52,66 +52,75 @@ def transform(
 def transform(
     constructor: Callable[..., InitAndUpdate] | None = None, *, name: str | None = None, **options: Any
 ) -> Any:
-    """Make a factory of transforms from a function that returns ``init`` and ``update``.
+    """Decorate a function that returns ``(init, update)``, so that calling it creates a `Transform`.
 
-    The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
-    view. Validate arguments in the body with the functions of `muonfx.core.checks`, which skip tensors: the body runs
-    at the call, and again with traced values whenever ``torch.func`` has rebuilt the transform. An argument that is
-    annotated ``float`` or `ScalarOrSchedule` also accepts a schedule: the body then runs at every update with the
-    number of that step, and the state is a `ScheduledState`.
+    The decorated function is called the constructor. It runs once when a transform is created, so check arguments
+    there, with the functions of `muonfx.core.checks`. It runs again if ``torch.func`` replaces numbers by traced
+    tensors, which these checks accept. The numeric arguments become the leaves of the transform as a pytree.
 
-    Only ``locality`` deserves thought. The other options let the sharding layer save work; their defaults are always
-    correct.
+    An argument annotated ``float`` or `ScalarOrSchedule` also accepts a schedule. The constructor then runs at every
+    update with the number of that step, and the state is a `ScheduledState`.
+
+    Most transforms need only ``locality``. The other options save work when parameters are sharded, or improve error
+    messages. Their defaults are always correct.
 
     Args:
-        constructor: the function; its name becomes the transform's name unless one is declared. Its ``update`` takes
-            ``(updates, state, params)`` and, keyword-only, the extras that it reads. A TREE transform that names the
-            extra ``sum_over_leaves``, ``max_over_ranks`` or ``shard`` receives a rank's shards of leaves and these
-            functions over ranks; any other TREE transform receives the gathered tree.
-        **options: the other options, each described below.
-        name: a public name that stays if the function moves or is renamed, such as "acme.my_momentum". Fingerprints
-            in checkpoints contain it, and its last part is the key of the state in a chain. None: the function's
-            module and name, so that moving the function changes the fingerprint.
-        locality: a `Locality`, or a function of the constructor's arguments that returns one. The default TREE is
-            always correct.
-        combinator: how the transform runs the transforms that it calls. A wrapper usually declares its
-            ``own_locality`` here.
+        constructor: the decorated function. Its ``update`` takes ``(updates, state, params)`` and, as keyword-only
+            arguments, the extras that it reads (named arguments of an update, such as ``value=loss``). Three extras
+            are supplied automatically: ``sum_over_leaves``, ``max_over_ranks`` and ``shard``. On sharded parameters, a
+            transform of locality TREE that names one of them receives this rank's shards. Any other TREE transform
+            receives the gathered tensors.
+        **options: the options described below.
+        name: a permanent public name, such as "acme.my_momentum", which checkpoints use to identify the transform. Its
+            last part is the key of the state in a chain. None: the module and the name of the function, so that
+            checkpoints no longer match if the function is moved or renamed.
+        locality: the part of the tree that an output element depends on: a `Locality`, or a function of the
+            constructor's arguments that returns one. The default TREE is always correct.
+        combinator: for a transform with other transforms as arguments, a `Combinator` that describes how it calls
+            them. A wrapper usually declares ``own_locality``.
         reads_params: whether ``init`` or ``update`` reads the values of the parameters: a bool, or a function of the
-            arguments. If False, a sharded run sends no parameters: ``init`` receives NaN, and ``update`` None.
-        resolve: ``(transform, params) -> transform``: the same transform with everything decided that depends on the
-            names and shapes of the parameters, so that it also works on shards. The state does not change.
-        rounds_to: ``(transform, dtype, device) -> dtype``: the dtype to which updates of a dtype are rounded before
-            any other work. The result has no higher precision.
-        on_stacks: ``(transform, shapes) -> (transform, matrices)``: given some leaves by name, the leaves that are
-            stacks of independent matrices, contiguous in memory, with the shape of one matrix; and the same transform
-            for these leaves in the shape ``(number, rows, columns)``. None: the leading dims of a MATRIX transform.
-        name_patterns: ``(transform) -> patterns``: the globs over parameter names in its arguments. `init` warns of
-            a glob that matches nothing.
-        check_extras: ``(transform, extras)``: raises if the value of a named extra is wrong. It runs before a step, on
-            all ranks, with the transform as given and, under an optimizer or over ranks, as resolved.
+            constructor's arguments. If False, sharded parameters are not gathered for it: ``init`` may receive NaN
+            values, and ``update`` may receive ``params=None``.
+        resolve: ``(transform, params) -> transform``. Returns an equal transform whose choices by names and full shapes
+            are already made, for example with a mask in place of a predicate, so that it also works on shards. The
+            state must not change.
+        rounds_to: ``(transform, dtype, device) -> dtype``. Returns the dtype to which updates are rounded before all
+            other work. They may then be sent between ranks in this dtype. It has at most the precision of ``dtype``.
+        on_stacks: ``(transform, shapes) -> (transform, matrices)``. ``shapes`` maps names to shapes. ``matrices`` maps
+            the name of each leaf that is a contiguous stack of independent matrices to the shape of one matrix. The
+            returned transform takes these leaves as ``(number, rows, columns)``. None: for a MATRIX transform, every
+            leaf with more than two dims is a stack.
+        name_patterns: ``(transform) -> patterns``. Returns the globs over parameter names in its arguments, as
+            `muonfx.core.patterns.NamePatterns`. ``init`` warns of a glob that matches no parameter.
+        check_extras: ``(transform, extras) -> None``. Raises if the value of an extra is invalid. It runs before each
+            step that has extras, on every rank.
         position: the place in a chain relative to the learning rate, or a function of the arguments that returns it.
-            A `chain` raises if the order gives wrong numbers, and warns if it is probably a mistake. None: anywhere.
+            A `chain` raises if the order gives wrong updates, and warns if it is probably a mistake. None: any place.
 
-            - "learning_rate": it reverses updates, from the direction of the gradient to the direction that is added
-              to the parameters. At most one may act on a parameter.
+            - "learning_rate": it changes updates from the direction of the gradient to the direction that is added to
+              the parameters. At most one may act on a parameter.
             - "before_learning_rate": it requires updates in the direction of the gradient.
-            - "sets_size": the size of its input does not matter, so that a learning rate before it has no effect.
-            - "after_learning_rate": it requires updates as they are added to the parameters.
+            - "sets_size": its output does not depend on the size of its input, so a learning rate before it has no
+              effect.
+            - "after_learning_rate": it requires the updates that are added to the parameters.
             - "last": as "after_learning_rate", and only observers may follow it.
             - "observer": it returns its updates unchanged. "last_observer" combines "last" and "observer".
-            - "turns": it reverses the direction without being a learning rate, as a negative scale does.
-            - "either_sign": the direction of its updates is unknown.
-        cost: ``(transform, device, dtype) -> cost``: the operations of the update as a function of a leaf's name,
-            shape and dtype, by which a sharded run assigns matrices to ranks. `device` is a kind of device, and `dtype`
-            the dtype in which "auto" computes. All ranks must find the same cost, so it must not depend on the machine.
-        short_names: the numeric argument for a key of a torch optimizer's groups, or a tuple of several:
-            ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without it, the key is the dotted name.
+            - "turns": it reverses the sign of updates without being a learning rate, as a negative scale does.
+            - "either_sign": the sign of its updates is unknown.
+        cost: ``(transform, device, dtype) -> function``. The returned function maps the name, shape and dtype of a leaf
+            to the operations of its update, by which matrices are assigned to ranks. ``device`` is a device type, and
+            ``dtype`` the dtype in which matrix products with the option "auto" are computed. The result must be the
+            same on all ranks.
+        short_names: the keys of the numeric arguments in the param groups of `TransformOptimizer`:
+            ``{"eps": "eps", "betas": ("b1", "b2")}``. A tuple combines several arguments. Arguments without a short
+            name have their dotted name as key, as in `muonfx.hyperparams`.
 
     Returns:
-        A factory with the constructor's name, signature and docstring.
+        A factory: a function with the constructor's name, signature and docstring that returns a `Transform`.
 
     Raises:
-        ValueError: ``name`` is not made of identifiers and dots.
+        TypeError: an option has a wrong type.
+        ValueError: ``name`` is not made of identifiers and dots, or ``position`` is unknown.
 
     Example:
         >>> import muonfx as mfx
@@ -140,10 +149,10 @@ def transform(
 
 
 def with_memory(constructor: Callable[Concatenate[Memory, P], InitAndUpdate]) -> Callable[P, InitAndUpdate]:
-    """Give a constructor under `transform` a dict as its first argument, which is not an argument of the factory.
+    """Pass a cache to a constructor as its first argument; callers of the decorated factory do not see it.
 
-    The dict lives as long as the transform's structure, also if ``torch.func`` or `with_hyperparams` rebuilds the
-    transform at every step. It is for results that names, shapes and dtypes decide.
+    The cache is a dict for results that depend on names, shapes and dtypes only. All transforms that differ only in
+    numbers share it, so it is kept if ``torch.func`` or `with_hyperparams` rebuilds a transform at every step.
     """
     _, *rest = inspect.signature(constructor).parameters.values()
     marked: Any = constructor

@@ -1,8 +1,8 @@
-"""The numeric arguments of a transform as data: listed, replaced, batched or differentiated.
+"""Functions that list, replace, batch or convert the numeric arguments (hyperparameters) of a transform.
 
 A transform is a pytree whose leaves are its numeric arguments. `hyperparams` lists the leaves by name and
 `with_hyperparams` replaces some. `stack` batches the leaves of several transforms for ``torch.func.vmap``. `as_tensors`
-converts the leaves to tensors for ``torch.func.grad`` and for compiled steps whose numbers change.
+converts the leaves to tensors for ``torch.func.grad``, and for compiled steps with numbers that change.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ R = TypeVar("R", bound=Recorded)
 
 
 def hyperparams(tx: Recorded) -> dict[str, float | Tensor]:
-    """Return the numeric arguments of a transform and of the transforms within it, by dotted name.
+    """Return the numeric arguments of a transform, and of all transforms that it calls, by dotted name.
+
+    Args:
+        tx: a transform or a schedule. For a muonfx optimizer, pass ``optimizer.tx``.
+
+    Returns:
+        A dict from names such as "momentum.decay" to floats or 0-d tensors.
 
     Raises:
-        TypeError: `tx` is not a transform. For a muonfx optimizer, pass `optimizer.tx`.
+        TypeError: ``tx`` is not a transform or a schedule.
 
     >>> import muonfx as mfx
     >>> hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)))
@@ -39,19 +45,23 @@ def _check_recorded(owner: str, tx: object) -> None:
         return
     advice = ""
     if isinstance(tx, torch.optim.Optimizer):
-        advice = f"; of a muonfx optimizer, {owner}(optimizer.tx); the numbers of each group are in its param_groups"
+        advice = f"; for a muonfx optimizer use {owner}(optimizer.tx), or its param_groups for current numbers"
     elif hasattr(tx, "definition"):
         advice = "; call the factory to get a transform"
     raise TypeError(f"{owner}: expected a transform, found {getattr(tx, '__name__', type(tx).__name__)}{advice}")
 
 
 def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
-    """Return a copy of a transform with some numeric arguments replaced, by their names in `hyperparams`.
+    """Return a copy of a transform with some numeric arguments replaced.
 
-    The new values are not validated, so they may be traced tensors.
+    Args:
+        tx: a transform.
+        changes: a dict from names, as `hyperparams` returns them, to new numbers. The range of the numbers is not
+            checked, so they may be traced tensors.
 
     Raises:
-        KeyError: the transform has no such name; the message lists its names.
+        KeyError: the transform has no numeric argument of a name. The message lists the names.
+        TypeError: ``tx`` is not a transform.
 
     >>> import muonfx as mfx
     >>> with_hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {"scale.factor": -0.2})
@@ -66,16 +76,16 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
 
 
 def stack(transforms: Sequence[R]) -> R:
-    """Stack the numeric arguments of several transforms into one transform, for ``torch.func.vmap``.
+    """Stack several transforms into one transform, to run all of them at once with ``torch.func.vmap``.
 
     Args:
-        transforms: transforms that differ in numeric arguments only.
+        transforms: transforms that differ only in their numeric arguments, for example in the learning rate.
 
     Returns:
-        A transform whose leaves are float64 tensors of shape (number of transforms, ...).
+        A transform in which each numeric argument is a tensor of shape ``(len(transforms),)``: float64 for floats.
 
     Raises:
-        ValueError: there are none, or they differ in more than numbers.
+        ValueError: no transform was given, or the transforms differ in other than numeric arguments.
 
     Example:
         >>> import muonfx as mfx
@@ -91,15 +101,20 @@ def stack(transforms: Sequence[R]) -> R:
     for place, (_, treedef) in enumerate(flattened):
         if treedef != flattened[0][1]:
             raise ValueError(
-                f"stack: transforms must differ in numeric arguments only, but number {place}, {transforms[place]!r}, "
-                f"has another structure than {transforms[0]!r}"
+                f"stack: transform {place} is {transforms[place]!r}, expected the structure of transform 0, "
+                f"{transforms[0]!r}: stacked transforms may differ in numeric arguments only"
             )
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
     return tree.unflatten(flattened[0][1], [torch.stack([_tensor(x) for x in column]) for column in columns])
 
 
 def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> R:
-    """Convert the numeric arguments of a transform to 0-d tensors, so that ``torch.func.grad`` can differentiate them.
+    """Return a copy of a transform whose numeric arguments are tensors, as ``torch.func.grad`` requires.
+
+    Args:
+        tx: a transform.
+        dtype: the dtype of the tensors.
+        device: the device of the tensors. None: the device of tensors that are given, and the default device otherwise.
 
     Example:
         >>> import muonfx as mfx
@@ -117,13 +132,13 @@ def _tensor(value: object) -> Tensor:
 
 
 def check_numbers(value: Recorded) -> None:
-    """Require that each number of a transform and of its parts is a Python number or a 0-d tensor."""
+    """Raise ValueError if a numeric argument of a transform, or of a transform that it calls, has dims."""
     for name, kinds in sorted(value.factory.definition.plain.items()):
         number = value.arguments[name] if "float" in kinds else None
         if isinstance(number, Tensor) and number.ndim:
             raise ValueError(
                 f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
-                f"{tuple(number.shape)}; several at once: torch.func.vmap over a muonfx.stack"
+                f"{tuple(number.shape)}; to run several values at once, use torch.func.vmap over a muonfx.stack"
             )
     for part in value.parts:
         if isinstance(part, Recorded):

@@ -1,8 +1,8 @@
-"""Stable names and texts of functions and values, the same in every process and every version.
+"""Names and texts of arguments: for fingerprints, the same in every process and version; for ``repr``, as Python code.
 
-A fingerprint is a hash of these texts and is stored in checkpoints for years. A text must therefore not depend on the
-file that defines a muonfx function, a memory address, the order of a set, or the name ``__main__`` of a script that
-another script imports.
+A fingerprint of a transform is a hash of such texts and is stored in checkpoints. A text must therefore not depend on
+the file that defines a muonfx function, a memory address, or the order of a set. Nor may it depend on whether a script
+is run (as ``__main__``) or imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def public_name(value: Any) -> str:
-    """Return the stable name of a function, class or factory; names in muonfx omit the submodule."""
+    """Return the dotted name of a function, class or factory, such as "muonfx.momentum" (without submodules)."""
     declared = getattr(getattr(value, "definition", None), "name", None)
     if declared is not None:
         return str(declared)
@@ -44,6 +44,7 @@ def public_name(value: Any) -> str:
 
 
 def _name_of_script(module: str) -> str:
+    """Return the name under which another script would import the running script, whose module is ``__main__``."""
     script = sys.modules.get(module)
     spec = getattr(script, "__spec__", None)
     if spec is not None and spec.name not in ("__main__", "__mp_main__"):
@@ -53,7 +54,7 @@ def _name_of_script(module: str) -> str:
 
 
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
-    """Return a text for a non-numeric argument, equal for equal values in every process. Closures are ignored."""
+    """Return a text of a non-numeric argument for fingerprints; `nested` returns the texts of items of containers."""
     within = nested or text_of
     if isinstance(value, Tensor):
         return "*"
@@ -64,7 +65,7 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     if isinstance(value, Mapping):
         held = cast("Mapping[Any, Any]", value)
         pairs = [f"{within(key)}:{within(item)}" for key, item in zip(_plain_keys(held), held.values(), strict=True)]
-        # The order of a dict may matter, for example of patterns.
+        # The order of a dict is kept, since it may matter, for example for patterns over parameter names.
         return f"{{{','.join(pairs if isinstance(value, dict) else sorted(pairs))}}}"
     if isinstance(value, Set):
         return f"{{{','.join(sorted(map(within, cast('Set[Any]', value))))}}}"
@@ -86,7 +87,7 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
 
 
 def _plain_keys(held: Mapping[Any, Any]) -> list[Any]:
-    """Return the keys; if they are parameter names, without the prefixes of module wrappers."""
+    """Return the keys of a dict; if they are parameter names, without prefixes such as "_orig_mod."."""
     keys = list(held)
     if not all(isinstance(key, str) for key in keys):
         return keys
@@ -95,13 +96,13 @@ def _plain_keys(held: Mapping[Any, Any]) -> list[Any]:
 
 
 def _text_of_code(code: CodeType) -> str:
-    """Return the instructions of a function, with the names and constants that they use."""
+    """Return a text of the bytecode of a function, with the names and constants that it uses."""
     constants = [_text_of_code(item) if inspect.iscode(item) else text_of(item) for item in code.co_consts]
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"
 
 
 def code_of_value(value: object) -> str:
-    """Return Python code for an argument."""
+    """Return Python code that creates an argument, as a ``repr`` shows it."""
     if isinstance(value, Tensor):
         try:
             return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
@@ -124,7 +125,7 @@ def code_of_value(value: object) -> str:
 
 
 def _name_in_package(value: Any) -> str:
-    """Return the shortest dotted name in muonfx of a function or class, or its own name if it has none."""
+    """Return the shortest dotted name within muonfx of a function or class; for others, ``__qualname__``."""
     package, *parts = (value.__module__ or "").split(".")  # None for a function in a bare exec()
     if package == __name__.partition(".")[0]:
         module = sys.modules[package]
@@ -136,7 +137,7 @@ def _name_in_package(value: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return True if two values are equal, where tensors are compared by value, shape and dtype."""
+    """Return True if two arguments are equal. Tensors are compared by values, shape and dtype, also within lists."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.equal(a, b))
     if type(a) in (tuple, list) and type(a) is type(b):

@@ -1,7 +1,7 @@
-"""The order of a chain's transforms relative to its learning rate.
+"""Checks of the order of a chain's transforms relative to its learning rate.
 
-Each transform may declare a `Position`. `check_order` compares the positions of a chain's members when the chain is
-constructed. `signs` follows the direction of updates through a transform whose updates reach parameters.
+Each transform may declare a `Position`, such as "before_learning_rate". `check_order` compares the positions when a
+chain is constructed. `signs` returns whether the updates of a transform have the sign of the gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _OBSERVERS = {"observer", "last_observer"}
 
 
 def check_order(chain: str, members: Mapping[str, Transform]) -> None:
-    """Compare each member's position with the positions of all earlier members; raise or warn."""
+    """Raise ValueError if the order of a chain's members gives wrong updates; warn if it is probably a mistake.
+
+    `chain` is the name of the chain for the message. `members` maps names to transforms.
+    """
     placed = [list(_positioned(name, member)) for name, member in members.items()]
     # A transform without a position may be followed by any other.
     before = [[own for own in member if own.position is not None] for member in placed]
@@ -34,7 +37,7 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
 
 
 class _Placed(NamedTuple):
-    """A transform within a member of a chain, with its position."""
+    """A transform with its declared position, and the name of the chain's member that it is or belongs to."""
 
     member: str
     tx: Transform
@@ -42,7 +45,7 @@ class _Placed(NamedTuple):
 
 
 def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
-    """Yield the transforms within a member of a chain, inner transforms first."""
+    """Yield the transforms that a member of a chain consists of, with their positions, inner transforms first."""
     for part in tx.children:
         yield from _positioned(member, part)
     position = tx.position
@@ -51,12 +54,12 @@ def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
 
 
 def _error(earlier: _Placed, later: _Placed) -> str:
-    """Return a message if the order gives wrong numbers, else an empty string."""
+    """Return an error message if two transforms in this order give wrong updates, else an empty string."""
     (first_place, first_tx, first), (place, tx, position) = earlier, later
     if first == position == "learning_rate":
         return (
-            f"the learning rates in {first_place!r} and {place!r} both turn updates downhill, so the updates go "
-            "uphill; replace one of them by scale(...), or remove it"
+            f"found learning rates in {first_place!r} and {place!r}, expected one: each reverses the sign of the "
+            "updates, so both together increase the loss. Remove one of them, or replace it by scale(...)"
         )
     if first == "learning_rate" and position == "before_learning_rate":
         return (
@@ -74,7 +77,7 @@ def _error(earlier: _Placed, later: _Placed) -> str:
 
 
 def _doubt(earlier: _Placed, later: _Placed) -> str:
-    """Return a message if the order is probably a mistake, else an empty string."""
+    """Return a warning if two transforms in this order are probably a mistake, else an empty string."""
     (first_place, first_tx, first), (place, tx, position) = earlier, later
     if first == "learning_rate" and position == "sets_size":
         return (
@@ -91,12 +94,12 @@ def _doubt(earlier: _Placed, later: _Placed) -> str:
 
 
 def signs(tx: Transform) -> frozenset[int]:
-    """Return the possible directions of updates after a transform: 1 uphill, -1 downhill, 0 unknown."""
+    """Return the possible signs of a transform's updates relative to the gradient: 1 same, -1 reversed, 0 unknown."""
     return combine_signs(tx, map(signs, tx.children))
 
 
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
-    """Return the `signs` after a transform, given the `signs` after each transform that it calls."""
+    """Return the possible signs of a transform's updates, given those of each transform that it calls (see `signs`)."""
     found = frozenset({_own_sign(tx)})
     if tx.declaration.combinator.in_sequence:
         steps = list(inner)
@@ -109,7 +112,7 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
 
 
 def _own_sign(tx: Transform) -> int:
-    """Return a transform's own effect on the direction: 1, -1, or 0 if unknown."""
+    """Return -1 if a transform's own work reverses the sign of updates, 1 if not, and 0 if unknown."""
     position = tx.position
     if position in ("learning_rate", "turns"):
         return -1

@@ -1,4 +1,4 @@
-"""A transform as a table: the transforms that it calls, and their arguments as short texts."""
+"""The table that `Transform.tree` returns: a transform and the transforms that it calls, with their arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muonfx.core.recorded import Recorded, part_names
 from muonfx.tree.display import Report, Row, Table
 
 _LONGEST = 40
-"""The most characters shown of one argument."""
+"""The number of characters to which the text of an argument is shortened."""
 
 
 def outline(tx: Any) -> Report:
@@ -31,9 +31,9 @@ def _row(tx: Any, title: str) -> Row:
 
 
 def _shown_arguments(tx: Recorded) -> Iterator[str]:
-    """Yield the numbers of a transform, and its other arguments that differ from their defaults.
+    """Yield ``name=value`` for each numeric argument of a transform, and for others that differ from their defaults.
 
-    Arguments with transforms in them are left out.
+    Arguments that contain transforms are left out, since these have their own rows.
     """
     for name, parameter in tx.factory.definition.parameters.items():
         value = tx.arguments[name]

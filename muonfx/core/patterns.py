@@ -1,4 +1,4 @@
-"""Globs over parameter names in the arguments of transforms, and the warning about those that match nothing."""
+"""Globs over parameter names in the arguments of transforms, and the warning of globs that match no parameter."""
 
 from __future__ import annotations
 
@@ -17,26 +17,31 @@ __all__ = ["NamePatterns", "warn_of_unmatched"]
 
 
 class NamePatterns(NamedTuple):
-    """Globs over dotted names in an argument of a transform; see ``name_patterns`` of `muonfx.transform`."""
+    """The globs over parameter names in one argument of a transform, for the option ``name_patterns`` of `transform`.
+
+    ``NamePatterns("view", (("*.q",), ("*.k", "*.key")))`` means that "*.q" must match a name, and "*.k" or "*.key" too.
+    """
 
     argument: str
+    """The name of the argument, for messages."""
     groups: tuple[tuple[str, ...], ...]
-    """Groups of alternatives; one glob of each group must match."""
+    """Groups of globs. In each group, at least one glob must match a parameter name."""
     first_counts: bool = False
-    """True if a name belongs only to the first group that matches it."""
+    """True if each name is used only for the first group that matches it."""
     required: bool = False
-    """True if a group that matches nothing is an error, not a warning."""
+    """True if a group without a match is an error; False for a warning."""
 
 
 def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
-    """Warn of patterns in a transform's arguments that match no name in `params`.
+    """Warn of each group of globs that matches no parameter name.
 
-    The names are the names of the whole tree. A transform for some of the parameters (under `partition` or `masked`)
-    may have patterns for the others, such as a mask that all labels share: only a pattern without any match is a
-    mistake.
+    Args:
+        patterns: the globs in the arguments of a transform, as `Transform.name_patterns` returns them.
+        params: all parameters, also for a transform that receives only some of them, as under `partition`. A glob may
+            be meant for the others, so only a glob without any match is a mistake.
 
     Raises:
-        ValueError: required patterns match nothing.
+        ValueError: a group with ``required=True`` matches no name.
 
     >>> import warnings
     >>> import muonfx as mfx

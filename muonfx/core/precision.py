@@ -1,7 +1,7 @@
-"""How a chain's transforms compute their matrix products on a device: the dtypes, and whether kernels are used.
+"""The dtype and the kernels with which the transforms of a chain compute matrix products on a device.
 
-Machines may resolve "auto" to different dtypes, and kernels may fail their self-test on one device only. They then
-compute different numbers, so ranks compare both.
+The dtype "auto" may differ between types of machines, and Triton kernels may fail their self-test on one device only.
+Ranks would then compute different values, so they compare the results of these functions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from muonfx.polar import kernels
 
 
 def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
-    """Return the resolved dtype of matrix products by the dotted name of each transform that computes them."""
-    # "auto" keeps float64, and resolves to one dtype for all other parameters.
+    """Return the dtype of matrix products on a device, such as "bfloat16", by the dotted name of each transform.
+
+    `held` are the dtypes of the parameters. Transforms without matrix products are left out.
+    """
+    # For float64 parameters, "auto" is float64. For all others it is one dtype.
     dtype = torch.float64 if set(held) == {torch.float64} else torch.float32
     return {
         name: str(declared(own, dtype, device)).removeprefix("torch.")
@@ -27,16 +30,13 @@ def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.dev
 
 
 def kernel_products(tx: Transform, device: torch.device) -> dict[str, str]:
-    """Map each transform with ``products="triton"``, by dotted name, to "triton" or, if kernels fail, "batched".
-
-    The kernels are tested on the device if they were not tested before.
-    """
+    """Return "triton", or "batched" if these kernels fail, for each transform with ``products="triton"``, by name."""
     asking = [name for name, own in _named_parts(tx) if own.arguments.get("products") == "triton"]
     return dict.fromkeys(asking, "batched" if asking and kernels.failure(device) else "triton")
 
 
 def _named_parts(tx: Transform, name: str = "") -> Iterator[tuple[str, Transform]]:
-    """Yield the transform and its parts at any depth, with their dotted names."""
+    """Yield a transform and all transforms that it calls, with their dotted names."""
     yield name or tx.name, tx
     for own, part in zip(part_names(tx), tx.parts, strict=True):
         if isinstance(part, Transform):

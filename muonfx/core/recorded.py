@@ -1,13 +1,13 @@
-"""Values that record how they were built.
+"""Values that record how they were created: the base class of `Transform` and `Schedule`.
 
 A `Recorded` value holds a *factory* (a decorated constructor) and the arguments of the call. Its ``repr``, equality,
-pickling, ``replace``, fingerprint and pytree view all follow from these two. The leaves of the pytree view are the
+pickling, ``replace``, fingerprint and pytree structure all follow from these two. As a pytree, its leaves are the
 numeric arguments, so ``torch.func`` can batch over a value or differentiate with respect to it.
 
-An argument is either a *part* (a float, a tensor, or another recorded value), which is visible in the pytree view, or
-fixed structure (an int, a string, a dtype, a function, or a float inside a container). The factory decides which when
-it is called, and stores the structure as a *skeleton* with holes for the parts. Unflattening reuses the skeleton:
-``torch.func.vmap`` unflattens with arbitrary objects, whose types would give another structure.
+An argument is either a *part* (a float, a tensor, or another recorded value), which is a child in the pytree, or fixed
+structure (an int, a string, a dtype, a function, or a float inside a container). The factory decides which when it is
+called, and stores the arguments as a *skeleton*: a dict with a hole in place of each part. Unflattening fills parts
+into the skeleton. ``torch.func.vmap`` unflattens with arbitrary objects, so their types must not decide again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from muonfx.tree.arguments import bind, check_plain, did_you_mean
 
 
 class _Hole:
-    """The placeholder for a part in a skeleton; a singleton."""
+    """The placeholder for a part in a skeleton; there is only one instance."""
 
     def __repr__(self) -> str:
         return "*"
@@ -53,14 +53,14 @@ def _map(value: Any, function: Callable[[str, Any], object], name: str = "") -> 
     if type(value) is dict:
         items = list(value.items())
         if items and all(isinstance(item, Recorded) for _, item in items):
-            # The order of transforms by name has no meaning and must not show; the order of patterns has.
+            # The order of a dict of transforms has no meaning, so it is normalized; the order of patterns has one.
             items.sort(key=lambda pair: str(pair[0]))
         return {key: _map(item, function, f"{name}.{key}") for key, item in items}
     return function(name, value)
 
 
 def _split(value: Any, parts: list[object]) -> object:
-    """Return the skeleton of an argument and append its parts, in order, to a list."""
+    """Return an argument with a hole in place of each number or recorded value, and append these to `parts`."""
 
     def keep(name: str, item: object) -> object:
         if not isinstance(item, Recorded | Tensor):
@@ -75,7 +75,7 @@ def _split(value: Any, parts: list[object]) -> object:
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Fill parts into the holes of a skeleton: the inverse of `_split`."""
+    """Return an argument with parts in place of the holes that `_split` has left: the inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
     if type(skeleton) in (tuple, list):
@@ -86,7 +86,7 @@ def _join(skeleton: Any, parts: Iterator[object]) -> Any:
 
 
 def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
-    """Return the dotted names of the holes in a skeleton, or of everything in it, in order."""
+    """Return the dotted names of the holes that `_split` has left; with ``holes=False``, of all leaves."""
     found: list[str] = []
     _map(skeleton, lambda name, item: found.append(name.removeprefix(".")) if item is _HOLE or not holes else None)
     return found
@@ -97,18 +97,18 @@ R = TypeVar("R", bound="Recorded")
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A recorded value without its parts: the context of its pytree node."""
+    """A recorded value without its parts: equal for transforms that differ only in numbers."""
 
     kind: type[Recorded]
     factory: Factory
     skeleton: dict[str, object]
+    """The arguments by name, with a hole in place of each part."""
     memory: Memory = field(default_factory=dict, repr=False)
-    """The cache of the constructor. It is separate from `derived`, because compiled steps depend on its contents."""
+    """The cache that the constructor receives. Not part of `derived`, because compiled steps depend on its contents."""
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Results that follow from the structure, computed once and shared by all values of this structure."""
+    """Results that follow from the structure, cached for all values that share this object."""
     attributes: dict[str, object] = field(default_factory=dict, repr=False)
-    """Attributes that follow from the structure alone, by name: each new value of the structure has them from the
-    start. A compiled graph would otherwise be compiled again when eager code reads one of them for the first time."""
+    """Attributes by name that every new value gets at once: adding one later would make torch.compile compile again."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):
@@ -116,7 +116,7 @@ class Structure:
         if self is other:  # as for values that differ only in numbers
             return True
         same_call = (self.kind, self.factory) == (other.kind, other.factory)
-        # The order of a dict counts, as the meaning of the parts depends on it.
+        # Parts are stored in the order of the skeleton, so skeletons with another order of a dict are not equal.
         same_order = _names_in(self.skeleton, holes=False) == _names_in(other.skeleton, holes=False)
         return same_call and self.skeleton == other.skeleton and same_order
 
@@ -125,18 +125,19 @@ class Structure:
 
 
 class Recorded:
-    """A value defined by its factory and the arguments of the call; only factories create it."""
+    """An immutable value that is defined by a factory, such as `momentum`, and the arguments of its call."""
 
     structure: Structure
     factory: Factory
-    """The factory that built this value."""
+    """The decorated function whose call created this value."""
     parts: tuple[Any, ...]
+    """The numbers, tensors and recorded values among the arguments, in order."""
     number_types: ClassVar[tuple[type, ...]] = ()
-    """Types of values that are accepted in place of a number."""
+    """The classes, such as `Schedule`, whose values are accepted in place of a number."""
 
     @classmethod
     def record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
-        """Record a checked call of a factory; ints become floats if the annotation is float."""
+        """Return the value for a call of a factory, after checking the arguments against its annotations."""
         definition = factory.definition
         parameters = definition.parameters
         bound = bind(factory.__name__, inspect.Signature(list(parameters.values())), args, kwargs)
@@ -153,14 +154,14 @@ class Recorded:
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     def names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the dotted names of the parts in one argument, in order."""
+        """Return the dotted names of the parts (numbers and recorded values) in one argument, in order."""
         skeleton = self.structure.skeleton[argument]
         if type(skeleton) not in (tuple, list, dict):
             return [argument] if skeleton is _HOLE else []
         return _names_in(skeleton if type(skeleton) is dict else {argument: skeleton})
 
     def parts_in(self, argument: str) -> list[Any]:
-        """Return the parts in one argument, in order."""
+        """Return the parts (numbers and recorded values) in one argument, in order."""
         found: list[Any] = []
         _split(self.arguments[argument], found)
         return found
@@ -176,7 +177,7 @@ class Recorded:
         return value
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Register each subclass as a pytree node of optree and of torch."""
+        """Register each subclass as a pytree node, with optree and with ``torch.utils._pytree``."""
         super().__init_subclass__(**kwargs)
         optree.register_pytree_node(
             cast("Any", cls),  # optree's type hints require a collection, but any class works
@@ -193,12 +194,12 @@ class Recorded:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
-            f"{self.structure.factory.__name__}(...) is a value and cannot be changed; use .replace({name}=...)"
+            f"{self.structure.factory.__name__}(...) is immutable; use .replace({name}=...) for a changed copy"
         )
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the call by name, including defaults."""
+        """A dict from the name of each argument of the factory call to its value, including defaults."""
         parts, found = iter(self.parts), dict(self.structure.skeleton)
         for name, skeleton in found.items():
             if skeleton is _HOLE:
@@ -208,7 +209,7 @@ class Recorded:
         return found
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Call a function that has the factory's signature with recorded arguments."""
+        """Call a function that has the factory's signature, with a dict of arguments by name."""
         positional: list[object] = []
         named: dict[str, object] = {}
         for name, kind in self.factory.definition.kinds:
@@ -223,7 +224,7 @@ class Recorded:
         return function(*positional, **named)
 
     def build(self) -> Any:
-        """Call the constructor with the recorded arguments."""
+        """Call the constructor with the recorded arguments, and return its result."""
         return self._build_for(self.arguments)
 
     def _build_for(self, arguments: Mapping[str, Any]) -> Any:
@@ -235,27 +236,27 @@ class Recorded:
 
     @Lazy
     def built(self) -> Any:
-        """The constructor's result for the recorded arguments."""
+        """The result of the constructor for the recorded arguments; for a transform, ``(init, update)``."""
         return self.build()
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The numeric arguments that are tensors, of this value and of values within it, in leaf order."""
+        """The tensors among the numeric arguments, of this value and of values within it, in the order of leaves."""
         inner = [part.tensors if isinstance(part, Recorded) else (part,) for part in self.parts]
         return tuple([number for numbers in inner for number in numbers if isinstance(number, Tensor)])
 
     @functools.cached_property
     def treedef(self) -> PyTreeSpec:
-        """The pytree structure of the value, equal for values that differ only in numbers."""
+        """The optree structure of this value, equal for values that differ only in numbers."""
         return optree.tree_structure(cast("Any", self), none_is_leaf=True, namespace=NAMESPACE)
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
-        """A cache of results that other modules compute from this value. A copy starts with an empty cache."""
+        """A cache for results that other modules compute from this value."""
         return {}
 
     def new_structure(self) -> Structure:
-        """Return an equal structure without cached results."""
+        """Return a copy of the structure without cached results."""
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
 
     def prepare(self) -> None:
@@ -263,7 +264,7 @@ class Recorded:
         _ = self.built
 
     def prepare_all(self) -> Self:
-        """Call `prepare` of this value and of all values within it, inner values first, and return the value."""
+        """Call `prepare` of all values within this value, then of this value, once, and return it."""
         if "_prepared" not in self.__dict__:
             for part in self.parts:
                 if isinstance(part, Recorded):
@@ -274,10 +275,10 @@ class Recorded:
         return self
 
     def replace(self, **changes: object) -> Self:
-        """Return the value with some arguments changed.
+        """Return a copy with some arguments of the factory call changed.
 
         Raises:
-            TypeError: an argument that the factory does not have; the message lists those it has.
+            TypeError: the factory has no argument of this name. The message lists its arguments.
         """
         unknown = changes.keys() - self.arguments.keys()
         if unknown:
@@ -287,7 +288,7 @@ class Recorded:
         return self._call(self.factory, {**self.arguments, **changes})
 
     def __repr__(self) -> str:
-        """Print as code that rebuilds the value, without arguments that equal their defaults."""
+        """Return code that creates an equal value, without the arguments that equal their defaults."""
         written: list[str] = []
         named = False
         for name, parameter in self.factory.definition.parameters.items():
@@ -313,22 +314,21 @@ class Recorded:
         return hash((self.factory.__module__, self.factory.__qualname__, len(self.parts)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle as factory, skeleton and parts; closures cannot be pickled and are rebuilt on first use."""
+        """Pickle structure and parts, not the functions, which the constructor creates again at first use."""
         return Recorded._from, (self.new_structure(), self.parts)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the factories' public names and the fixed arguments that differ from their defaults.
+        """Sixteen hex digits that identify the transform in checkpoints.
 
-        Numeric arguments are ignored, so a run may resume with another learning rate. Values with equal fingerprints
-        have states of the same meaning. It is the same in every process, and does not change when code moves or when
-        an argument with a default is added.
+        Transforms with equal fingerprints have states of the same meaning. Numeric arguments are ignored, so a run can
+        resume with another learning rate. It is the same in every process, and does not change when code is moved.
         """
         return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
 
 
 def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the numeric arguments of a value and of the values within it as (dotted name, number)."""
+    """Return the pairs (dotted name, number) of a value's numeric arguments and of those of values within it."""
     found: list[tuple[str, Any]] = []
     for name, part in zip(part_names(value), value.parts, strict=True):
         found += parts_of(part, prefix + dotted(name)) if isinstance(part, Recorded) else [(prefix + name, part)]
@@ -336,7 +336,7 @@ def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def with_numbers(value: R, numbers: Iterator[object]) -> R:
-    """Return a value with new numbers, in leaf order; inner values with unchanged numbers are reused."""
+    """Return a copy of a value with other numbers, in the order of its leaves; unchanged inner values are reused."""
     parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value.parts]
     if all(map(operator.is_, parts, value.parts)):
         return value
@@ -344,19 +344,19 @@ def with_numbers(value: R, numbers: Iterator[object]) -> R:
 
 
 def strip_transparent(value: Any) -> Any:
-    """Return the part that a transparent value represents, or any other value unchanged."""
+    """Return the value that a transparent value, such as ``offload(tx)``, represents; other values are unchanged."""
     while isinstance(value, Recorded) and value.factory.definition.transparent:
         (value,) = value.parts
     return value
 
 
 def dotted(name: str) -> str:
-    """Return the name of a part as the prefix of a longer name."""
+    """Return the prefix of the dotted names within a part: the name of the part and a dot, or an empty string."""
     return f"{name}." if name else ""
 
 
 def part_names(value: Recorded) -> tuple[str, ...]:
-    """Return the dotted names of a value's own parts, in order: found once for each structure."""
+    """Return the dotted names of a value's own parts (numbers and recorded values), in order."""
     derived = value.structure.derived
     if "part_names" not in derived:
         skeleton, is_transparent = value.structure.skeleton, value.factory.definition.transparent
@@ -366,7 +366,7 @@ def part_names(value: Recorded) -> tuple[str, ...]:
 
 
 def _structure(value: Recorded) -> str:
-    """Return the text that is hashed for a fingerprint, without numbers and arguments at their defaults."""
+    """Return the text whose hash is the fingerprint: public names and arguments, without numbers and defaults."""
     value = strip_transparent(value)
     parts = iter(value.parts)
     written = {name: _text(item, parts) for name, item in value.structure.skeleton.items()}
@@ -386,7 +386,7 @@ _NUMBER = "*"
 
 
 def _default_text(definition: Definition, name: str) -> str:
-    """Return the text of the default of an argument, or the text of a number if it has no default."""
+    """Return the fingerprint text of the default of an argument; ``"*"``, as for a number, if it has none."""
     parameter = definition.parameters[name]
     if parameter.kind is parameter.VAR_POSITIONAL:
         return "()"

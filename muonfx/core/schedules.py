@@ -1,9 +1,11 @@
-"""Schedules: a hyperparameter as a function of the step count.
+"""Schedules: hyperparameters that are functions of the step.
 
-A `Schedule` is a recorded value like a transform: it prints as the code that built it, compares, pickles, and its
-numeric arguments are leaves that can be batched or differentiated. Called with the count of a transform's state (a 0-d
-integer tensor), it returns a 0-d tensor without Python branches. Called with an int, it returns a float, for example
-for a plot. Step 0 is the first update.
+A schedule is accepted in place of a number, as in ``scale_by_learning_rate(linear_schedule(0.1, 0.0, 1000))``. Step 0
+is the first update. Called with an int, a `Schedule` returns a float, for example for a plot. Called with a 0-d tensor,
+as a compiled update does, it returns a 0-d tensor.
+
+Like a transform, a schedule prints as the code that created it, can be compared and pickled, and is a pytree whose
+leaves are its numeric arguments.
 """
 
 from __future__ import annotations
@@ -47,11 +49,13 @@ def __dir__() -> list[str]:
 P = ParamSpec("P")
 
 Scalar = float | Tensor
-"""A number, which may be a 0-d tensor."""
+"""A float or a 0-d tensor."""
 
 
 class Schedule(Recorded):
-    """A function of the step count that records its arguments; made by a factory that `schedule` decorates.
+    """A hyperparameter as a function of the step, as returned by `linear_schedule` and its siblings.
+
+    To write a schedule, use the decorator `schedule`.
 
     >>> import muonfx as mfx
     >>> mfx.linear_schedule(1.0, 0.0, 10)
@@ -61,11 +65,11 @@ class Schedule(Recorded):
     """
 
     def prepare(self) -> None:
-        """Call the constructor now, and require that it returns a function of the count."""
+        """Call the constructor now, and raise TypeError unless it returns a function of the step."""
         super().prepare()
         if not callable(self.built):
             name = self.factory.__name__
-            raise TypeError(f"{name}: the decorated function must return a function of the count, found {self.built!r}")
+            raise TypeError(f"{name}: the decorated function must return a function of the step, found {self.built!r}")
 
     @overload
     def __call__(self, count: int) -> float: ...
@@ -74,7 +78,7 @@ class Schedule(Recorded):
     def __call__(self, count: Tensor) -> Tensor: ...
 
     def __call__(self, count: int | Tensor) -> Any:
-        """Evaluate at a step count: a float for an int, a 0-d tensor for a tensor."""
+        """Return the value at a step: a float for an int, a 0-d tensor for a 0-d tensor. Step 0 is the first."""
         function = self.built
         if isinstance(count, Tensor):
             return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))
@@ -84,17 +88,24 @@ class Schedule(Recorded):
 
 
 ScalarOrSchedule = float | Tensor | Schedule
-"""A number, a 0-d tensor, or a schedule that gives the number of each step.
+"""A float, a 0-d tensor or a `Schedule`: the annotation of an argument of a transform that may change with the step.
 
-A constructor under `muonfx.transform` receives the number of the step for an argument of this type.
+A constructor under `muonfx.transform` receives the number of the current step for such an argument.
 """
 
 ScheduleFunction = Callable[[Tensor], Any]
-"""A function of the step count, a 0-d floating tensor, as one under `schedule` returns it."""
+"""A function from the step, as a 0-d floating-point tensor, to a number; a constructor under `schedule` returns it."""
 
 
 def schedule(constructor: Callable[P, ScheduleFunction]) -> Callable[P, Schedule]:
-    """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
+    """Decorate a function that returns a function of the step, so that calling it creates a `Schedule`.
+
+    Args:
+        constructor: the decorated function. The function that it returns receives the step as a 0-d floating-point
+            tensor, and returns a 0-d tensor. It must not branch on the value.
+
+    Returns:
+        A factory: a function with the constructor's name, signature and docstring that returns a `Schedule`.
 
     >>> @schedule
     ... def inverse_sqrt(rate: float):
@@ -107,7 +118,7 @@ def schedule(constructor: Callable[P, ScheduleFunction]) -> Callable[P, Schedule
 
 @schedule
 def constant_schedule(value: Scalar) -> ScheduleFunction:
-    """Return the same value at every step.
+    """Make a schedule with the same value at every step.
 
     >>> constant_schedule(0.5)(100)
     0.5
@@ -117,18 +128,18 @@ def constant_schedule(value: Scalar) -> ScheduleFunction:
 
 
 def _fraction(count: Tensor, steps: int) -> Tensor:
-    """Return the elapsed fraction of a phase in [0, 1]; 1 if the phase has no steps."""
+    """Return ``count / steps``, limited to [0, 1]; 1 if ``steps`` is 0."""
     return (count / steps).clamp(0.0, 1.0) if steps else torch.ones_like(count)
 
 
 @schedule
 def linear_schedule(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
-    """Change linearly from `start` to `end` in `steps` steps, then stay at `end`.
+    """Make a schedule that changes linearly from ``start`` to ``end`` in ``steps`` steps, and then stays at ``end``.
 
     Args:
-        start: the value at step 0.
-        end: the value at step ``steps`` and after.
-        steps: the length in steps.
+        start: the value at step 0, the first update.
+        end: the value at step ``steps`` and all later steps.
+        steps: the number of steps of the change.
 
     >>> [linear_schedule(0.0, 1.0, 4)(count) for count in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
@@ -141,7 +152,12 @@ def linear_schedule(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
 
 @schedule
 def cosine_decay_schedule(start: Scalar, steps: int, end: Scalar = 0.0) -> ScheduleFunction:
-    """Decay from `start` to `end` along half a cosine in `steps` steps, then stay at `end`.
+    """Make a schedule that decays from ``start`` to ``end`` along half a cosine in ``steps`` steps, and then stays.
+
+    Args:
+        start: the value at step 0, the first update.
+        steps: the number of steps of the decay.
+        end: the value at step ``steps`` and all later steps.
 
     >>> [round(cosine_decay_schedule(1.0, 10)(count), 3) for count in (0, 5, 10)]
     [1.0, 0.5, 0.0]
@@ -154,7 +170,12 @@ def cosine_decay_schedule(start: Scalar, steps: int, end: Scalar = 0.0) -> Sched
 
 @schedule
 def exponential_decay(start: Scalar, steps: int, rate: Scalar) -> ScheduleFunction:
-    """Decay exponentially: the value is multiplied by `rate` in every `steps` steps.
+    """Make a schedule of exponential decay: the value at step ``t`` is ``start * rate ** (t / steps)``.
+
+    Args:
+        start: the value at step 0, the first update.
+        steps: the number of steps in which the value is multiplied by ``rate`` once.
+        rate: the positive factor.
 
     >>> [exponential_decay(1.0, 2, 0.25)(count) for count in (0, 1, 2, 4)]
     [1.0, 0.5, 0.25, 0.0625]
@@ -169,14 +190,14 @@ def exponential_decay(start: Scalar, steps: int, rate: Scalar) -> ScheduleFuncti
 def warmup_cosine_decay_schedule(
     peak: Scalar, warmup_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
 ):
-    """Warm up linearly to a peak, then decay along half a cosine until the last step.
+    """Make a schedule of linear warmup from ``start`` to ``peak`` and cosine decay to ``end``.
 
     Args:
         peak: the value at step ``warmup_steps``.
-        warmup_steps: the length of the warmup.
-        total_steps: the step at which ``end`` is reached, warmup included.
-        start: the value at step 0; unused if ``warmup_steps`` is 0.
-        end: the value from ``total_steps`` on.
+        warmup_steps: the number of steps of the warmup.
+        total_steps: the number of steps of the warmup and the decay together.
+        start: the value at step 0. Unused if ``warmup_steps`` is 0.
+        end: the value at step ``total_steps`` and all later steps.
 
     Raises:
         ValueError: ``warmup_steps`` is larger than ``total_steps``.
@@ -195,7 +216,15 @@ def warmup_cosine_decay_schedule(
 def warmup_stable_decay_schedule(
     peak: Scalar, warmup_steps: int, decay_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
 ):
-    """Warm up linearly, hold the peak, and decay linearly over the last ``decay_steps`` steps.
+    """Make a schedule of linear warmup to ``peak``, a constant phase, and linear decay to ``end``.
+
+    Args:
+        peak: the value of the constant phase.
+        warmup_steps: the number of steps of the warmup.
+        decay_steps: the number of steps of the decay.
+        total_steps: the number of steps of all phases together.
+        start: the value at step 0. Unused if ``warmup_steps`` is 0.
+        end: the value at step ``total_steps`` and all later steps.
 
     Raises:
         ValueError: ``warmup_steps + decay_steps`` is larger than ``total_steps``.
@@ -222,11 +251,11 @@ def _within(steps: int, total_steps: int, name: str) -> None:
 
 @schedule
 def join_schedules(schedules: list[Schedule], boundaries: list[int]):
-    """Join schedules in sequence. Each counts its steps from its own start.
+    """Make a schedule that runs several schedules in sequence. Each of them begins with its own step 0.
 
     Args:
-        schedules: the schedules in order, one more than ``boundaries``.
-        boundaries: the ascending steps at which the next schedule starts.
+        schedules: the schedules in order.
+        boundaries: the ascending steps at which the second, third, ... schedule begins.
 
     Raises:
         ValueError: there is not one schedule more than boundaries, or the boundaries do not ascend.
@@ -238,12 +267,12 @@ def join_schedules(schedules: list[Schedule], boundaries: list[int]):
     if len(schedules) != len(boundaries) + 1:
         raise ValueError(f"expected one schedule more than boundaries, found {len(schedules)} and {len(boundaries)}")
     if any(later <= earlier for earlier, later in pairwise(boundaries)):
-        raise ValueError(f"boundaries must rise, found {boundaries}")
+        raise ValueError(f"boundaries must ascend, found {boundaries}")
     return joined(schedules, boundaries)
 
 
 def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor], Tensor]:
-    """Return the function of `join_schedules` without checking the arguments."""
+    """Return the function of the step that `join_schedules` records, without checking the arguments."""
 
     def value(count: Tensor) -> Tensor:
         result = schedules[0](count)
@@ -255,16 +284,20 @@ def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor
 
 
 class ScheduledState(NamedTuple):
-    """State of a transform that was given schedules in place of numbers."""
+    """The state of a transform that has schedules in place of numbers."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64: the next update uses the schedules' values at this count."""
+    """The number of updates so far, a 0-d int64 tensor. The next update uses the schedules' values at this step."""
     inner: PyTree
-    """The state that the transform has with plain numbers."""
+    """The state that the transform would have with plain numbers."""
 
 
 def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
-    """Build the ``init`` and ``update`` that call the constructor with the scheduled numbers of each step."""
+    """Return the ``init`` and ``update`` of a transform with schedules.
+
+    At each step, `build` is called with a dict from argument name to the number of this step, and returns the
+    functions that compute the update.
+    """
 
     def functions_at(count: Tensor) -> InitAndUpdate:
         dtype = torch.float32 if count.device.type == "mps" else torch.float64

@@ -1,6 +1,6 @@
-"""`TransformOptimizer` turns any transform into a ``torch.optim.Optimizer``; `Muon` does so for a whole model.
+"""`TransformOptimizer`, which turns any transform into a ``torch.optim.Optimizer``, and `Muon` for a whole model.
 
-They have param groups, ``state_dict``, hooks and schedulers as in PyTorch, and also run on sharded parameters.
+Both have param groups, ``state_dict`` and hooks, work with PyTorch's schedulers, and run on sharded parameters.
 """
 
 from muonfx.optimizer.adapter import TransformOptimizer

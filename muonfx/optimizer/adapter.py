@@ -1,9 +1,9 @@
 """`TransformOptimizer`: any transform as a ``torch.optim.Optimizer``.
 
-The terms of this file: a parameter's *route* is the list of the program's transforms that have it among their leaves.
-Parameters of one route form a *group*, unless the caller passes groups. A *hyperparameter* is a numeric argument of
-the transform; each group holds the hyperparameters of its route, and every step reads them. A *stepping* creates the
-state and runs the steps, in one process or over ranks.
+Terms of this file: the *route* of a parameter is the list of transforms that update it, for example those under its
+label. Parameters of one route form a *group*, unless the caller passes groups. A *hyperparameter* is a numeric argument
+of the transform. Each group holds the hyperparameters of its route, and every step reads them. A `Stepping` creates
+the state and runs the steps, in one process or over ranks.
 """
 
 from __future__ import annotations
@@ -46,52 +46,58 @@ __all__ = ["TransformOptimizer"]
 
 
 class TransformOptimizer(FollowingOptimizer):
-    """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and scalers that expect one.
+    """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and gradient scalers of PyTorch.
 
-    Parameters are grouped by their labels in the transform's partitions; given groups are split further. Muon's groups
-    come first, then Adam's, then others, and last the groups that are not trained. Each numeric argument of the
-    transform is an entry of the groups whose parameters it updates, under torch's name (``lr``, ``weight_decay``,
-    ``momentum``, ``betas``, ``eps``) if there is one, and otherwise under the dotted name of `muonfx.hyperparams`
-    without the label. The entries are read at every step, so schedulers work. Adam's groups also have the first of
-    ``betas`` as ``momentum``, for schedulers and loggers that expect it in every group; after a step the two agree
-    again.
+    Groups: parameters are grouped by their labels in `partition`, such as "muon" and "adamw". Groups that are passed
+    are split if their labels differ. Groups with ``momentum`` (Muon) come first, then groups with ``betas`` (Adam),
+    then others, and last the groups of parameters that no label trains.
 
-    If parameters are DTensors (``fully_shard``, tensor parallelism), or if a ``layout`` is given, each step is a step
-    of `muonfx.sharding.sharded`, with the same update as one process. All ranks construct the optimizer, step, add
-    groups and load sharded states together. An error on one rank is raised on all.
+    Hyperparameters: each numeric argument of the transform is an entry of the groups that it updates, and every step
+    reads it, so schedulers work. Its key is the name that torch uses (``lr``, ``weight_decay``, ``momentum``,
+    ``betas``, ``eps``). Other arguments have the dotted name of `muonfx.hyperparams` without the label as key. Adam's
+    groups also have the first of ``betas`` as ``momentum``, for schedulers that expect it. If one of them is changed,
+    the next step sets the other.
 
-    The state is created at construction. ``optimizer.state[parameter]`` holds the parameter's part of it, under names
-    such as "momentum/trace", and the scalars that all parameters share. Its storage is reused from step to step;
-    gradients are only read. State is keyed by parameter name, so parameters may be replaced after construction. The
-    model may be sharded, loaded with ``assign=True``, moved to another device or materialized, and an engine may put
-    other tensors into ``param_groups``. The next step uses the new tensors, and reshards the state with them.
+    Sharded parameters: DTensors (from ``fully_shard`` or tensor parallelism) need no ``layout``. The updates are the
+    same as in one process. All ranks must construct the optimizer, call ``step``, add groups and load sharded states
+    together. An error on one rank is raised on all ranks.
+
+    State: it is created at construction. ``optimizer.state[parameter]`` shows the tensors of one parameter, under keys
+    such as "momentum/trace", and the scalars that all parameters share. Each step overwrites the tensors of the state,
+    but not the gradients.
+
+    Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
+    ``assign=True``, moved to another device or materialized from meta, and an engine may put other tensors into
+    ``param_groups``. The next step uses the new tensors, and moves and reshards the state with them.
 
     Args:
-        params: a model, its ``named_parameters()``, a dict of named tensors, or groups: dicts with "params" (named) and
-            values for some hyperparameters. Tensors may be given without names if ``model`` is given.
-        tx: the transform. Labels and masks see the flat dict of all named parameters.
-        donate_grads: if True, updates may overwrite the gradients. This saves memory if a transform needs the whole
-            tree (such as `clip_by_global_norm`); ``.grad`` is meaningless afterwards.
-        bucket_bytes: run elementwise and matrix transforms on at most about this many bytes of parameters at a time.
-            Larger buckets are faster for small leaves; smaller buckets use less memory. None: the bytes of the largest
-            parameter, at least 4 MiB. On a CPU, elementwise transforms take 64 KiB to 4 MiB of a bucket at a time. For
-            sharded parameters: as in `muonfx.sharding.sharded`.
-        layout: the layout of plain tensors over ranks, or a function of the named parameters that returns it.
-            ``muonfx.sharding.replicated`` under `DistributedDataParallel` divides the matrices among the ranks.
-            None: DTensors have their own layout, and other tensors belong to this process.
-        model: the model of ``params``, if ``params`` is not the model itself. It names tensors that are given without
-            names, here and in `add_param_group`, and its parameters are followed if they are replaced.
+        params: a model, its ``named_parameters()``, a dict from names to tensors, or groups. A group is a dict with
+            named parameters under "params", and values for some hyperparameters. Names may be omitted if ``model`` is
+            given.
+        tx: the transform. Its labels and masks receive the flat dict of all named parameters.
+        donate_grads: if True, a step may overwrite the gradients. This saves memory if a transform has the locality
+            TREE, such as `clip_by_global_norm`. The values of ``.grad`` are undefined after such a step.
+        bucket_bytes: the approximate bytes of parameters that elementwise and matrix transforms process at a time.
+            Larger buckets are faster for small parameters, and smaller buckets use less memory. None: the size of the
+            largest parameter, but at least 4 MiB. For sharded parameters: as in `muonfx.sharding.sharded`.
+        layout: for plain tensors in a distributed run, a value that describes which shard of each parameter each rank
+            holds, or a function from the named parameters to it. Under `DistributedDataParallel`, use
+            ``muonfx.sharding.replicated`` to divide the orthogonalization among the ranks. None: plain tensors belong
+            to this process alone.
+        model: the model that has ``params``, if ``params`` is not the model itself. It provides the names of tensors
+            that are given without names, here and in `add_param_group`. If its parameters are replaced, the optimizer
+            uses the new ones.
 
     Raises:
-        TypeError: unnamed parameters without ``model``, or tensors that cannot be optimized; a layout for parameters
-            that are DTensors.
-        ShardingError: the ranks have different parameters, chains, layouts or hyperparameters.
-        ValueError: two parameters with one name, an unknown hyperparameter in a group (the message lists those
-            known), a value out of range, or what FSDP1 leaves of parameters.
+        TypeError: a parameter has no name and ``model`` is not given, a tensor cannot be optimized, or ``layout`` is
+            given for DTensors.
+        ShardingError: the ranks have different parameters, transforms, layouts or hyperparameters.
+        ValueError: two parameters have the same name, a group has an unknown hyperparameter (the message lists the
+            known ones) or a value out of range, or FullyShardedDataParallel (FSDP1) has flattened the parameters.
 
     Warns:
-        UserWarning: parameters would move uphill, since no transform that acts on them reverses the direction of the
-            gradient, as `scale_by_learning_rate` does.
+        UserWarning: some parameters would move in the direction of the gradient, because none of their transforms
+            reverses its sign, as `scale_by_learning_rate` does.
 
     Example:
         >>> import muonfx as mfx
@@ -152,12 +158,13 @@ class TransformOptimizer(FollowingOptimizer):
     # ------------------------------------------------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their state is created at once, and the state of the others is kept.
+        """Add parameters to train. Their state is created now, and the state of all other parameters is kept.
 
         Args:
-            param_group: "params" (named, or tensors of a model that the optimizer was given) and values for some
-                hyperparameters; the group is split if labels differ. A parameter that the labels left out before, such
-                as a frozen parameter, moves to a new group.
+            param_group: a dict with the parameters under "params", and values for some hyperparameters. The parameters
+                have names, or belong to a model that the optimizer was given. The group is split if labels differ. A
+                parameter that had no label when it was frozen may be added after ``requires_grad_()``: it moves from
+                its group to a new one.
 
         Raises:
             ValueError: a hyperparameter does not exist for these parameters (the message lists the known names), or a
@@ -177,7 +184,7 @@ class TransformOptimizer(FollowingOptimizer):
             if still := unfrozen & self._stepping.left_out:
                 raise ValueError(
                     f"{min(still)!r} is in a group already, and the labels leave it out: call requires_grad_() before "
-                    "this, or recreate the optimizer if you gave the labels"
+                    "add_param_group, or recreate the optimizer if you gave the labels"
                 )
             for group in self.param_groups if unfrozen else ():
                 # Keep a group that becomes empty: schedulers have lists in the order of the groups.
@@ -188,11 +195,11 @@ class TransformOptimizer(FollowingOptimizer):
         self._attachment.bind(dict(pairs), models_of([param_group]))
 
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
-        """Return the transform of an optimizer that has these parameters too."""
+        """Return the transform to use after parameters are added; `Muon` extends its labels here."""
         return self.tx
 
     def _add_by_route(self, group: Group, pairs: list[tuple[str, Tensor]]) -> None:
-        """Add a group in parts, one for each route of its parameters."""
+        """Split a group so that the same transforms update all parameters of a part, and add the parts as groups."""
         others = {key: value for key, value in group.items() if key != "params"}
         if not pairs:
             super().add_param_group({"label": None, "lr": 0.0, **others, "params": [], "param_names": []})
@@ -204,7 +211,10 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def groups_without_rate(self) -> tuple[int, ...]:
-        """The indices of groups whose ``lr`` is not read: the chain has its own schedule, or no learning rate."""
+        """The indices of ``param_groups`` whose ``lr`` is not read: their transforms have a schedule, or no rate.
+
+        These groups have an ``lr`` of 0, because PyTorch's schedulers require the key in every group.
+        """
         groups = enumerate(self._attachment.groups)
         return tuple([place for place, one in groups if "lr" not in one.numbers.keys])
 
@@ -212,48 +222,56 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def tx(self) -> Transform:
-        """The transform."""
+        """The transform that was passed to the optimizer, extended if parameters were added to `Muon`.
+
+        Its numbers are the initial ones; the current hyperparameters are in ``param_groups``.
+        """
         return self._stepping.tx
 
     @property
     def transform(self) -> Transform:
-        """The transform that runs on this optimizer's tensors: ``tx``, or `muonfx.sharding.sharded` of ``tx``."""
+        """The transform that runs on the tensors of the optimizer: `tx`, or ``sharded(tx, layout)`` over ranks."""
         return self._stepping.transform
 
     @property
     def transform_state(self) -> PyTree:
-        """The state of `transform` as the functional API sees it; its storage is reused by the next step."""
+        """The state of `transform`, as its ``init`` and ``update`` return it. The next step overwrites its tensors."""
         return self._stepping.shown(self._live["state"])
 
     # ----------------------------------------------------------------------------------------------------- stepping
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the current parameters, including tensors that replaced earlier parameters."""
+        """Set all gradients to None, or to zeros if ``set_to_none=False``.
+
+        Includes the gradients of tensors that have replaced parameters in the model since construction.
+        """
         if not torch.compiler.is_compiling():
             self._rebind("clear")
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:
-        """Take one step on the parameters' ``.grad``; a parameter without one keeps its value and state.
+        """Update the parameters once from their ``.grad``. If it is None, the parameter and its state do not change.
 
         Args:
-            closure: recomputes the loss with gradients, and returns it.
-            **extras: named values for the transforms whose signatures name them, such as ``value=loss``.
+            closure: a function that recomputes the loss and its gradients, and returns the loss. Called first.
+            **extras: further named arguments of the update, such as ``value=loss``. Each transform receives those that
+                it accepts.
 
         Returns:
-            The result of the closure, else None.
+            The result of the closure, or None without a closure.
 
         Raises:
-            ValueError: a hyperparameter is out of range, a parameter without a label has a gradient, a parameter has a
-                new shape or is on the meta device, or only other parameters of the model have gradients.
-            TypeError: a gradient is sparse or complex. Nothing has been changed when an error is raised.
+            ValueError: a hyperparameter is out of range, or a parameter cannot be updated: it has a gradient but no
+                label, it has another shape than at construction, or it is on the meta device. Also if none of the
+                optimizer's parameters has a gradient, but others of the model have one.
+            TypeError: a gradient is sparse or complex. No parameter or state has been changed when an error is raised.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        is_compiling = torch.compiler.is_compiling()  # a graph is traced for the parameters that there are
+        is_compiling = torch.compiler.is_compiling()  # a traced graph is valid for the current parameters only
         problem: Exception | None = None
         try:
             if not is_compiling:
@@ -266,7 +284,8 @@ class TransformOptimizer(FollowingOptimizer):
             updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
             if len(self.state) != len(updates):
                 raise ValueError(
-                    "optimizer.state was cleared, but it only shows transform_state: recreate the optimizer"
+                    f"optimizer.state: found {len(self.state)} parameters, expected {len(updates)}: it only shows "
+                    "transform_state and must not be changed; recreate the optimizer"
                 )
             self._stepping.check_gradients(updates)
             if not is_compiling:
@@ -285,14 +304,15 @@ class TransformOptimizer(FollowingOptimizer):
     # -------------------------------------------------------------------------------------------------- persistence
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the groups in torch's own format; see ``torch.optim.Optimizer.state_dict``.
+        """Return the state and the groups in the format of ``torch.optim.Optimizer.state_dict``.
 
-        Under ``sharding.replicated`` every rank has the whole state. If parameters are DTensors, all ranks must call
-        this together for a chain that keeps state at the owner of a matrix (`normalize_neurons`): that state is
-        gathered and sharded evenly over the parameter's mesh, so that torch can save, gather and reshard it.
+        Under ``sharding.replicated`` every rank has the whole state, and may call this alone. For DTensors, all ranks
+        must call this together if a transform keeps state on the owner of a matrix (the rank that computes its update),
+        as `normalize_neurons` does. That state is returned as DTensors, sharded evenly over the parameter's mesh, so
+        that torch can save, gather and reshard it.
 
         Raises:
-            ShardingError: a rank did not call this, though all must.
+            ShardingError: all ranks must call this together, and a rank did not.
         """
         self._rebind("save")
         for one in self._attachment.groups:
@@ -306,22 +326,25 @@ class TransformOptimizer(FollowingOptimizer):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
-        """Load a ``state_dict()`` into the storage and the dtypes of this optimizer's state.
+        """Copy the values of a `state_dict` into the state and the groups of this optimizer.
 
-        Parameters are found by name, without the prefixes of ``torch.compile``, ``DistributedDataParallel`` and other
-        wrappers; groups without names, as torchtitan saves them, by order. Values are copied. A dtype may widen within
-        its kind; it never follows the parameter's dtype, as ``torch.optim`` lets it. If parameters are sharded, all
-        ranks must call this together; a rank that calls it alone raises when the group's timeout has passed. Otherwise
-        a rank loads by itself, and the next step raises if the ranks have loaded different states.
+        Parameters are matched by name, ignoring the prefixes of ``torch.compile``, ``DistributedDataParallel`` and
+        other wrappers. If the saved groups have no names, as in torchtitan, they are matched by order. The dtypes of
+        the state do not change: a saved value may have a narrower dtype, such as bfloat16 for float32, but not a wider
+        one.
+
+        If parameters are sharded, all ranks must call this together; a rank that calls it alone raises after the
+        timeout of the process group. Otherwise each rank loads independently, and the next step raises if the ranks
+        have loaded different states.
 
         Args:
-            state_dict: the state of an optimizer of this transform.
-            rename: maps saved names to this optimizer's parameter names, as in `muonfx.checkpoint.load`, but with a dot
-                instead of a slash between levels.
+            state_dict: the ``state_dict()`` of an optimizer with the same transform.
+            rename: how saved parameter names map to this optimizer's names, as in `muonfx.checkpoint.load`, but with
+                dots instead of slashes between levels.
 
         Raises:
-            ValueError: other groups or parameters, a missing, unexpected or reshaped state leaf, a narrowing dtype,
-                the shard of another rank, or a missing hyperparameter; the message names them all.
+            ValueError: the groups, parameters or hyperparameters differ, or a saved tensor is missing, unexpected, has
+                another shape or a wider dtype, or is the shard of another rank. The message names each of them.
                 Nothing has been changed when an error is raised.
             ShardingError: another rank raised an error, or did not call this.
         """

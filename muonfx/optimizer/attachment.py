@@ -1,4 +1,4 @@
-"""Hold an optimizer's groups: follow its parameters through edits and changes of the model, and refuse other owners."""
+"""The parameters to which an optimizer has bound its state: it finds replaced ones, and excludes other optimizers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 
 CAUSES = (
-    "was the model sharded, loaded or converted after the optimizer was made (fully_shard, load_state_dict(assign="
+    "was the model sharded, loaded or converted after the optimizer was created (fully_shard, load_state_dict(assign="
     "True), to_empty() of meta parameters, parametrizations)? Create the optimizer after that"
 )
 FSDP1 = (
-    "FullyShardedDataParallel (FSDP1) has flattened and cut its matrices. Shard the model with fully_shard (FSDP2; in "
-    "accelerate fsdp_version=2) instead"
+    "FullyShardedDataParallel (FSDP1) has flattened and split its matrices. Shard the model with fully_shard (FSDP2; "
+    "in accelerate fsdp_version=2) instead"
 )
 
 
 def models_of(params: Any) -> list[nn.Module]:
-    """Return the models among the arguments of an optimizer: `params` itself, or the "params" of groups."""
+    """Return the models that an optimizer was given as its argument `params`, or as "params" of groups in it."""
     items: Any = [{"params": params}] if isinstance(params, nn.Module) else params
     return [item["params"] for item in items if isinstance(item, dict) and isinstance(item.get("params"), nn.Module)]
 
 
 def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
-    """Raise ValueError for flattened parameters of FSDP1, or if only some parameters are on the meta device."""
+    """Raise ValueError if FSDP1 has flattened parameters, or if only some parameters are on the meta device."""
     if not all(param.is_meta for param in named.values()):
         check_real(named)
     if layout is not None and layout.is_flat:
@@ -57,52 +57,52 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
 
 
 class _Slot(NamedTuple):
-    """The position of a bound parameter in a model; the module is not kept alive."""
+    """The module and the attribute name of a parameter in a model; the module is not kept alive."""
 
     module: weakref.ref[nn.Module]
     leaf: str
 
     def now(self) -> Tensor | None:
-        """Return the parameter that is in this position now."""
+        """Return the current parameter of the module under this name."""
         module = self.module()
         return None if module is None else module._parameters.get(self.leaf)
 
 
 class _Bound(NamedTuple):
-    """A parameter as it was when its state was created or moved."""
+    """A parameter with its shape, device and sharding at the time when its state was created or moved."""
 
     param: Tensor
     shape: torch.Size
     device: torch.device
     placement: tuple[object, ...]
     slot: _Slot | None
-    """None for a parameter of no known model, such as a copy that an engine has put into the groups."""
+    """Its position in a known model, or None, as for a copy that an engine has put into the groups."""
 
 
 class Attachment:
-    """The groups and parameters to which the optimizer has bound its state, and their models."""
+    """The groups and parameters to which an optimizer has bound its state, and the models that contain them."""
 
     def __init__(
         self, models: Iterable[nn.Module], known: nn.Module | None, named: Mapping[str, Tensor], *, alone: bool
     ) -> None:
-        # models: their parameters were given; known: a model of which only some parameters may have been given
+        # models: the optimizer has all of their parameters; known: a model of which it may have only some
         self._models = [] if known is None else [(weakref.ref(known), True)]
         self.groups: list[BoundGroup] = []
         self._bound: dict[str, _Bound] = {}
         self._named: dict[str, Tensor] = {}
         self._listed: list[BoundGroup] | None = None  # the groups whose parameters `_named` has
-        self._alone = alone  # no other rank may have the gradients that are missing here
+        self._alone = alone  # one process: no other rank has the gradients that are missing here
         self._absent: tuple[str, ...] | None = None
         self._warned = set[str]()
         self.bind(named, models)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without models and bound parameters, which a copy must set itself."""
+        """Return the attributes without models and parameters, which a copy must bind again."""
         return {**self.__dict__, "_models": [], "_bound": {}, "_named": {}, "_listed": None}
 
     @property
     def models(self) -> list[nn.Module]:
-        """The known models that still exist."""
+        """The models with parameters of the optimizer that still exist."""
         return [model for ref, _ in self._models if (model := ref()) is not None]
 
     @property
@@ -116,7 +116,7 @@ class Attachment:
     # ------------------------------------------------------------------------------------------------------- groups
 
     def is_current(self, groups: list[Group]) -> bool:
-        """Return True if groups and models still have the bound parameters, with unchanged shapes and devices."""
+        """Return True if no parameter was replaced, resized or moved, in the groups or in the models."""
         if not self._has(groups):
             return False
         for param, shape, device, _, slot in self._bound.values():
@@ -130,7 +130,7 @@ class Attachment:
         return True
 
     def _has(self, groups: list[Group]) -> bool:
-        """Return True if these are the bound groups, with the bound parameters."""
+        """Return True if these groups are the bound ones and still have the bound parameters."""
         if len(groups) != len(self.groups):
             return False
         named = self.named
@@ -143,7 +143,7 @@ class Attachment:
         return True
 
     def follow(self, groups: Any, stepping: Stepping, *, may_repeat: bool = False) -> None:
-        """Update the names and numbers of the groups after any change to their lists; errors change nothing."""
+        """Update "param_names" and the hyperparameters of the groups after the user or an engine has edited them."""
         if self._has(groups):
             return
         if may_repeat:  # as ``param_groups.extend(param_groups)`` makes them
@@ -163,7 +163,7 @@ class Attachment:
         self.note(groups, stepping)
 
     def note(self, groups: Iterable[Group], stepping: Stepping) -> None:
-        """Record groups with their names, and read their numbers from now on."""
+        """Bind these groups: later steps read the hyperparameters in them."""
         former = {id(one.group): one.numbers for one in self.groups}
         of_names = {name: one.numbers for one in self.groups for name in one.names}
         found: list[BoundGroup] = []
@@ -171,13 +171,13 @@ class Attachment:
             names: list[str] = list(group["param_names"])
             own = stepping.routes[names[0]].hyperparams if names else ()
             known = former.get(id(group), of_names.get(names[0]) if names else None)
-            # The former numbers record which of two keys was written last.
+            # The former numbers are kept: they show which of two keys of a number is changed next.
             numbers = copy.copy(known) if known is not None and known.hyperparams == own else GroupNumbers(own)
             found.append(BoundGroup(group, names, numbers))
         self.groups = found
 
     def _names_in(self, groups: list[Group]) -> list[list[str]]:
-        """Return the names of the tensors in groups; an unknown tensor takes the name of its position."""
+        """Return the parameter names of each group; a new tensor takes the name of the tensor that it replaces."""
         known = {
             now: name
             for name, bound in self._bound.items()
@@ -189,16 +189,16 @@ class Attachment:
             new = next((param for param in params if param not in known), None)
             if new is not None and (len(former) != len(params) or not {*former} <= self._bound.keys()):
                 raise ValueError(
-                    f"param_groups[{place}]: a tensor of shape {tuple(new.shape)} is new, in a group of {len(params)} "
-                    f"params and {len(former)} param_names: put replaced parameters in the places of the former ones, "
-                    "and add others by add_param_group. Under DeepSpeed's ZeRO use muonfx.engines.deepspeed.Muon"
+                    f"param_groups[{place}]: found a new tensor of shape {tuple(new.shape)} and {len(params)} params, "
+                    f"expected {len(former)}, one for each of param_names: keep a replaced parameter at its position, "
+                    "and add others with add_param_group. Under DeepSpeed's ZeRO use muonfx.engines.deepspeed.Muon"
                 )
             members.append([known[param] if param in known else former[at] for at, param in enumerate(params)])
         times = Counter(name for names in members for name in names)
         if twice := [name for name, count in times.items() if count > 1]:
             raise ValueError(
-                f"param_groups: {twice[0]!r} is listed {times[twice[0]]} times and would be stepped on as often: list "
-                "it once; a new tensor takes the name of its place in param_names"
+                f"param_groups: {twice[0]!r} is listed {times[twice[0]]} times and would be updated as often: list it "
+                "once; a new tensor takes the name of its place in param_names"
             )
         if absent := [name for name in self._bound if name not in times]:
             raise ValueError(
@@ -210,7 +210,7 @@ class Attachment:
     # --------------------------------------------------------------------------------------------------- parameters
 
     def bind(self, named: Mapping[str, Tensor], models: Iterable[nn.Module] = ()) -> None:
-        """Record that these tensors have a state; `models` are further models whose parameters they are."""
+        """Record the tensors whose state the optimizer has, and further `models` that contain them."""
         self._models += [(weakref.ref(model), False) for model in models]
         slots: dict[Tensor, _Slot] | None = None
         for name, param in named.items():
@@ -219,13 +219,13 @@ class Attachment:
             if slot is None or slot.now() is not param:
                 slots = self._slots() if slots is None else slots
                 slot = slots.get(param)
-            # No weak references: torch.utils.swap_tensors, used to convert in place, refuses tensors that have any
+            # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self._bound[name] = _Bound(param, param.shape, param.device, _placement(param), slot)
         self._absent = self._listed = None
         self.on_meta = any(bound.param.is_meta for bound in self._bound.values())
 
     def _slots(self) -> dict[Tensor, _Slot]:
-        """Return the positions of the models' parameters."""
+        """Return the module and attribute name of each parameter of the models."""
         found: dict[Tensor, _Slot] = {}
         for module in (module for model in self.models for module in model.modules()):
             for leaf, param in module._parameters.items():
@@ -234,7 +234,7 @@ class Attachment:
         return found
 
     def replaced(self, before: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
-        """Return, by name, the tensors that replaced a bound tensor or have moved; `before` has the groups' tensors."""
+        """Return, by name, the tensors that have replaced a parameter or moved; `before` are those in the groups."""
         later = self._in_models(before)
         now = {**before, **later}
         is_late = at_step and any(before[name].grad is not None for name in later)
@@ -249,32 +249,32 @@ class Attachment:
             if param.shape != bound.shape:
                 cause = FSDP1 if getattr(param, "_fsdp_flattened", False) else CAUSES
                 found, expected = tuple(param.shape), tuple(bound.shape)
-                raise ValueError(f"{name!r} has shape {found}, and had {expected} when the optimizer was made: {cause}")
+                raise ValueError(f"{name!r} has shape {found}, expected {expected}, as at construction: {cause}")
             if bound.param is not param or param.device != bound.device:
                 moved[name] = param
         return moved
 
     def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
-        """Return True if each tensor has the device, dtype and sharding of the bound tensor of its name."""
+        """Return True if each tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self._bound[name].placement == _placement(param) for name, param in replaced.items())
 
     def _in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors, by name, that have replaced bound parameters in the models."""
+        """Return, by name, the tensors that have replaced parameters in the models."""
         found: dict[str, Tensor] = {}
         for name, param in named.items():
             bound = self._bound[name]
-            # A tensor that others have put into the groups takes precedence.
+            # A tensor that an engine has put into the groups takes precedence over the model.
             now = bound.slot.now() if bound.slot is not None and bound.param is param else None
             if now is not None and now is not param:
                 found[name] = now
         if not found:
             return found
-        # FSDP2 has plain parameters during a forward and backward pass; they do not count.
+        # During forward and backward, FSDP2 puts gathered plain parameters into the modules; ignore them.
         modules = [module for model in self.models for module in model.modules()]
         fsdp2 = [module for module in modules if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)]
         gathered = {id(param) for module in fsdp2 for param in module.parameters() if not is_dtensor(param)}
         found = {name: now for name, now in found.items() if is_dtensor(now) or id(now) not in gathered}
-        # A tensor in two positions, as a tied parameter is, keeps the name that has it already.
+        # A tied parameter, which is in two positions, keeps the name that it has.
         while True:
             times = Counter(id(found.get(name, param)) for name, param in named.items())
             if not (twice := [name for name, now in found.items() if times[id(now)] > 1]):
@@ -285,13 +285,13 @@ class Attachment:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def check(self, named: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
-        """If gradients are missing, check that the models train these parameters."""
+        """If gradients are missing, raise or warn if the models train other tensors than the optimizer has."""
         if self.on_meta:
             check_real(self.named)
         all_present = type(None) not in set(map(type, updates.values()))
         absent = () if all_present else tuple([name for name, grad in updates.items() if grad is None])
         if absent == self._absent:
-            return  # walking through a model takes time
+            return  # the same as in the last step; walking through a model takes time
         self._absent = absent
         none = len(absent) == len(updates)
         strangers = self._strangers(named)
@@ -305,8 +305,8 @@ class Attachment:
         if first is not None and "strangers" not in self._warned:
             self._warned.add("strangers")
             warnings.warn(
-                f"{len(strangers)} parameters of the model have gradients and are not the optimizer's, such as "
-                f"{first!r}; they are not updated: {CAUSES}, or add_param_group",
+                f"{len(strangers)} parameters of the model have gradients and are not in the optimizer, such as "
+                f"{first!r}; they are not updated: {CAUSES}, or use add_param_group",
                 stacklevel=5,
             )
         is_trained = any(param.requires_grad for param in named.values())
@@ -319,9 +319,9 @@ class Attachment:
             )
 
     def _strangers(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the models' parameters that have a gradient and are not the optimizer's."""
+        """Return, by name, the parameters of the models that have a gradient and are not in the optimizer."""
         ours = {id(param) for param in named.values()}
-        # Of a model that only gives names, consider only parameters whose names the optimizer has.
+        # In a model that only provides names (`model=`), consider only parameters whose names the optimizer has.
         return {
             name: param
             for ref, is_known in self._models
@@ -340,9 +340,9 @@ def check_real(named: Mapping[str, Tensor]) -> None:
     """Raise ValueError for parameters on the meta device, which have no values to update."""
     if meta := [name for name, param in named.items() if param.is_meta]:
         raise ValueError(
-            f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: give them storage and "
-            "values first (model.to_empty(device=...), then the weights). The optimizer finds them by name if it was "
-            "given the model; else create it after that"
+            f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: allocate and load them "
+            "first (model.to_empty(device=...), then load_state_dict). An optimizer that was given the model finds the "
+            "new tensors; otherwise create the optimizer after that"
         )
 
 
@@ -350,28 +350,28 @@ _owners: WeakSet[Optimizer] = WeakSet()
 
 
 def own_groups(optimizer: Optimizer) -> None:
-    """Make any other optimizer, except a wrapper, raise if it steps on these groups while this optimizer exists."""
+    """Make another optimizer raise if it steps on this optimizer's groups, unless it wraps this optimizer."""
     _register()
     _owners.add(optimizer)
 
 
 class OwnedGroup(dict[str, Any]):
-    """A group that is recognized after its optimizer is deleted; torch.compile cannot trace it."""
+    """A param group that is still recognized as ours after its optimizer is deleted; torch.compile cannot trace it."""
 
 
 class GroupOwner(Optimizer):
-    """Base of optimizers whose groups no other optimizer may step on, unless it wraps this one as an attribute."""
+    """Base of optimizers with groups on which no other optimizer may step, unless it has this one as an attribute."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         own_groups(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group."""
+        """Add a group, marked so that another optimizer raises if it steps on it."""
         super().add_param_group(OwnedGroup(param_group))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or loaded state."""
+        """Restore a copied or unpickled optimizer, and mark its groups."""
         super().__setstate__(state)
         self.param_groups = [OwnedGroup(group) for group in self.param_groups]
         own_groups(self)
@@ -393,7 +393,7 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
         labels = ", ".join(repr(group.get("label")) for group in owned)
         raise RuntimeError(
             f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({labels}), which itself never steps: "
-            "an engine has exchanged it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
+            "an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
             'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
-            "give it plain copies: [dict(group) for group in optimizer.param_groups]"
+            "pass plain copies: [dict(group) for group in optimizer.param_groups]"
         )

@@ -1,4 +1,4 @@
-"""An optimizer whose state follows its parameters: created for them, moved with them, and copied with them."""
+"""The base class of `TransformOptimizer`: it moves the state if parameters are replaced, and copies it with them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from muonfx.sharding.plan.assignment import Settings
 
 
 class FollowingOptimizer(Optimizer):
-    """Keeps the state bound to the tensors in the groups and in the model: the base of `TransformOptimizer`."""
+    """An optimizer whose state follows its parameters, if the tensors in the groups or in the model are replaced."""
 
-    # _live has the state and the entries that show it. It is a dict, because torch.compile replays writes to a dict
-    # but not assignments to an optimizer's attributes.
+    # _live has the state, and the `StateEntries` that show it in `optimizer.state`. It is a dict, because torch.compile
+    # replays writes to a dict but not assignments to an optimizer's attributes.
     _live: dict[str, Any]
     _given: tuple[Layout | None, Settings]
     _stepping: Stepping
@@ -31,7 +31,7 @@ class FollowingOptimizer(Optimizer):
     bucket_bytes: int | None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy needs, torch's and ours."""
+        """Return the attributes of the optimizer that a copy or a pickle needs; over ranks, raise TypeError."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._attachment.follow(self.param_groups, self._stepping)  # a copy finds the tensors by "param_names"
@@ -40,7 +40,7 @@ class FollowingOptimizer(Optimizer):
         return {**super().__getstate__(), **kept, "tx": self._stepping.tx}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which does not know the model of its parameters."""
+        """Restore a copied or unpickled optimizer. It has no reference to the model of its parameters."""
         super().__setstate__({key: value for key, value in state.items() if key != "tx"})
         named = self._named()
         self._stepping = self._stepping_for(state["tx"], named)
@@ -62,7 +62,7 @@ class FollowingOptimizer(Optimizer):
         return stepping_for(tx, named, layout, settings, self.bucket_bytes)
 
     def _start(self, before: Stepping | None = None) -> None:
-        """Create the state and everything that depends on the groups, with the values of a former stepping's state."""
+        """Create the state for the current parameters, with the values of the old state if `before` is its stepping."""
         self._attachment.note(self.param_groups, self._stepping)
         state = self._stepping.init(self._named(), self._attachment.groups)
         if before is not None:
@@ -72,7 +72,7 @@ class FollowingOptimizer(Optimizer):
         self._stepping.share(state)
 
     def _show_all(self) -> None:
-        """Fill ``self.state`` with the leaves of the state."""
+        """Fill ``optimizer.state`` with the tensors of the state."""
         named = self._named()
         self.state.clear()
         for param in named.values():
@@ -82,7 +82,7 @@ class FollowingOptimizer(Optimizer):
 
     @contextmanager
     def _all_or_nothing(self) -> Generator[None]:
-        """Restore the groups after an error."""
+        """A context in which an error restores the groups and the stepping."""
         stepping, bound = self._stepping, self._attachment.groups
         groups = [(group, group["param_names"], group["params"]) for group in self.param_groups]
         try:
@@ -95,9 +95,9 @@ class FollowingOptimizer(Optimizer):
             raise
 
     def _rebind(self, moment: Literal["step", "save", "clear", "else"] = "else") -> None:
-        """Bind the state to the tensors now in the groups or the model, resharded by name with the same values."""
-        # All ranks call this together, except in two moments without communication: "save", unless the sharding has
-        # changed, and "clear" (zero_grad), which leaves the communication to the step.
+        """If parameters were replaced in the groups or the model, use the new tensors, and move their state to them."""
+        # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
+        # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
         if self._attachment.is_current(self.param_groups):
             return
         self._attachment.follow(self.param_groups, self._stepping, may_repeat=moment == "save")
@@ -109,14 +109,16 @@ class FollowingOptimizer(Optimizer):
         is_swap = self._attachment.is_swap(replaced)
         over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
         if moment == "clear" and over_ranks and not is_swap:
-            self._put(named)  # as an engine does; the step, with all ranks, moves the state
+            self._put(named)  # the next step, which all ranks take together, moves the state
             return
         before = self._stepping
         with self._all_or_nothing():
             if not is_swap:
                 self._stepping = self._stepping_for(self._stepping.tx, named)
             if changed := [name for name, route in self._stepping.routes.items() if route != before.routes[name]]:
-                raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: recreate it")
+                raise ValueError(
+                    f"{changed[0]!r} has other labels now than when the optimizer was created: recreate the optimizer"
+                )
             self._put(named)
             if is_swap:
                 self._show_all()
@@ -127,5 +129,6 @@ class FollowingOptimizer(Optimizer):
         self._attachment.bind(named)
 
     def _put(self, named: Mapping[str, Tensor]) -> None:
+        """Replace the tensors in the groups by tensors of the same names."""
         for group in self.param_groups:
             group["params"] = [named[name] for name in group["param_names"]]

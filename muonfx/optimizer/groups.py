@@ -1,4 +1,4 @@
-"""Parameter groups: names, routes through partitions, and the hyperparameters of each group."""
+"""Parameter groups of an optimizer: their names, their hyperparameters, and the transforms that update them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from muonfx.program.nodes import Node, Program
 Number = float | Tensor
 
 Group = dict[str, Any]
-"""A parameter group of torch, with entries of any kind, also entries that others add."""
+"""A param group of a torch optimizer: a dict with "params", hyperparameters, and entries that schedulers add."""
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
 """The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
@@ -30,18 +30,19 @@ NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
 
 
 class Hyperparam(NamedTuple):
-    """An entry of a group: one number of the transform, or a tuple of several."""
+    """A hyperparameter in a param group: one number of the transform ("lr"), or a tuple of several ("betas")."""
 
     key: str
-    """Its key in the group."""
+    """The key in the group, such as "betas"."""
     names: tuple[str, ...]
-    """The dotted names of its numbers."""
+    """The dotted names of the numbers in the transform, as in `muonfx.hyperparams`."""
     is_tuple: bool = False
+    """True if the value in the group is a tuple."""
     is_mirror: bool = False
-    """True if other entries have its numbers too: for schedulers that write one key into all groups."""
+    """True if other keys have the same numbers, as "momentum" repeats the first of "betas" for schedulers."""
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
-        """Return the numbers in an entry's value, or raise if it has another length or type."""
+        """Return the numbers in a value of this key, or raise if it has another length or type."""
         values = value if isinstance(value, Sequence) else (value,)
         if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
             wanted = f"{len(self.names)} numbers" if self.is_tuple else "a number"
@@ -53,7 +54,7 @@ class Hyperparam(NamedTuple):
 
 
 class GroupNumbers:
-    """Reads and writes the numbers of a group under all of their keys."""
+    """Reads and writes the numbers of one param group, some of which have several keys."""
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
         self.hyperparams = tuple(hyperparams)
@@ -63,11 +64,11 @@ class GroupNumbers:
 
     @property
     def names(self) -> list[str]:
-        """The dotted names of the numbers."""
+        """The dotted names of the group's numbers in the transform."""
         return [name for one in self.hyperparams if not one.is_mirror for name in one.names]
 
     def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
-        """Return a group's numbers by dotted name; if two keys of a number differ, the changed key is used."""
+        """Return a group's numbers by dotted name; if two keys of one number differ, the changed value is used."""
         found: dict[str, Number] = {}
         said: dict[str, str] = {}
         for one in self.hyperparams:
@@ -86,20 +87,20 @@ class GroupNumbers:
         return found
 
     def complete(self, given: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
-        """Return a new group's numbers by dotted name: given ones, and the transform's own for the others."""
+        """Return all numbers of a new group by dotted name: the given ones, and for the others `defaults`."""
         return {name: defaults[name] for name in self.names} | self.parse(given, mirrors=False)
 
     def entries(self, numbers: Mapping[str, Number]) -> Group:
-        """Return the entries of a group for all of its numbers."""
+        """Return the group's keys and values for numbers that are given by dotted name."""
         return {
             one.key: tuple(numbers[name] for name in one.names) if one.is_tuple else numbers[one.names[0]]
             for one in self.hyperparams
         }
 
     def read(self, group: Group) -> dict[str, Number]:
-        """Return a group's current numbers and make the keys of each number agree; an error leaves it unchanged.
+        """Return the current numbers of a group by dotted name, and write them under all keys of each number.
 
-        The result is the same dict as before if no number has changed.
+        If no number has changed, the result is the same object as in the last call.
         """
         if self._entries and all(map(is_, map(group.get, self._entries), self._entries.values())):
             return self._last
@@ -123,7 +124,7 @@ class GroupNumbers:
 
 
 class BoundGroup(NamedTuple):
-    """A group of an optimizer, as the optimizer last found it."""
+    """A param group with the names of its parameters at the last step, and the reader of its hyperparameters."""
 
     group: Group
     names: list[str]
@@ -131,7 +132,7 @@ class BoundGroup(NamedTuple):
 
 
 def scalar(name: str, value: Any) -> Any:
-    """Return a tensor of one element as a 0-d view and other values unchanged; larger tensors raise ValueError."""
+    """Return a hyperparameter; a tensor of one element becomes a 0-d view, and a larger one raises ValueError."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -140,8 +141,8 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
-    """Convert the numbers of groups to the types and shapes of a transform's own numbers, given as `defaults`."""
-    # One 0-d view of each tensor: groups that share a tensor agree, and a scheduler may write into it.
+    """Convert the numbers of each group to the types and shapes of the transform's own numbers (`defaults`)."""
+    # One 0-d view of each tensor: groups that share a tensor have equal numbers, and a scheduler may write into it.
     views: dict[int, Number] = {}
 
     def fit(name: str, value: Number) -> Number:
@@ -159,7 +160,7 @@ def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]
 
 
 def equal(a: object, b: object) -> bool:
-    """Return True for equal numbers and for the same tensor; values of tensors are not read."""
+    """Return True for equal numbers, and for one and the same tensor. Values of tensors are not read."""
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
@@ -167,33 +168,33 @@ def equal(a: object, b: object) -> bool:
 
 
 class Route(NamedTuple):
-    """The transforms of a program that act on some parameters."""
+    """The list of transforms that update a parameter; equal for all parameters of one group."""
 
     places: tuple[int, ...]
-    """The indices of these transforms among all transforms of the program."""
+    """The indices of these transforms among all transforms of the lowered program (`Program.transforms`)."""
     label: str | None
-    """The labels on the route, joined for display."""
+    """The labels by which partitions select the parameter, joined by "/", or None without labels."""
     is_left_out: bool
-    """True if the labels of some partition leave the parameters out."""
+    """True if a partition gives the parameter the label None, so that it is not trained."""
     hyperparams: tuple[Hyperparam, ...]
     """The hyperparameters of these transforms."""
     order: tuple[int, bool, tuple[int, ...]]
-    """The sort key of the group, independent of the order of parameters: Muon's, Adam's, others, untrained ones."""
+    """The sort key of the group: first Muon's, then Adam's, others, and groups that are not trained."""
 
 
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the usual hyperparameters, each of the first group that has it; OneCycleLR looks for its momentum here."""
+    """Return ``optimizer.defaults``, which OneCycleLR reads: each value is that of the first group that has its key."""
     usual = ("lr", "weight_decay", "momentum")
     return {key: group[key] for key in usual for group in reversed(groups) if key in group}
 
 
 def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
-    """Return the names of the parameters of some models."""
+    """Return a dict from each parameter of some models to its name."""
     return {param: name for model in models for name, param in model.named_parameters()}
 
 
 def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> list[Group]:
-    """Convert the `params` of an optimizer to groups whose "params" are lists of (name, tensor)."""
+    """Convert the argument `params` of an optimizer to a list of groups whose "params" are (name, tensor) pairs."""
     items: list[Any] = [{"params": params}] if isinstance(params, nn.Module | Mapping) else list(params)
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
@@ -208,14 +209,14 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
         if name in seen:
-            raise ValueError(f"two parameters are named {name!r}; names must differ over all groups")
+            raise ValueError(f"two parameters are named {name!r}: give each parameter of all groups another name")
         seen.add(name)
         if (first := name_of.setdefault(param, name)) != name:
             raise ValueError(f"{first!r} and {name!r} are one tensor, which would be stepped on twice: give it once")
 
 
 def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:
-    """Convert a model, named parameters or tensors with known names to (name, tensor) pairs."""
+    """Convert a model, named parameters, or tensors whose names are in `known`, to (name, tensor) pairs."""
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     if isinstance(params, Mapping):
@@ -228,7 +229,7 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
     if isinstance(item, Tensor) and known:
         if item not in known:
             shape = tuple(item.shape)
-            raise ValueError(f"params: a tensor of shape {shape} is no parameter of the model: give (name, tensor)")
+            raise ValueError(f"params: a tensor of shape {shape} is not a parameter of the model: give (name, tensor)")
         return known[item], item
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
         return item
@@ -239,7 +240,7 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
 
 
 def routes_of(program: Program) -> dict[str, Route]:
-    """Return each parameter's route: the transforms of the program that have it among their leaves."""
+    """Return a dict from each parameter's name to its `Route`: the transforms of a program that update it."""
     nodes = tuple(program.transforms())
     met: dict[str, list[int]] = {}
     for place, node in enumerate(nodes):
@@ -272,9 +273,9 @@ def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
 
 
 def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
-    """Warn of trained parameters whose route has no transform that reverses the gradient."""
+    """Warn of trained parameters whose updates would have the sign of the gradient, and so increase the loss."""
     trained = [name for name, param in params.items() if param.requires_grad and not routes[name].is_left_out]
-    # Check one name for each route: the same transforms act on its other parameters.
+    # Check one parameter of each route: the same transforms update the others.
     one_of = {routes[name].places: name for name in trained}
     root = next(program.transforms())
     rising = {places for places, name in one_of.items() if 1 in _signs(root, name)}
@@ -287,13 +288,13 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
 
 
 def _signs(node: Node, name: str) -> frozenset[int]:
-    """Return the signs that a parameter's update may have after a node, relative to its gradient."""
+    """Return the signs, relative to its gradient, that a parameter's update may have after a node's transform."""
     called = [_signs(one, name) for one in node.called if name in one.names]
     return combine_signs(node.tx, called)
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
-    """Return the hyperparameters of the given nodes, under short names and without labels if that is unambiguous."""
+    """Return the hyperparameters of the transforms of some nodes, with unambiguous keys for a param group."""
     owns = [node.own for node in nodes]
     claims = Counter(key for own in owns for key in own.short_names)
     alike = Counter(key for own in owns for key in own.keys)
@@ -313,7 +314,7 @@ def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
 
 
 def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route]) -> list[list[tuple[str, Tensor]]]:
-    """Split named parameters into one list for each route, in the order of groups."""
+    """Split (name, tensor) pairs into one list for each route, in the order of ``param_groups``."""
     parts: dict[Route, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
         parts.setdefault(routes[name], []).append((name, param))
@@ -321,13 +322,13 @@ def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route])
 
 
 NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
-"""Group entries that need not be hyperparameters; "lr" is one if the route has a learning rate."""
+"""The keys that a group may have even if they are not hyperparameters of its transforms."""
 
 
 def groups_by_route(
     tx: Transform, routes: Mapping[str, Route], given: Group, pairs: list[tuple[str, Tensor]]
 ) -> list[Group]:
-    """Split a group by the routes of its parameters, and complete each part with all of its hyperparameters."""
+    """Split a given group by the routes of its parameters, and return the parts with all of their hyperparameters."""
     parts = [(routes[part[0][0]], part) for part in split_by_route(pairs, routes)]
     known = {one.key for route, _ in parts for one in route.hyperparams if not one.is_mirror}
     if unknown := sorted(given.keys() - known - NOT_HYPERPARAMS):
@@ -341,7 +342,7 @@ def groups_by_route(
         with_hyperparams(tx, fitted(defaults, [values])[0]).prepare_all()  # raises if one is out of range
         complete: Group = {
             "label": route.label,
-            "lr": 0.0,  # torch's schedulers require an lr in every group, also if it is never read
+            "lr": 0.0,  # PyTorch's schedulers require an lr in every group, even if no transform reads it
             **{key: given[key] for key in given.keys() & NOT_HYPERPARAMS},
             **numbers.entries(values),
         }
@@ -350,12 +351,13 @@ def groups_by_route(
 
 
 def warn_of_unread_rates(groups: Sequence[Group]) -> bool:
-    """Warn of an lr or a scheduler in groups of which none has an lr that is read; return True if there was one."""
+    """Warn of the first group whose "lr" was set although no transform reads it; return True after a warning."""
     for place, group in enumerate(groups):
         if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
             warnings.warn(
-                f"param_groups[{place}]: nothing reads this 'lr', found {group['lr']!r}: the chain has its own "
-                "schedule, or no learning rate. For one that can be set here, build the chain with a number",
+                f"param_groups[{place}]: 'lr' is {group['lr']!r}, expected no value: the chain has a schedule or no "
+                "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
+                "learning rate",
                 UserWarning,
                 stacklevel=5,  # torch wraps `step`
             )

@@ -29,29 +29,35 @@ LabelsLike = Mapping[str, str | None] | Callable[[Any], Mapping[str, str | None]
 
 
 class Muon(TransformOptimizer):
-    """Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer.
+    """Muon for the hidden matrices of a model and AdamW for all other parameters, in one ``torch.optim.Optimizer``.
+
+    By default, the weights of hidden linear and convolution layers have the label "muon". Embeddings, output heads,
+    biases and norms have the label "adamw", and frozen parameters None. `muonfx.default_labels` describes the rules.
+    They use the types of modules, so pass the model if possible. ``param_groups`` has a group for each label.
 
     Args:
-        params: a model (recommended, since parameters are then routed by module type), named parameters, groups of
-            these, or unnamed tensors if ``model`` is given.
-        lr: the learning rate of Muon, scaled by ``lr_scaling``.
-        weight_decay: decoupled weight decay of Muon's parameters.
-        momentum: decay of Muon's average of gradients.
-        orthogonalize: the transform that orthogonalizes the average. Its arguments are the options of the iteration,
-            and which matrices a parameter consists of:
-            ``muonfx.orthogonalize(coefficients="keller", view=muonfx.MatrixView("(qkv=3 out) in -> qkv out in"))``. For
-            parameters that its view does not set, the routing sets it: stacks of experts, and transposed and fused
-            matrices of known layers (`Labels.views`). The pattern "out in -> out in" splits nothing.
-        lr_scaling: as in `muonfx.scale_by_shape`.
-        adamw_lr: the learning rate of AdamW; None: ``lr``, which suits the scaling "match_rms_adamw".
-        adamw_weight_decay: decoupled weight decay of AdamW's parameters; None: ``weight_decay``.
-        betas: AdamW's decays of the first and second moment.
-        labels: "muon", "adamw" or None by name, or a function that returns these for the model (for the named
-            parameters, if no model is given). None: `muonfx.default_labels`. For rules that come before the default
-            routing: ``labels=lambda model: muonfx.default_labels(model, rules)``. Names without a model are enough for
-            ``labels=muonfx.select.default_labels_by_name``.
+        params: a model (recommended), its ``named_parameters()``, a dict from names to tensors, or groups of these.
+            Tensors need no names if ``model`` is given.
+        lr: the learning rate of Muon. It is multiplied by a factor for the shape of each matrix (``lr_scaling``).
+        weight_decay: the decoupled weight decay of Muon's parameters.
+        momentum: the decay of Muon's moving average of gradients, which is of Nesterov type.
+        orthogonalize: the transform that orthogonalizes this average. It sets the options of the iteration and the view
+            of each parameter (how its tensor divides into matrices). For a fused projection:
+            ``muonfx.orthogonalize(coefficients="keller", view=muonfx.MatrixView("(qkv=3 out) in -> qkv out in"))``.
+            Parameters that this view does not match have a view by module type: stacked experts, fused projections and
+            transposed weights of known layers are divided. To treat one of them as a single matrix, give it the pattern
+            "out in -> out in".
+        lr_scaling: the factor for the shape of each matrix, as in `muonfx.scale_by_shape`. The default
+            "match_rms_adamw" gives updates of the size of AdamW's, so both can use one learning rate.
+        adamw_lr: the learning rate of AdamW. None: ``lr``.
+        adamw_weight_decay: the decoupled weight decay of AdamW's parameters. None: ``weight_decay``.
+        betas: AdamW's decays of the first and the second moment.
+        labels: a dict from each parameter name to "muon", "adamw" or None (not trained), or a function from the model
+            to such a dict. Without a model, the function receives the named parameters. None: `muonfx.default_labels`.
+            To put own rules before the default ones: ``labels=lambda model: muonfx.default_labels(model, rules)``. To
+            choose by names only: ``labels=muonfx.select.default_labels_by_name``.
         layout: as in `TransformOptimizer`.
-        model: as in `TransformOptimizer`; parameters are then routed by its modules' types, in any form of ``params``.
+        model: the model that has ``params``, if ``params`` is not the model itself. The labels then use its modules.
         donate_grads: as in `TransformOptimizer`.
         bucket_bytes: as in `TransformOptimizer`.
 
@@ -112,7 +118,14 @@ class Muon(TransformOptimizer):
 
     @staticmethod
     def transform_for(params: nn.Module | Mapping[str, Tensor], lr: float = 2e-3, **options: Any) -> Transform:
-        """The transform of ``Muon(params, lr, **options)``, without the optimizer; it takes the options of the update.
+        """Return the transform that ``Muon(params, lr, **options)`` would use, without creating the optimizer.
+
+        Use it with ``init`` and ``update``, or to read its labels.
+
+        Args:
+            params: a model, or a dict from names to tensors.
+            lr: the learning rate of Muon.
+            **options: the arguments of `Muon` except ``layout``, ``donate_grads`` and ``bucket_bytes``.
 
         >>> Muon.transform_for(torch.nn.Linear(4, 4), 0.01, labels={"weight": "muon", "bias": "adamw"}).name
         'partition'
@@ -139,14 +152,14 @@ class Muon(TransformOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
+        """Add parameters to train, with labels chosen as at construction; see `TransformOptimizer.add_param_group`."""
         with _either_part_may_be_empty():
             super().add_param_group(param_group)
 
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
         models = [(model, dict(model.named_parameters())) for model in self._attachment.models]
         model = next((m for m, own in models if all(own.get(name) is param for name, param in new.items())), None)
-        with warnings.catch_warnings():  # a rule that matches no new parameter has matched earlier ones
+        with warnings.catch_warnings():  # a rule may match only earlier parameters
             warnings.filterwarnings("ignore", message="user rule")
             found = _route(self._labels, new, model)
         old = self.tx.arguments["labels"]
@@ -157,7 +170,7 @@ class Muon(TransformOptimizer):
 
 
 def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None) -> Labels:
-    """Return the labels of parameters, chosen with the whole model if it is known."""
+    """Return the labels of ``params``, chosen by the whole model if it is known."""
     names = [name for name, _ in named_pairs(params)]
     if labels is None:
         labels = default_labels
@@ -168,13 +181,13 @@ def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: 
         )
     found = labels if isinstance(labels, Mapping) else labels(params if model is None else model)
     if missing := [name for name in names if name not in found]:
-        raise ValueError(f"labels: none for {format_list(missing)}; every parameter needs one")
+        raise ValueError(f"labels: found none for {format_list(missing)}, expected a label for every parameter")
     return (found if isinstance(found, Labels) else Labels(found)).restrict(names)
 
 
 @contextmanager
 def _either_part_may_be_empty() -> Generator[None]:
-    """Ignore the warning of a label without parameters: a model may have no matrices, or nothing else."""
+    """Ignore the warning of `partition` that no parameter has the label "muon", or "adamw"."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
         yield
@@ -188,8 +201,8 @@ def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
     if all(param.ndim < 2 for param in named.values()):
         why = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     warnings.warn(
-        f"Muon: no parameter has the label 'muon', so nothing is orthogonalized, and of {len(named)} parameters AdamW "
-        f"trains {sum(label is not None for label in labels.values())}: {why}. Choose Muon's parameters by labels=, or "
-        "use TransformOptimizer(params, muonfx.adamw())",
+        f"Muon: found no parameter with the label 'muon' ({why}), expected at least one; AdamW trains "
+        f"{sum(label is not None for label in labels.values())} of {len(named)} parameters, and none is "
+        "orthogonalized. Give labels=, or use TransformOptimizer(params, muonfx.adamw())",
         stacklevel=4,
     )

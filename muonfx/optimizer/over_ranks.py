@@ -1,4 +1,4 @@
-"""Steps over ranks: one sharded step on the local tensors of all parameters, after one agreement of the ranks."""
+"""Steps of an optimizer over ranks: one sharded step on the local tensors of all parameters."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from muonfx.sharding.transform import bind, init_sharded, sharded, step_sharded
 from muonfx.tree import PyTree
 
 ALIGNED = 16
-"""The bytes to a multiple of which each leaf of a gather is padded, so that it can be viewed in any dtype."""
+"""The leaves of a gather are padded to a multiple of this many bytes, so that each can be viewed in its dtype."""
 
 SMALL_BUCKET = 1 << 22
-"""The least bytes of a default bucket, also if every parameter is smaller: calls then cost more than memory."""
+"""The smallest default of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
 
 GATHERING = "gathering the optimizer's state from its owners"
 
@@ -52,7 +52,7 @@ GATHERING = "gathering the optimizer's state from its owners"
 def stepping_for(
     tx: Transform, params: Mapping[str, Tensor], layout: Layout | None, settings: Settings, bucket_bytes: int | None
 ) -> Stepping:
-    """Lower a transform for parameters: over ranks if there is a layout, or if they are DTensors."""
+    """Return the object that runs an optimizer's steps: over ranks for a layout or DTensors, else in one process."""
     any_dtensor = next((name for name, param in params.items() if is_dtensor(param)), None)
     if layout is None and any_dtensor is None:
         bucket_bytes = bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
@@ -61,10 +61,10 @@ def stepping_for(
         layout = from_dtensors(params)
     elif any_dtensor is not None and not layout.dtensors:
         raise TypeError(
-            f"layout: {layout!r} was given, but {any_dtensor!r} is a DTensor, which has its own: leave layout out"
+            f"layout: found {layout!r}, expected none, because {any_dtensor!r} is a DTensor: leave layout out"
         )
     elif not layout.is_flat and not layout.dtensors and not all(name in layout.specs for name in params):
-        # If every rank holds every parameter whole, parameters added later are replicated too.
+        # Every rank holds every parameter in full, so parameters that are added later are replicated too.
         layout = replicated(params, layout.group or layout.size)
     if bucket_bytes is not None:
         settings = settings._replace(bucket_bytes=bucket_bytes)
@@ -72,15 +72,15 @@ def stepping_for(
 
 
 class Gathering:
-    """An asynchronous gather of owner-held state to all ranks. All ranks create it together; `wait` completes it."""
+    """An asynchronous copy to all ranks of state that only one rank holds: the rank that orthogonalizes a matrix."""
 
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
     ) -> None:
-        # leaves: by index in the state, the placement of a leaf and this rank's part of it
+        # leaves: a dict from the index of a leaf in the state to its placement and this rank's part of it
         sizes = [prod(what.shape) * what.dtype.itemsize for what, _ in leaves.values()]
         padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-        # Each byte is written by one rank, and zero on the others: the sum has the bits of every owner.
+        # Each byte is written by one rank, and is zero on the others, so the sum has the exact bits of the owners.
         buffer = torch.zeros(sum(padded), dtype=torch.uint8, device=device)
         self._wholes: dict[int, Tensor] = {}
         for (place, (what, leaf)), size, room in zip(leaves.items(), sizes, buffer.split(padded), strict=True):
@@ -92,14 +92,14 @@ class Gathering:
             self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
 
     def wait(self) -> dict[int, Tensor]:
-        """Return the whole leaves by their index in the state."""
+        """Wait for the copy, and return the full tensors by their index in the state."""
         with collective(GATHERING):
             self._work.wait()
         return self._wholes
 
 
 class SteppingOverRanks(Stepping):
-    """Creates the state of sharded parameters and runs the steps, together on all ranks."""
+    """Creates the state of sharded parameters and runs the steps of an optimizer, together on all ranks."""
 
     is_over_ranks = True
 
@@ -115,11 +115,11 @@ class SteppingOverRanks(Stepping):
 
     @property
     def transform(self) -> Transform:
-        """The sharded transform that runs on the optimizer's tensors."""
+        """The sharded transform that runs on the tensors of the optimizer."""
         return sharded(self.tx, self.layout, **self._settings._asdict())
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
-        """Create the state of local tensors after the ranks have found that their settings agree."""
+        """Return the initial state of this rank's shards, after the ranks have compared their settings."""
         local = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._inner, local)
         self._serial = next_serial(self.layout)
@@ -135,7 +135,7 @@ class SteppingOverRanks(Stepping):
         return state
 
     def _is_hidden(self, what: LeafPlacement) -> bool:
-        """Return True if some share has one owner, and the shares are no DTensor with the parameter's placements."""
+        """Return True if only one rank holds some of a leaf, and no DTensor placed like the parameter can show it."""
         if all(share.owner is None for share in what.shares):
             return False
         if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
@@ -157,7 +157,7 @@ class SteppingOverRanks(Stepping):
         return None if what.local is None or what.share is None else _part(what, whole).view(what.local)
 
     def whole(self, place: int, leaf: Any) -> Any:
-        """Return a leaf as a single process would hold it. All ranks must call this together; it communicates."""
+        """Return the full tensor of leaf `place`. All ranks must call this together, because it gathers shards."""
         what = self._about[place]
         if what is None or what.name is None:
             return leaf
@@ -168,7 +168,7 @@ class SteppingOverRanks(Stepping):
         return Gathering(self.layout, self._device, {place: (what, leaf)}).wait()[place]
 
     def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
-        """Return a leaf as ``optimizer.state`` presents it: a DTensor, or another tensor that describes its shard."""
+        """Return leaf `place` in the form for ``optimizer.state``: a DTensor, or a tensor with its interval."""
         what = self._about[place]
         if what is None or what.name is None:
             return leaf
@@ -179,23 +179,23 @@ class SteppingOverRanks(Stepping):
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
     def shown(self, state: PyTree) -> PyTree:
-        """Return the state as the functional API presents it."""
+        """Return the state in the form that ``update`` of `transform` takes: DTensors if the parameters are."""
         return state_to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
 
     # ------------------------------------------------------------------------------------------------- persistence
 
     def share(self, state: PyTree) -> None:
-        """Start to gather the owner-held state on every replica, so that any rank's state dict is complete."""
-        # The state is small compared with the updates sent to replicas, and the gather overlaps with the caller's work.
+        """Under DDP, start to copy the state that only owners hold to all ranks, so that each can save all of it."""
+        # This state is small compared with the updates sent to replicas, and the copy overlaps with the next forward.
         if self._gathering is not None:
-            self._gathering.wait()  # complete by now; it must be, before its buffers are freed
+            self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
         if self._owned and self._is_replicated:
             leaves = tree.leaves(state)
             found = {place: (what, leaves[place]) for place, what in self._owned.items()}
             self._gathering = Gathering(self.layout, self._device, found)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Gather owner-held state: whole if every rank holds every parameter, else as evenly sharded DTensors."""
+        """Return, for a state dict, the leaves that only owners hold: full tensors under DDP, else sharded DTensors."""
         if self._gathering is not None:
             return self._gathering.wait()
         if not self._owned or not self.layout.dtensors:
@@ -212,12 +212,12 @@ class SteppingOverRanks(Stepping):
             if what.name in self.layout.dtensors:
                 mesh = self.layout.dtensors[what.name].mesh
                 placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if whole.ndim else Replicate()]
-                # Cloned, because a shard is a view that would keep the whole leaf in memory.
+                # Cloned, because a shard is a view that would keep the full tensor in memory.
                 found[place] = distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
         return found
 
     def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
-        """Return the value that a load copies: this rank's part, a whole leaf, or a DTensor to gather."""
+        """Return the values to copy into leaf `place`: this rank's part, a full tensor, or a DTensor to gather."""
         what = self._about[place]
         if what is None or what.name is None or not what.owned or isinstance(value, IntervalTensor):
             return on_this_rank(leaf, value)
@@ -232,7 +232,7 @@ class SteppingOverRanks(Stepping):
         return shard_error(value, spec.mesh) or own
 
     def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
-        """Copy loaded values into the state; sharded parameters on all ranks or, with an error, on none."""
+        """Copy saved values into the state. With sharded parameters, an error on one rank is raised on all."""
         if self._many and not self._is_replicated:
             assert self.layout.group is not None
             wait_for_all(self.layout.group, "load_state_dict()")
@@ -240,7 +240,7 @@ class SteppingOverRanks(Stepping):
         elif problem is not None:
             raise problem
         leaves = tree.leaves(state)
-        # Loaded, not gathered again: this rank may load alone.
+        # The gathered copies are loaded too, not gathered again, because this rank may load alone.
         gathered = {} if self._gathering is None else self._gathering.wait()
         for _, place, given in loads:
             what, leaf = self._about[place], leaves[place]
@@ -258,12 +258,12 @@ class SteppingOverRanks(Stepping):
         self._now = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run a step together with all ranks; a problem of one is raised on all before anything is changed."""
+        """Run a step together with all ranks. A `problem` of one rank is raised on all before anything is changed."""
         _, after = step_sharded(self.binding, self._now, call, problem=problem, serial=self._serial)
         self.share(after)
         return after
 
 
 def _part(what: LeafPlacement, whole: Tensor) -> Tensor:
-    """Return this rank's interval of a whole owner-held leaf."""
+    """Return this rank's interval of the full, flattened tensor of a leaf that only owners hold."""
     return whole.reshape(-1)[slice(*((0, 0) if what.share is None else interval_of(what, what.share)))]

@@ -1,4 +1,4 @@
-"""A transform's state in torch's format: leaves by path, and the checks of a saved state before it is loaded."""
+"""The checks of a saved ``state_dict`` against an optimizer, and the list of tensors to copy from it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
 
 Load = tuple[str, int, Tensor]
-"""The names of a parameter and its leaf, the leaf's index in the state, and values of this rank's part or the whole."""
+"""One tensor to load: a text for messages, the index of the leaf in the state, and the values (this rank's or all)."""
 
 Take = Callable[[int, Any, Any], Tensor | str]
-"""From a leaf's index, the displayed leaf and a saved value: the value of the `Load`, or an error message."""
+"""A function ``(index of a leaf, the leaf in optimizer.state, saved value) -> values of the Load, or an error``."""
 
 
 def read_state_dict(
@@ -34,7 +34,10 @@ def read_state_dict(
     take: Take,
     rename: Rename | None,
 ) -> tuple[list[Group], list[Load]]:
-    """Match a state dict with an optimizer. Return its groups in this optimizer's order and the loads, or raise."""
+    """Check a saved state dict (`given`) against the groups and ``optimizer.state`` of an optimizer.
+
+    Return the saved groups in the order of its groups, and the tensors to load; raise ValueError with all differences.
+    """
     given = _renamed_groups(own, _named_by_path(own, given), rename or {})
     saved = _saved_groups(own, given["param_groups"])
     wrong: list[str] = []
@@ -66,8 +69,8 @@ def read_state_dict(
 
 
 def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict of ``torch.distributed.checkpoint.state_dict``, which lists paths, with the names there."""
-    # It lists paths in the order of the loading optimizer, but "param_names" in the order of the saving optimizer.
+    """Return a state dict of ``torch.distributed.checkpoint.state_dict`` with its "params" (paths) as "param_names"."""
+    # Paths are in the order of the loading optimizer, but "param_names" are in the order of the saving optimizer.
     saved: list[Group] = list(given.get("param_groups", ()))
     paths = [path for old in saved for path in old.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):
@@ -78,14 +81,14 @@ def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mappi
     theirs = [old.get("param_names", []) for old in saved]
     if theirs != names and sorted(map(sorted, names)) == sorted(map(sorted, theirs)):
         raise ValueError(
-            f"nothing was loaded: the state dict has paths such as {paths[0]!r}, the optimizer names such as "
-            f"{names[0][0]!r}, in another order: create both optimizers from the model or its named_parameters()"
+            f"nothing was loaded: the state dict has paths such as {paths[0]!r}, and the optimizer has names such as "
+            f"{names[0][0]!r} in another order: create both optimizers from the model or its named_parameters()"
         )
     return given
 
 
 def _renamed_groups(own: Sequence[BoundGroup], given: Mapping[str, Any], rename: Rename) -> Mapping[str, Any]:
-    """Return a state dict with this optimizer's parameter names, after `rename` and without wrappers' prefixes."""
+    """Return a state dict with this optimizer's parameter names, found by `rename` and without wrappers' prefixes."""
     if not {"state", "param_groups"} <= given.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
     saved: list[Group] = list(given["param_groups"])
@@ -114,7 +117,7 @@ def _renamed_groups(own: Sequence[BoundGroup], given: Mapping[str, Any], rename:
 
 
 def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
-    """Return saved groups in this optimizer's order, matched by parameter names."""
+    """Return saved groups in the order of this optimizer's groups, matched by the sets of their parameter names."""
     by_names = {frozenset(old["param_names"]): old for old in saved}
     here = [frozenset(one.names) for one in own]
     if lacking := [names for names in here if names not in by_names]:
@@ -130,20 +133,20 @@ def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
 
 
 def _misfit(leaf: object, value: object) -> str | None:
-    """Describe why a value's shape or dtype does not fit a leaf, or return None."""
+    """Return why a saved value's shape or dtype does not fit a leaf of the state, or None if it fits."""
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         found, expected = (
             f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in (value, leaf)
         )
         return f"is {found}, expected {expected}"
-    # Values of eight bits are codes, which mean nothing in another dtype.
+    # Eight-bit values are codes of quantized state, which are not numbers and have no meaning in another dtype.
     if value.dtype != leaf.dtype and 1 in (value.dtype.itemsize, leaf.dtype.itemsize):
         return f"holds codes of {value.dtype}, expected {leaf.dtype}"
     return None if widens(value.dtype, leaf.dtype) else f"would narrow from {value.dtype} to {leaf.dtype}"
 
 
 def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
-    """Return the values of this rank's part of a leaf, or an error for another rank's part."""
+    """Return this rank's part of a saved value (a full tensor, or the shard that this rank saved), or an error."""
     if isinstance(leaf, IntervalTensor) and not is_dtensor(value):
         own = leaf.piece
         if not isinstance(value, IntervalTensor):
@@ -174,11 +177,11 @@ def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
 
 
 def shard_error(value: DTensor, mesh: DeviceMesh) -> str | None:
-    """Return an error if a DTensor is the shard of another position in the mesh; replicas are no error."""
+    """Return an error message if a loaded DTensor is the shard of another rank, that is of another mesh position."""
     # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
     sharded = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
     theirs, ours = value.device_mesh.get_coordinate(), mesh.get_coordinate()
     if theirs == ours or (theirs and ours and all(theirs[dim] == ours[dim] for dim in sharded)):
         return None
     there, here = ("no position" if at is None else f"position {tuple(at)}" for at in (theirs, ours))
-    return f"is the shard of the rank at {there} of the mesh, expected {here}: a rank loads what it saved itself"
+    return f"is the shard of the rank at {there} of the mesh, expected {here}: load the state that this rank saved"

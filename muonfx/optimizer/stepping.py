@@ -1,6 +1,6 @@
 """Steps of an optimizer in one process: read the groups, check the gradients, run the executor, show the state.
 
-A transform whose numbers differ between groups runs in versions, one for each set of numbers (`by_groups`).
+If groups have different numbers for a transform, the transform runs once for each set of numbers (`by_groups`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from muonfx.tree import PyTree
 
 
 class Stepping:
-    """A transform with its execution plan for an optimizer's parameters. It creates the state and runs the steps."""
+    """Creates the state of an optimizer and runs its steps, in one process. `place` is the index of a state's leaf."""
 
     is_over_ranks = False
 
@@ -49,11 +49,11 @@ class Stepping:
 
     @property
     def transform(self) -> Transform:
-        """The transform that runs on the optimizer's tensors."""
+        """The transform that runs on the optimizer's tensors: in one process `tx`, over ranks a sharded transform."""
         return self.tx
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
-        """Create the state, and build the transforms for the groups."""
+        """Return the initial state for named parameters, and read the hyperparameters of the groups."""
         check_params(params)
         warn_of_unmatched(self.tx.name_patterns, params)
         state = self.executor.init_node(self.program.root, self._inner, params)
@@ -61,7 +61,7 @@ class Stepping:
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """Return a new state with the values of another stepping's state, for the paths that both have."""
+        """Return a new state with the values of an old state, of the stepping `other`, for the paths that both have."""
         before = dict(zip(tree.paths(old), enumerate(tree.leaves(old)), strict=True))
         leaves, treedef = tree.flatten(state)
         for place, path in enumerate(tree.paths(state)):
@@ -70,35 +70,35 @@ class Stepping:
         return tree.unflatten(treedef, leaves)
 
     def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
-        """Return a leaf of a new state with another stepping's values, if they have its shape."""
+        """Return a leaf of a new state, with the values of the old state's leaf `had` (number `at`) if shapes match."""
         whole = other.whole(at, had)
         return whole.to(leaf.device) if whole is not None and whole.shape == leaf.shape else leaf
 
     def whole(self, place: int, leaf: Any) -> Any:
-        """Return a leaf of the state as one process holds it; over ranks, all ranks call this together."""
+        """Return the full tensor of leaf `place` of the state; over ranks, all ranks together gather it."""
         return leaf
 
     def show(self, place: int, leaf: Any) -> Any:
-        """Return a leaf of the state as ``optimizer.state`` presents it."""
+        """Return leaf `place` of the state in the form for ``optimizer.state``, such as a DTensor."""
         return leaf
 
     def shown(self, state: PyTree) -> PyTree:
-        """Return the state as the functional API presents it."""
+        """Return the state in the form that ``update`` of `transform` takes; DTensors if the parameters are."""
         return state
 
     def share(self, state: PyTree) -> None:
-        """Start to copy a new state to all ranks that must be able to save it."""
+        """After a step under DDP, start to copy the state that only one rank has to all ranks, for ``state_dict``."""
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Return, by leaf index, the leaves whose form in a state dict differs from the form that `show` returns."""
+        """Return, by index, the leaves that ``state_dict`` must contain in another form than ``optimizer.state``."""
         return {}
 
     def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
-        """Return the value that a load copies into a leaf, or an error message; see `state.Take`."""
+        """Return the values to copy into leaf `place` from a saved value, or an error message."""
         return on_this_rank(leaf, value)
 
     def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
-        """Copy loaded values into the state, or raise `problem`."""
+        """Copy saved values into the state, or raise `problem`, an error that reading the state dict gave."""
         if problem is not None:
             raise problem
         leaves = tree.leaves(state)
@@ -106,7 +106,7 @@ class Stepping:
             leaves[place].copy_(value)
 
     def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
-        """Raise if a gradient is sparse or complex, or if the labels leave its parameter out."""
+        """Raise if a gradient is sparse or complex, or if its parameter has the label None (not trained)."""
         if not all_usable(updates.values()):
             name, grad = next(
                 (name, grad) for name, grad in updates.items() if grad is not None and not is_usable(grad)
@@ -119,7 +119,7 @@ class Stepping:
             )
 
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
-        """Build the transforms for the current hyperparameters of the groups, if these have changed."""
+        """Read the hyperparameters of the groups, and if they have changed, build the transforms for them."""
         values = [one.numbers.read(one.group) for one in groups]
         if self._read is not None and self._read[0] is groups and all(map(is_, values, self._read[1])):
             return
@@ -134,14 +134,14 @@ class Stepping:
         self._read = groups, values
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
-        """Use a transform, with the current hyperparameters, for the following steps."""
+        """Use a transform, which has the current hyperparameters, in the following steps."""
         if tx.structure is not self._lowered:
             self._node, self._lowered = self.executor.program(tx, params), tx.structure
         self.executor.prepare(self._node, tx)
         self._now = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run a step and return the next state; `problem` and errors are raised before anything is changed."""
+        """Run a step and return the next state; errors, such as `problem` of this rank, are raised before it."""
         if problem is not None:
             raise problem
         self.tx.check_extras(call.extras)
@@ -157,7 +157,7 @@ class Stepping:
 
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
-    """Add updates to parameters; an update of another shape raises ValueError."""
+    """Add updates to parameters in place; raise ValueError if the shapes differ."""
     into: list[Tensor] = []
     added: list[Tensor] = []
     for name, update in updates.items():
@@ -171,23 +171,23 @@ def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | No
 
 
 def path_of(entries: tuple[object, ...]) -> str:
-    """Return the path of a leaf as a key of ``optimizer.state``."""
+    """Return the key in ``optimizer.state`` for the path of a tensor in the state, such as "momentum/trace"."""
     return "/".join(map(str, entries))
 
 
 class StateEntries:
-    """The entries of ``optimizer.state``: each leaf of the state by parameter; all parameters show a shared leaf."""
+    """Fills ``optimizer.state`` with the leaves of a transform's state; step counts are shown under each parameter."""
 
     def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
         self.slots: list[tuple[Tensor | None, str]] = []
-        """For each leaf, its parameter, or None for a shared leaf, and its key."""
+        """For each leaf, its parameter, or None if it is shown under each, and its key in ``optimizer.state``."""
         for path in tree.paths(state):
             owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
             self.slots.append((owner, path_of(path if owner is None else path[:-1])))
-        self._leaves: list[Any] = [...] * len(self.slots)  # no leaf is shown
+        self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
-        """Show the leaves that are new objects, as `show` presents them by their index."""
+        """Update ``optimizer.state`` (`entries`) for changed leaves, which ``show(index, leaf)`` converts."""
         leaves = tree.leaves(state)
         for place, (new, shown) in enumerate(zip(leaves, self._leaves, strict=True)):
             if new is not shown:
@@ -198,7 +198,7 @@ class StateEntries:
         self._leaves = leaves
 
     def places(self, entries: Mapping[Tensor, Group]) -> dict[tuple[int, str], int]:
-        """Return the index of the leaf of each entry, by the id of its parameter and its key."""
+        """Return a dict from (id of a parameter, key in ``optimizer.state``) to the index of the leaf in the state."""
         return {
             (id(param), key): place
             for place, (owner, key) in enumerate(self.slots)
@@ -226,7 +226,7 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     combinator=Combinator(varies_numbers=True),
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
-    """Run one version of a transform, with its own numbers, on the leaves of each group; they share one state."""
+    """Run versions of a transform with different numbers; each updates the parameters in its item of `members`."""
     chosen = [frozenset(names) for names in members]
 
     def init(params: PyTree) -> PyTree:
@@ -246,7 +246,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         for version, names in zip(versions, chosen, strict=True):
             mine = {name: update if name in names else None for name, update in updates.items()}
             out, new = version.run(mine, state, params, donate=donate, **extras)
-            # State of no parameter, such as a count, is equal in all versions.
+            # Each version changes the state of its parameters only. State of no parameter is equal in all versions.
             leaves = [
                 now if now is not was else kept for now, was, kept in zip(tree.leaves(new), before, leaves, strict=True)
             ]
@@ -259,7 +259,10 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
 def for_groups(
     tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> Transform:
-    """Return the transform with the numbers of all groups, in versions only where groups disagree."""
+    """Return a transform with the numbers of all groups, given with the parameter names (`members`) of each group.
+
+    If groups have different numbers for a transform within `tx`, that transform is replaced by `by_groups`.
+    """
     agreed: dict[str, Number] = {}
     for group in values:
         agreed = {**group, **agreed}
@@ -269,7 +272,7 @@ def for_groups(
 
 
 def _keeps_a_number(node: Node) -> bool:
-    """Return True if a state has a float that belongs to no parameter: versions would compute different values."""
+    """Return True if a node's state has a float of no parameter, which versions of the transform could not share."""
     state = node.tx.functions.init(node.like)
     pairs = zip(tree.leaves(state), parameters_of(state, node.like), strict=True)
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
@@ -285,9 +288,10 @@ def _in_versions(
     own = next((name for name in node.own.names if name in conflicts), None)
     if own is not None:
         if node.called or tx.locality is Locality.TREE or _keeps_a_number(node):
-            kind = "around others" if node.called else "that reads all parameters together"
+            reason = "wraps other transforms" if node.called else "combines all parameters"
             raise ValueError(
-                f"the groups disagree about {own!r} of a transform {kind}: give it one value in all groups"
+                f"param_groups: found different values of {own!r}, expected one value, because the transform that "
+                f"reads it {reason}: set the same value in all groups"
             )
         agreed = dict(zip(node.own.names, tree.leaves(tx), strict=True))
         runs: dict[tuple[object, ...], tuple[list[Number], list[str]]] = {}

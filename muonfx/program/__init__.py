@@ -1,7 +1,7 @@
-"""Lower a transform to a program once, then execute the program at every step.
+"""Lower a transform to a program (how each of its transforms runs) once, then execute the program at every step.
 
-A program is a sequence of typed nodes that follows from structure, names and shapes, never from values. `offload` keeps
-the state in host memory or on disk between steps.
+A program is a tree of nodes. It depends on the transform and on the names and shapes of parameters, never on values.
+`offload` keeps the state in host memory or on disk between steps.
 """
 
 from muonfx.program.lower import lower

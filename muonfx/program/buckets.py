@@ -1,8 +1,10 @@
-"""State that is loaded, updated and stored bucket by bucket.
+"""Steps in which the state is loaded, updated and stored bucket by bucket.
 
-A leaf of a state belongs to the parameter under whose name it is stored. It *moves* if it has a dim; 0-d leaves, such
-as the keys of stochastic rounding, stay in place. A leaf of no parameter is a *counter*: every bucket starts from the
-same value, so that a step advances it once.
+A bucket is a list of parameters that are updated together. A leaf of the state belongs to the parameter under whose
+name it is stored. Such a leaf *moves* between store and device, unless it is 0-d. A leaf of no parameter is a
+*counter*: every bucket starts from the same value, so that a step advances it once.
+
+In this file, `parameters` has the name of the parameter, or None, for each leaf of the state.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ K = TypeVar("K")
 
 
 def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
-    """Split keys, in order, into lists of at most `limit` bytes; a larger item is a list of its own."""
+    """Split keys with sizes in bytes, in order, into lists of at most `limit` bytes; a larger item is alone."""
     found: list[list[K]] = []
     room = 0
     for name, size in sizes.items():
@@ -53,12 +55,12 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
 
 
 def moves(leaf: object, parameter: str | None) -> bool:
-    """Return True if a leaf is loaded before an update and written back after it."""
+    """Return True if a leaf of the state is loaded before an update and written back after it; False if it is 0-d."""
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
 
 
 def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]) -> bool:
-    """Return True if every leaf of a state, except counters, belongs to a known parameter."""
+    """Return True if a state can be divided into buckets: each leaf with dims belongs to a known parameter."""
     return all(
         own is not None or not (isinstance(leaf, Tensor) and leaf.ndim)
         for leaf, own in zip(leaves, parameters, strict=True)
@@ -66,7 +68,7 @@ def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]
 
 
 def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
-    """Return the bytes of offloadable state of each of the named parameters."""
+    """Return a dict from each name of a parameter to the bytes of its state that moves to a store."""
     sizes = dict.fromkeys(names, 0)
     for leaf, name in zip(tree.leaves(state), parameters, strict=True):
         if name in sizes and moves(leaf, name):
@@ -75,7 +77,7 @@ def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | Non
 
 
 def store_away(store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None]) -> PyTree:
-    """Put the moving leaves of a state into the store."""
+    """Copy the leaves of a state that move into the store, and return the state with these copies."""
     leaves, treedef = tree.flatten(state)
     places = [
         place
@@ -86,9 +88,10 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
 
 
 def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, donate: Donation) -> PyTree:
-    """Put the leaves of a next state into the store wherever the old one was in it, and copy those that are kept.
+    """Return a new state whose leaves are in the store if those of the old state were.
 
-    A wrapper may return the old state of a transform that it did not call, or new tensors in its place.
+    A wrapper may return new tensors, which are copied into the store, or the old state of a transform that it did not
+    call, which is copied unless it was donated.
     """
     leaves, treedef = tree.flatten(new)
 
@@ -103,7 +106,7 @@ def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, d
 
 
 def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[int]) -> list[Any]:
-    """Copy some leaves into the store."""
+    """Return a list of leaves, with copies in the store for the leaves at some indices."""
     rooms = store.allocate([tree.spec(leaves[place]) for place in places], device)
     for place, room in zip(places, rooms, strict=True):
         leaves[place] = room.copy_(leaves[place])
@@ -112,13 +115,13 @@ def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[
 
 
 def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Return the state of a leafwise transform, built bucket by bucket in a store."""
+    """Return the initial state of a transform that works leaf by leaf, built bucket by bucket in a store."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         shown = init(meta_like(params))
     sizes = sizes_of(tree.names(params), shown, parameters_of(shown, params))
     buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
-    # Leaves of other buckets are meta tensors, so that decisions by names and shapes see the whole tree.
+    # Parameters of other buckets are meta tensors, so that decisions by names and shapes use the whole tree.
     return init_in_buckets(store, buckets, params, init, outside="meta")
 
 
@@ -130,14 +133,16 @@ def init_in_buckets(
     *,
     outside: str | None,
 ) -> PyTree:
-    """Build a state bucket by bucket, and store each bucket before the next is built."""
+    """Call ``init`` once for each bucket, and return the whole state, with each bucket in the store.
+
+    In each call, parameters of other buckets are empty tensors on the device `outside`, or None if it is None.
+    """
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
     device = device_of(params)
     found: list[Any] = []
     structure: Any = None
 
-    # outside: the device of stand-ins for the parameters of other buckets; None: no stand-ins
     def at(leaf: Any, name: str, bucket: Sequence[str]) -> Any:
         if leaf is None or name in bucket:
             return leaf
@@ -146,7 +151,7 @@ def init_in_buckets(
     for turn, bucket in enumerate(buckets):
         some = [at(leaf, name, bucket) for name, leaf in zip(names, leaves, strict=True)]
         with warnings.catch_warnings():
-            if turn:  # the first bucket has given the warnings
+            if turn:  # the first call has issued the warnings
                 warnings.simplefilter("ignore")
             made = init(tree.unflatten(treedef, some))
         own, structure = tree.flatten(made)
@@ -165,9 +170,9 @@ def _real(one: object, other: object) -> object:
 
 
 class BucketedState:
-    """The state during a step that runs bucket by bucket: loads, updates and writes back the state of each bucket.
+    """The state during a step: loads, updates and writes back the state of one bucket after another.
 
-    If the store has too little space, the constructor raises OSError before anything is changed.
+    If the disk has too little space, the constructor raises OSError before anything is changed.
     """
 
     def __init__(
@@ -216,7 +221,7 @@ class BucketedState:
         *,
         may_write: bool,
     ) -> PyTree:
-        """Update one bucket with `run`, a function like `Transform.run`; turns must come in order."""
+        """Update the bucket with index `turn` by `run`, a function like `Transform.run`, and return its updates."""
         own = self._donate.state if self._transfer is None else True
         out, after = run(
             updates,
@@ -232,7 +237,7 @@ class BucketedState:
         return tree.map(lambda update: update.clone() if transfer.holds(update) else update, out)
 
     def end(self) -> PyTree:
-        """Wait until the next state is in the store, and return it."""
+        """Wait until the next state is in the store, and return the whole next state."""
         if self._transfer is not None:
             self._transfer.finish()
         return tree.unflatten(self._treedef, self._new)
@@ -246,7 +251,7 @@ class BucketedState:
             self._transfer.abandon()
 
     def _given(self, turn: int, *, own: bool) -> list[Any]:
-        """Return the state for a bucket; copy leaves that may be overwritten but are still needed."""
+        """Return the leaves of the state for a bucket; with `own`, copies of those that are still needed."""
         fetched: dict[int, Tensor] = {}
         if self._transfer is not None:
             fetched = dict(zip(self._places[turn], self._transfer.fetch(turn), strict=True))

@@ -1,8 +1,7 @@
-"""The executor runs a program under any layout and with any store.
+"""The executor, which runs a program in one process, over ranks, in a torch optimizer, and with offloaded state.
 
-A placement describes which shard of each leaf this rank holds, and gathers matrices on one rank and scatters them
-back. A store keeps the state between steps. In one process, over ranks, with offloaded state and in a torch
-optimizer, the same executor runs with other arguments.
+A `Placement` describes which shard of each leaf this rank holds. It also gathers matrices on one rank each, and
+scatters the results. A `Store` keeps the state between steps: with the parameters, in host memory or on disk.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from muonfx.tree import PyTree
 __all__ = ["Executor"]
 
 Now = Transform | tuple[Transform, ...]
-"""The transform that a node was lowered from, with its current numbers; a tuple for several members of a chain."""
+"""The transform from which a node was lowered, with its current numbers; a tuple for several members of a chain."""
 
 MOST_PROGRAMS = 64
-"""The number of structures cached at once: a chain that is recreated at each step may have a new one each time."""
+"""The size at which the cache of programs is cleared: a chain that is recreated in each step may be new each time."""
 
 
 class Executor:
-    """Runs transforms on trees of one set of parameters, and caches everything that depends on structure alone."""
+    """Runs transforms on trees of parameters, and caches their programs; `now` is a transform with current numbers."""
 
     def __init__(
         self, placement: Placement = SINGLE_PROCESS, store: Store = IN_MEMORY, bucket_bytes: int | None = None
     ) -> None:
-        # bucket_bytes: parameter bytes per bucket of leafwise transforms with a resident state; None: one bucket
+        # bucket_bytes: parameter bytes per bucket, if the state is not offloaded; None: one bucket
         self.placement, self.store, self.bucket_bytes = placement, store, bucket_bytes
         self._is_resident = store == IN_MEMORY
         self._programs: dict[Any, list[Node]] = {}
@@ -66,7 +65,7 @@ class Executor:
         }
 
     def program(self, tx: Transform, params: PyTree) -> Node:
-        """Return the program of a transform for a tree, lowered once for each structure and set of names."""
+        """Return the root node of a transform's program for these parameters; lowered once, then cached."""
         key = (tx.treedef, tuple(tree.names(params)))
         for known in self._programs.get(key, ()):
             if self.placement.fits(known.like, params):
@@ -79,7 +78,7 @@ class Executor:
         return made
 
     def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
-        """Raise OSError unless the store has room for the next state in addition to this one."""
+        """Raise OSError unless the disk has room for the next state in addition to the current state."""
         if not self._is_resident and self.store.on_disk:
             device = device_of(params)
             pairs = zip(tree.leaves(state), parameters_of(state, params), strict=True)
@@ -89,11 +88,11 @@ class Executor:
     # ------------------------------------------------------------------------------------------------------- init
 
     def init(self, tx: Transform, params: PyTree) -> PyTree:
-        """Return the state of a transform for local tensors."""
+        """Return the initial state of a transform for parameters, given as the local tensors of this rank."""
         return self.init_node(self.program(tx, params), tx, params)
 
     def init_node(self, node: Node, now: Now, params: PyTree) -> PyTree:
-        """Return the state of a node for local tensors; for meta tensors it is a meta state, without communication."""
+        """Return the initial state of a node for local tensors; for meta tensors, without communication."""
         device = device_of(params)
         store = IN_MEMORY if device.type == "meta" else self.store
         if isinstance(node, ChainNode) and not self._is_unit(node):
@@ -124,9 +123,9 @@ class Executor:
             return state
         if not store.is_direct(device):
             warnings.warn(
-                f"{tx.name} looks at the whole tree and keeps a state of its own like the parameters, so all of it, "
-                f"{nbytes / 2**20:.1f} MiB, is loaded at once at every step: offload the transforms around it instead, "
-                "or declare its locality",
+                f"offload: {tx.name} has the locality TREE and a state of the size of the parameters, so its whole "
+                f"state ({nbytes / 2**20:.1f} MiB) is loaded in each step instead of bucket by bucket: declare a "
+                f"smaller locality, or do not offload {tx.name}",
                 stacklevel=2,
             )
         return store_away(store, device, state, parameters)
@@ -134,11 +133,14 @@ class Executor:
     # ----------------------------------------------------------------------------------------------------- update
 
     def update(self, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Return the updates, unless the call applies them, and the next state; all ranks call this together."""
+        """Run a transform: return the updates, and the next state. All ranks call this together.
+
+        If the call has a function `apply`, it receives the updates, and the returned ones must not be used.
+        """
         return self.update_node(self.program(tx, call.like), tx, call)
 
     def update_node(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run one node of a program; see `update`."""
+        """Run one node of a program, as `update` does for a whole program."""
         return self._update(node, now, call._replace(extras={**self._extras, **call.extras}))
 
     def _update(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
@@ -179,7 +181,7 @@ class Executor:
             out, new = self._update(span.node, members[span.at], given)
             after |= {span.names[0]: new} if is_one else new
             if not is_last:
-                # Only this chain holds new updates of a transform that keeps the donation promise.
+                # Nothing else holds new tensors of a transform that follows `Donation`, so the next may overwrite them.
                 promised = call.donate.state and span.node.tx.keeps_donation_promise
                 may_write = promised and (may_write or is_new(out, updates))
             updates = out
@@ -188,7 +190,7 @@ class Executor:
     # ---------------------------------------------------------------------------------------------------- buckets
 
     def _buckets(self, node: Node, call: Arguments) -> list[list[str]] | None:
-        """Split the names of a unit's leaves into buckets; None runs all leaves at once."""
+        """Split the names of a node's leaves into buckets; None if the node runs on all leaves at once."""
         if not self._is_resident:
             present = [name for name, leaf in tree.named_leaves(call.updates) if leaf is not None]
             sizes = sizes_of(present, call.state, self._parameters_of(node, call))
@@ -210,7 +212,7 @@ class Executor:
         call: Arguments,
         store: Store,
     ) -> tuple[PyTree, PyTree]:
-        """Call a function like `Transform.run` for each bucket, with the state of the bucket loaded."""
+        """Load the state of each bucket in turn, and call `run`, a function like `Transform.run`, on the bucket."""
         leaves, treedef = tree.flatten(call.updates)
         names = tree.names(call.updates)
         parameters = self._parameters_of(node, call)
@@ -228,7 +230,7 @@ class Executor:
         return tree.unflatten(treedef, [results.get(name) for name in names]), bucketed.end()
 
     def _update_at_once(self, node: Node, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run a node that needs every leaf: load its offloaded state, run once, write the state back."""
+        """Run a node that needs every leaf: load its whole offloaded state, run once, and write the state back."""
         store = self.store
         everything = [tree.names(call.updates)]
         if not isinstance(node, Around):
@@ -239,7 +241,7 @@ class Executor:
         device = call.device
 
         def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any) -> Any:
-            # The loaded copies are ours to overwrite, but the states of called transforms are still the caller's.
+            # The loaded copies may be overwritten, but the states of called transforms belong to the caller.
             donate = Donation(donate.updates, call.donate.state)
             out, after = tx.run(updates, own_state.merge(state, called), params, donate=donate, **extras)
             after, new = own_state.split(after)
@@ -253,7 +255,7 @@ class Executor:
     # ----------------------------------------------------------------------------------------- cached by structure
 
     def prepare(self, node: Node, now: Now) -> None:
-        """Build the transforms of a node for the current numbers, so that a step only runs them."""
+        """Build and cache the transforms of a node for the current numbers, so that a traced step only runs them."""
         node.tx.prepare_all()
         is_unit = self._is_unit(node)
         if isinstance(node, ChainNode) and not is_unit:
@@ -268,7 +270,7 @@ class Executor:
                     self.prepare(child, inner)
 
     def _is_unit(self, node: Node) -> bool:
-        """Return True if a node, with all nodes within it, can run on any subset of the leaves."""
+        """Return True if a node, with all nodes within it, can run here on any subset of the leaves."""
         return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
 
     def _spans_of(self, node: ChainNode) -> list[Span]:
@@ -283,7 +285,7 @@ class Executor:
         return tuple((member.name, self._transform(member.node, part)) for member, part in pairs)
 
     def _transform(self, node: Node, now: Now) -> Transform:
-        """Return the transform that executes a node, with the current numbers; unchanged transforms are reused."""
+        """Return the transform that executes a node, with the current numbers; cached while these are the same."""
         parts = now if isinstance(now, tuple) else (now,)
         known = self._current.get(node.number)
         if known is not None and all(map(is_, known[0], parts)):
@@ -307,37 +309,36 @@ class Executor:
         return node.tx
 
     def _parameters_of(self, node: Node, call: Arguments) -> list[str | None]:
-        """Return the parameter that each leaf of a node's state belongs to, cached by structure."""
+        """Return, for each leaf of a node's state, the name of the parameter to which it belongs, or None."""
         key = ("parameters", node.number, tuple(tree.names(call.updates)), len(tree.leaves(call.state)))
         return self._once(key, lambda: parameters_of(call.state, call.updates))
 
 
 def _buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
-    """Split the names of parameters into buckets; matrices of one shape in one bucket form a batch."""
+    """Split names of parameters into buckets of at most `limit` bytes, with equal shapes together to form batches."""
     present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
     named = sorted(present, key=lambda pair: tuple(pair[1].shape))
     return cut_into_buckets({name: leaf.nbytes for name, leaf in named}, limit)
 
 
 def _members(now: Now) -> tuple[Transform, ...]:
-    """Return the members of a chain."""
     return now if isinstance(now, tuple) else now.children
 
 
 class _Bound(NamedTuple):
-    """A node of a called transform, and the executor that runs it."""
+    """The node of a transform that a wrapper calls, and the executor that runs it."""
 
     executor: Executor
     node: Node
 
     def fitting(self, tx: Transform, params: PyTree) -> Node:
-        """Return the node, lowered again if its leaves differ from the leaves of its `init`."""
+        """Return the node, or a newly lowered one if the wrapper passes other leaves than to ``init``."""
         return self.node if tuple(tree.names(params)) == self.node.names else self.executor.program(tx, params)
 
 
 @stand_in
 def _executed(tx: Transform, bound: Any):
-    """Replace a called transform: each call runs the bound node in the executor."""
+    """Replace a transform within a wrapper: its ``init`` and ``update`` run the node of `bound` in the executor."""
     executor: Executor = bound.executor
 
     def init(params: PyTree) -> PyTree:
@@ -352,7 +353,7 @@ def _executed(tx: Transform, bound: Any):
 
 @stand_in
 def _executed_in_store(tx: Transform, bound: Any):
-    """Replace a called transform whose state is offloaded; with its extra `only_if` nothing is selected."""
+    """Replace a transform within a wrapper, with offloaded state; if the extra `only_if` is False, do not run it."""
     init, run = _executed.definition.constructor(tx, bound)
 
     def update(

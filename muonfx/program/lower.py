@@ -1,7 +1,4 @@
-"""Lower a transform and the leaves of a tree to a program.
-
-This file alone chooses how each transform is executed.
-"""
+"""Lower a transform to a program for given parameters: choose how each of its transforms is executed."""
 
 from __future__ import annotations
 
@@ -37,14 +34,15 @@ __all__ = [
 
 
 def lower(tx: Transform, params: PyTree) -> Program:
-    """Build the program that executes a transform, from the names, shapes and dtypes of the leaves.
+    """Return the program of a transform for some parameters: which of its transforms run how, and on which leaves.
 
     Args:
-        tx: the transform.
-        params: a tree of tensors with global shapes; their values are not read, so meta tensors suffice.
+        tx: a transform.
+        params: a tree of tensors with the full shapes. Values are not read, so meta tensors suffice.
 
     Returns:
-        A `Program`. Locality is how much of the tree an update reads: ELEMENT, MATRIX, LEAF or TREE.
+        A `Program`, which prints as a table. Its column "numbers" has the prefix of the names in `muonfx.hyperparams`,
+        and its column "state" the path of the state.
 
     >>> import muonfx as mfx
     >>> tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
@@ -63,12 +61,12 @@ class _Where:
     """The position of a transform within the transform that is lowered."""
 
     state: tuple[object, ...] = ()  # path of its state
-    numbers: str = ""  # dotted name among the parts
-    key: str = ""  # `numbers` without the labels of routes
-    label: str | None = None  # label by which a route selects it
+    numbers: str = ""  # dotted name, such as "muon.momentum"
+    key: str = ""  # `numbers` without labels, such as "momentum"
+    label: str | None = None  # label by which `partition` selects it
 
     def own_numbers(self, tx: Transform) -> OwnNumbers:
-        """Return the numeric arguments of a transform at this position."""
+        """Return the names of the numeric arguments of the transform at this position."""
         arguments = _own_numbers(tx)
         names = {one: dotted(self.numbers) + one for one in arguments}
         short: dict[str, str | tuple[str, ...]] = {}
@@ -81,7 +79,7 @@ class _Where:
         return OwnNumbers(tuple(names.values()), tuple([above + one for one in arguments]), short)
 
     def of_part(self, tx: Transform, part: str, state: tuple[object, ...], label: str | None = None) -> _Where:
-        """Return the position of a part that the transform at this position calls."""
+        """Return the position of a transform that the transform at this position calls."""
         return _Where(
             (*self.state, *state),
             dotted(self.numbers) + part,
@@ -91,7 +89,7 @@ class _Where:
 
 
 def lower_node(tx: Transform, like: PyTree) -> Node:
-    """Lower one transform and the transforms that it calls; `like` holds meta tensors of global shapes."""
+    """Return the node of a transform for leaves with the global shapes of the meta tensors in the tree `like`."""
     return _lower_at(tx, like, _Where())
 
 
@@ -99,7 +97,7 @@ def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
     made = tx.resolve(like)
     entries = chain_entries(made)
     around = entries is None and _is_around(made)
-    # Only an Around node keeps its children's states apart; other transforms need real states, not placeholders.
+    # Only the init of an Around node can store placeholders; other transforms may compute with their children's states.
     inner = _lower_children(made, like, where, replaced=around) if entries is None and made.children else ()
     is_stage = entries is None and not around and made.locality in (Locality.MATRIX, Locality.LEAF)
     if is_stage:
@@ -126,7 +124,7 @@ def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
 
 
 def _own_numbers(tx: Transform) -> tuple[str, ...]:
-    """Return the names of a transform's numeric arguments, without the arguments of transforms that it calls."""
+    """Return the names of a transform's numeric arguments, without those of transforms that it calls."""
     found: list[str] = []
     for name, part in zip(part_names(tx), tx.parts, strict=True):
         if isinstance(part, Recorded):
@@ -137,9 +135,9 @@ def _own_numbers(tx: Transform) -> tuple[str, ...]:
 
 
 def _lower_children(tx: Transform, like: PyTree, where: _Where, *, replaced: bool) -> tuple[Node, ...]:
-    """Lower the children of a resolved transform for the leaves that its `init` gives them."""
+    """Lower the transforms that a transform calls, for the leaves that its ``init`` passes to each of them."""
     state, noted = state_around(tx, like, replaced=replaced)
-    # without placeholders (replaced=False) the paths of the children's states are unknown
+    # Without placeholders (replaced=False) the paths of the children's states are unknown.
     named = zip(tree.leaves(state), tree.paths(state), strict=True)
     paths = {leaf.place: path for leaf, path in named if isinstance(leaf, Placeholder)}
     names = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
@@ -152,17 +150,17 @@ def _lower_children(tx: Transform, like: PyTree, where: _Where, *, replaced: boo
 
 
 def _labels(tx: Transform, names: list[str], given: list[PyTree]) -> list[str | None]:
-    """Return the label that selects each child for some of the leaves, or None without a label."""
+    """Return, for each transform that `tx` calls, the label by which it receives some of the leaves, or None."""
     dicts = [argument for argument in tx.arguments.values() if type(argument) is dict]
     labels = {str(key) for one in dicts for key, value in one.items() if isinstance(value, Transform)}
     leaves = [tree.names(params) for params in given]
-    if sum(map(len, leaves)) > len(set[str]().union(*leaves)):  # a leaf has several: no choice
+    if sum(map(len, leaves)) > len(set[str]().union(*leaves)):  # some leaf is passed to several: not a partition
         labels = set()
     return [name if name in labels else None for name in names]
 
 
 def _is_around(tx: Transform) -> bool:
-    """Return True if a transform's own work, without its children, is elementwise or a sum over leaves."""
+    """Return True if a wrapper's own work, without the transforms that it calls, is elementwise or sums over leaves."""
     own = tx.declaration.combinator.own_locality
     return bool(tx.children) and (own is Locality.ELEMENT or (own is Locality.TREE and _sums(tx)))
 
@@ -176,7 +174,7 @@ def _same_numbers(tx: Transform, made: Transform) -> bool:
 
 
 def _merged(lowered: list[tuple[str, Node]]) -> list[tuple[tuple[str, ...], Node]]:
-    """Merge neighbouring matrix stages of a chain, so that each matrix is sent to its owner only once."""
+    """Merge consecutive matrix stages of a chain, so that each matrix is sent to its owner (one rank) only once."""
     found: list[tuple[tuple[str, ...], Node]] = []
     for is_stage, group in itertools.groupby(lowered, lambda pair: isinstance(pair[1], Stage)):
         pairs = list(group)
@@ -205,18 +203,18 @@ def _stage(members: list[Member]) -> Stage:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Marks the position of a called transform's state within the caller's state."""
+    """Marks the position of a called transform's state within the state of its wrapper."""
 
     place: int
 
 
 stand_in = functools.partial(make_factory, Transform, declaration=Declaration(), transparent=True)
-"""Decorates a constructor of transforms that replace a called transform and keep its name and numbers."""
+"""A decorator for transforms that replace a transform within a wrapper, and keep its name and its numbers."""
 
 
 @stand_in
 def _recorder(tx: Transform, place: int, record: Callable[[tuple[int, PyTree]], None], replaced: bool):
-    """Replace a called transform and record the argument of its `init`."""
+    """Replace the transform number `place` within a wrapper, and record the parameters that its ``init`` receives."""
 
     def init(params: PyTree) -> PyTree:
         record((place, params))
@@ -229,9 +227,9 @@ def _recorder(tx: Transform, place: int, record: Callable[[tuple[int, PyTree]], 
 
 
 def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple[PyTree, list[tuple[int, PyTree]]]:
-    """Return a wrapper's state and a list of (index of child, argument) for the `init` calls of its children.
+    """Call a wrapper's ``init``, and return its state and a list of (index of a called transform, its parameters).
 
-    By default the state contains a `Placeholder` in the position of each child's state.
+    By default, the state has a `Placeholder` in place of the state of each called transform.
     """
     noted: list[tuple[int, PyTree]] = []
     numbered = iter(range(len(tx.children)))
@@ -242,7 +240,7 @@ def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple
 
 
 class OwnState(NamedTuple):
-    """Separates a wrapper's own state from the states of the transforms that it calls."""
+    """Splits a wrapper's state into its own state and the states of the transforms that it calls."""
 
     structure: Structure
     is_called: list[bool]
@@ -250,30 +248,30 @@ class OwnState(NamedTuple):
 
     @classmethod
     def of(cls, tx: Transform, like: PyTree) -> OwnState:
-        """Find the states of called transforms by their placeholders."""
+        """Return the split for a wrapper and a tree of meta tensors with the shapes of its leaves."""
         leaves, treedef = tree.flatten(state_around(tx, like)[0])
         return cls(treedef, [isinstance(leaf, Placeholder) for leaf in leaves])
 
     def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
-        """Return a wrapper's own state, and the states of the transforms that it calls, in the order of its state."""
+        """Return the wrapper's own state, and a list of the states of the transforms that it calls."""
         parts = list(zip(tree.subtrees(self.structure, state), self.is_called, strict=True))
         own = tree.unflatten(self.structure, [EmptyState() if called else part for part, called in parts])
         return own, [part for part, called in parts if called]
 
     def merge(self, own: PyTree, called: Iterable[PyTree]) -> PyTree:
-        """Put the states of called transforms back into a wrapper's own state: the inverse of `split`."""
+        """Return a wrapper's state from its own state and the states of called transforms: the inverse of `split`."""
         inner = iter(called)
         parts = zip(tree.subtrees(self.structure, own), self.is_called, strict=True)
         return tree.unflatten(self.structure, [next(inner) if called else part for part, called in parts])
 
 
 def resolved(node: Node) -> Transform:
-    """Return a node's transform with its children as their nodes resolved them: a run may see some leaves as None."""
+    """Return a node's transform in a form that can also run on a bucket, in which other leaves are None."""
     return _with_resolved(node.tx, node.called)
 
 
 def resolve_within(tx: Transform, like: PyTree) -> Transform:
-    """Resolve a transform and its children from all leaves; `like` holds meta tensors of global shapes."""
+    """Make all choices of a transform that depend on names and global shapes, given as a tree of meta tensors."""
     return resolved(lower_node(tx, like))
 
 
@@ -288,7 +286,7 @@ def _with_resolved(tx: Transform, called: Iterable[Node]) -> Transform:
 
 
 def as_one(run: Run) -> Transform:
-    """Return a run as one transform: its only member, or a chain."""
+    """Return consecutive transforms of a chain as one transform: a chain, or the only transform itself."""
     return run[0][1] if len(run) == 1 else _named_chain(run)
 
 
@@ -303,18 +301,18 @@ def _named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:
 
 
 class Span(NamedTuple):
-    """Neighbouring members of a chain that one node executes, so that each bucket is loaded only once."""
+    """Consecutive members of a chain that one node executes, so that the state of each bucket is loaded only once."""
 
     names: tuple[str, ...]
     at: int | slice
-    """The index of the member in the chain, or the slice of several members, whose states the node has in a dict."""
+    """The index of the only member in the chain, or the slice of several members."""
     node: Node
 
 
 def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
-    """Join neighbouring units of a chain to spans, and return all spans in order.
+    """Return the members of a chain in order, with consecutive units joined to one span.
 
-    A unit is a node that can run on any subset of the leaves, for which `is_unit` returns True.
+    A unit is a node that can run on any subset of the leaves; ``is_unit(node)`` returns True for it.
     """
     spans: list[Span] = []
     first = 0
@@ -332,7 +330,7 @@ def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
 
 
 def _entries(node: ChainNode, is_unit: Callable[[Node], bool]) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Yield the nodes of a chain; if leaves are whole already, yield the members of a matrix stage one by one."""
+    """Yield the nodes of a chain with their names; if `is_unit` is true of a matrix stage, yield each member."""
     for names, child in node.entries:
         if isinstance(child, Stage) and is_unit(child):
             yield from (((member.name,), member.node) for member in child.members)
@@ -341,7 +339,7 @@ def _entries(node: ChainNode, is_unit: Callable[[Node], bool]) -> Iterator[tuple
 
 
 def _joined(before: Span, names: tuple[str, ...], child: Node) -> ChainNode:
-    """Join two neighbouring units to one node."""
+    """Return one chain node that runs the nodes of a span and then the next node of the chain."""
     first = before.node
     known = first.entries if isinstance(before.at, slice) and isinstance(first, ChainNode) else ((before.names, first),)
     entries = (*known, (names, child))

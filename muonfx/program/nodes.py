@@ -1,7 +1,7 @@
-"""The nodes of a program, the form in which a transform is executed.
+"""`Program`, the form in which a transform is executed, and its nodes.
 
 A program is a tree of nodes, built from a transform and the names, shapes and dtypes of the leaves alone. Each node
-stores a transform, the leaves that it updates, and the paths of its state and its hyperparameters ("numbers").
+stores a transform, the leaves that it updates, the path of its state, and the name of its hyperparameters ("numbers").
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ __all__ = [
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """The numeric arguments of one transform, without the arguments of transforms that it calls."""
+    """The names of a transform's numeric arguments, without those of transforms that it calls."""
 
-    names: tuple[str, ...] = ()  # dotted names among the parts of the whole, in order
-    keys: tuple[str, ...] = ()  # `names` without the labels of routes: the keys in an optimizer's groups
-    # Short names that the transform's author declares, with dotted names for arguments; a tuple for several numbers.
+    names: tuple[str, ...] = ()  # dotted names in the lowered transform, such as "muon.momentum.decay", in order
+    keys: tuple[str, ...] = ()  # `names` without labels, such as "momentum.decay": the keys in an optimizer's groups
+    # Short keys that the author declares, such as "lr", with the dotted name; a tuple of names for several numbers.
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A transform and how it is executed."""
+    """A transform of a program, with the leaves that it updates and the way it is executed."""
 
-    tx: Transform  # resolved for names, shapes, dtypes and the group of ranks
+    tx: Transform  # resolved: with all choices that depend on names and shapes made
     names: tuple[str, ...]  # of its leaves
     state: tuple[Any, ...]  # path of its state in the program's state
-    numbers: str  # dotted name of the transform among the parts of the whole
+    numbers: str  # dotted name of the transform in the lowered transform, the prefix of its numbers
     like: PyTree  # meta tensors of global shapes, in the tree that it receives
     # True if `tx` has the numbers of the original transform, in the same order; otherwise new numbers lower it again.
     keeps_numbers: bool
-    label: str | None = None  # by which a route selects it
+    label: str | None = None  # by which `partition` selects it
     own: OwnNumbers = OwnNumbers()
     kind: str = field(default="elementwise", kw_only=True)  # how it is executed, for reports
     children: tuple[Node, ...] = field(default=(), kw_only=True)  # the nodes that are executed within this node
@@ -62,21 +62,21 @@ class Node:
 
     @cached_property
     def called(self) -> tuple[Node, ...]:
-        """One node for each transform that `tx` calls, in order; a matrix stage counts as its members."""
+        """One node for each transform that `tx` calls, in order. A matrix stage is replaced by its members."""
         return tuple(one for child in self.children or self.within for one in _one_by_one(child))
 
     @property
     def title(self) -> str:
-        """The name of its transform, or of the transforms of a matrix stage."""
+        """The name of the node's transform; for a matrix stage, the names of its transforms, joined by commas."""
         return ", ".join(one.tx.name for one in _one_by_one(self))
 
 
 class WholeTree(Node):
-    """A transform that requires all leaves as whole tensors, because it declares nothing narrower."""
+    """A transform of locality TREE that requires all leaves as full tensors. Sharded leaves are gathered for it."""
 
 
 class Member(NamedTuple):
-    """A transform of a matrix stage and its name in the chain."""
+    """A transform of a matrix stage (see `Stage`), and its name in the chain."""
 
     name: str
     node: Node
@@ -84,13 +84,16 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage(Node):
-    """A matrix stage: neighbouring transforms of a chain that require whole matrices or leaves, run on one rank."""
+    """A matrix stage: consecutive transforms of a chain that require whole matrices or leaves.
+
+    If parameters are sharded, each matrix is sent to one rank, which runs all of these transforms on it.
+    """
 
     members: tuple[Member, ...] = ()
 
 
 class Around(Node):
-    """A wrapper of other transforms, which the executor runs. The wrapper itself is elementwise or sums over leaves."""
+    """A wrapper whose own work is elementwise or sums over leaves. The executor runs the transforms that it calls."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,12 +101,15 @@ class ChainNode(Node):
     """A chain: transforms that run one after another."""
 
     entries: tuple[tuple[tuple[str, ...], Node], ...] = ()
-    """Pairs of a node and the names of the transforms that it executes; a matrix stage may have several names."""
+    """The nodes of the chain in order, each with the names of its members; a matrix stage may have several."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Shown):
-    """The execution plan of a transform for the leaves of a tree, built by `lower`. It prints as a table.
+    """How a transform is executed on given parameters: a tree of nodes, as `lower` returns it. It prints as a table.
+
+    A node stores a transform, the names of the parameters that it updates, and how it runs ("elementwise", "matrix
+    stage", "sum over leaves", ...).
 
     Attributes:
         root: the node of the whole transform.
@@ -118,13 +124,13 @@ class Program(Shown):
     root: Node
 
     def nodes(self) -> Iterator[Node]:
-        """Yield all nodes that are executed, each before its children."""
+        """Yield all nodes that are executed, each before the nodes within it."""
         yield from _within(self.root)
 
     def transforms(self) -> Iterator[Node]:
-        """Yield one node for each transform, each before the transforms that it calls.
+        """Yield one node for each transform, and then the nodes of the transforms that it calls.
 
-        A matrix stage yields one node for each of its transforms.
+        Other than `nodes`, it yields each transform of a matrix stage (consecutive transforms that run together).
 
         >>> import torch
         >>> import muonfx as mfx
@@ -137,13 +143,13 @@ class Program(Shown):
             yield from _with_calls(node)
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Run the checks of named extras that the resolved transforms declare."""
+        """Check the extras (named arguments, such as ``value=loss``) of a step by the checks of each transform."""
         for node in self.transforms() if extras and not torch.compiler.is_compiling() else ():
             if (check := node.tx.declaration.check_extras) is not None:
                 check(node.tx, extras)
 
     def report(self) -> Report:
-        """Return the program as a table with a row for each node; the rows of its children are nested below it."""
+        """Return a table with a row for each node, and the rows of the nodes within it below it."""
         titles = ("node", "locality", "leaves", "state", "numbers")
         return Report((Table(titles, [_row(self.root)]),))
 

@@ -98,7 +98,7 @@ def test_parameters_and_updates_may_share_memory_when_they_are_added(
     params, updates = trees
     expected = copy.deepcopy(mfx.apply_updates(params, updates))
     if any(map(overlaps_itself, params.values())):
-        with pytest.raises(ValueError, match=r"apply_updates: params: '[abc]' of shape \(4, 4\) and strides"):
+        with pytest.raises(ValueError, match=r"apply_updates: params: '[abc]' has shape \(4, 4\) and strides"):
             mfx.apply_updates(params, updates, donate=True)
         return
     require_same("donated", mfx.apply_updates(params, updates, donate=True), expected, "not donated")
@@ -162,7 +162,7 @@ def test_an_optimizer_names_an_expanded_parameter_before_anything_changes():
     optimizer = mfx.TransformOptimizer(model, mfx.adamw(0.1))
     model(torch.ones(1, 3)).sum().backward()
     before = copy.deepcopy((optimizer.state_dict(), model.bias.detach()))
-    with pytest.raises(ValueError, match=r"'weight' of shape \(2, 3\) and strides \(0, 1\)"):
+    with pytest.raises(ValueError, match=r"'weight' has shape \(2, 3\) and strides \(0, 1\)"):
         optimizer.step()
     require_same(
         "after the error",

@@ -123,7 +123,7 @@ def test_adapters_alone_are_trained_by_adamw(tmp_path: Path) -> None:
     model = adapted(model_for())
     before = values_of(model)
     trainer = trainer_for(arguments_for(tmp_path), model)
-    with pytest.warns(UserWarning, match="no parameter has the label 'muon'") as said:
+    with pytest.warns(UserWarning, match="found no parameter with the label 'muon'") as said:
         trainer.train()
     (ours,) = [str(one.message) for one in said if "Muon" in str(one.message)]
     assert "AdamW trains 8" in ours

@@ -165,7 +165,7 @@ def test_tensors_without_names_are_refused_where_no_model_names_them() -> None:
     model = net()
     with pytest.raises(TypeError, match=r"expected named parameters, found Parameter: .*model="):
         mfx.Muon(model.parameters())
-    with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) is no parameter of the model"):
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) is not a parameter of the model"):
         mfx.Muon([nn.Parameter(torch.zeros(2))], model=model)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, found list"):
         mfx.TransformOptimizer(model.parameters(), mfx.adamw(), model=[model])  # type: ignore[arg-type]
@@ -387,15 +387,19 @@ def test_new_tensors_take_the_places_of_the_former_ones_and_not_those_of_moved_o
 
 Edit = Callable[[list[dict[str, Any]]], object]
 REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
-    "extended by itself": (lambda g: g.extend(g), ValueError, r"'a\.weight' is listed 2 times and would be stepped on"),
+    "extended by itself": (lambda g: g.extend(g), ValueError, r"'a\.weight' is listed 2 times and would be updated"),
     "popped": (lambda g: g.pop(), ValueError, r"3 of 6 parameters were removed, such as 'a\.bias': put them back"),
     "a parameter popped": (lambda g: g[0]["params"].pop(), ValueError, r"1 of 6 .*, such as 'c\.weight'"),
     "inserted": (
         lambda g: g.insert(0, {"params": [torch.ones(2)]}),
         ValueError,
-        r"\[0\]: .*\(2,\) is new, .*add_param_group",
+        r"\[0\]: found a new tensor of shape \(2,\) .*add_param_group",
     ),
-    "appended": (lambda g: g[0]["params"].append(torch.ones(2)), ValueError, "is new, .* 4 params and 3 param_names"),
+    "appended": (
+        lambda g: g[0]["params"].append(torch.ones(2)),
+        ValueError,
+        "found a new tensor .* and 4 params, expected 3",
+    ),
     "moved to other transforms": (
         lambda g: g[0]["params"].append(g[1]["params"].pop()),
         ValueError,

@@ -53,7 +53,7 @@ GROUPS: dict[str, Callable[[Task], Any]] = {
 NAMES = [info.optim_cls.__name__.lower() for info in INFOS]
 
 
-@pytest.mark.filterwarnings("ignore:Muon. no parameter has the label 'muon'")  # a bias alone
+@pytest.mark.filterwarnings("ignore:Muon. found no parameter with the label 'muon'")  # a bias alone
 @pytest.mark.parametrize("given", GROUPS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_falls_and_a_copy_that_loads_the_state_goes_on_alike(registry: Any, name: str, given: str) -> None:

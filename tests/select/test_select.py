@@ -617,7 +617,7 @@ def test_an_optimizer_of_named_groups_can_be_told_the_labels():
         muonfx.Muon([dict(group) for group in groups])
     told = muonfx.Muon([dict(group) for group in groups], labels=default_labels(model))
     assert [group["label"] for group in told.param_groups] == ["adamw", "muon"]
-    with pytest.raises(ValueError, match=r"labels: none for '1.weight'; every parameter needs one"):
+    with pytest.raises(ValueError, match=r"labels: found none for '1.weight', expected a label for every parameter"):
         muonfx.Muon([dict(group) for group in groups], labels={"0.weight": "adamw"})
     with pytest.raises(TypeError, match=r"labels must be a mapping .* labels=lambda model: muonfx.default_labels"):
         muonfx.Muon(model, labels=[(path("*"), "muon")])

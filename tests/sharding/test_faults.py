@@ -140,7 +140,7 @@ def test_parameters_whose_placements_have_changed_are_an_error(here: Here):
     tx = sharding.sharded(mfx.add_decayed_weights(0.1), layout)
     state = tx.init(params)
     other = {"a": params["a"].redistribute(placements=[Shard(0), Replicate()])}
-    with pytest.raises(ShardingError, match="has the placements .* expected"):
+    with pytest.raises(ShardingError, match=r"has the placements .* expected"):
         tx.update(other, state, other)
 
 

@@ -1,8 +1,8 @@
-"""The store of a state between steps: with the parameters, in host memory, or in files on a disk.
+"""`Store`: where a state is between steps, which is with the parameters, in host memory, or in files on a disk.
 
-Leaves that are allocated together share one unnamed file, and each starts on a page of its own. The file is allocated
-in full, mapped and unlinked at once: nothing can truncate it, ranks can share a folder, and its disk space is freed
-with the last tensor, also if the process is killed. To keep a state beyond the process, save a checkpoint.
+Tensors that are allocated together share one file, and each begins at a page boundary. The file is mapped into memory
+and its name is removed at once. So nothing can truncate it, ranks can share a folder, and its disk space is freed with
+the last tensor, even if the process is killed. To keep a state after the process, save a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE = mmap.PAGESIZE
 
 
 SMALLEST = PAGE
-"""The bytes from which a tensor is in a file; a smaller tensor would take a whole page there."""
+"""The size in bytes from which a tensor is stored in a file; a smaller tensor would take a whole page there."""
 
 
 class _Where(NamedTuple):
@@ -38,11 +38,11 @@ class _Where(NamedTuple):
 
 
 _MAPPED: WeakKeyDictionary[Any, _Where] = WeakKeyDictionary()
-"""The address range of every mapping that some tensor still uses."""
+"""The folder and the address range of each mapped file that some tensor still uses."""
 
 
 def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
-    """Allocate non-empty zero tensors in one new file, each with its own storage; an OSError leaves no file."""
+    """Return zero tensors of given shapes and dtypes in one new file of a folder; after an OSError no file is left."""
     starts: list[int] = []
     length = 0
     for spec in specs:
@@ -81,7 +81,7 @@ def require_room(folder: str, nbytes: int) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(13, "it may not be written to")
+            raise PermissionError(13, "the folder is not writable")
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise _explained(error, folder, nbytes) from error
@@ -106,23 +106,23 @@ def _place_of(tensor: Tensor) -> tuple[Any, _Where] | None:
 
 
 def folder_of(tensor: Tensor) -> str | None:
-    """Return the folder on whose disk a tensor is, or None if it is in no file of this module."""
+    """Return the folder in which a tensor is stored as a file, or None if it is not in a file of this module."""
     found = _place_of(tensor)
     return None if found is None else found[1].folder
 
 
 def release(tensor: Tensor) -> None:
-    """Free the memory of a tensor's pages in this process; the kernel writes the values to the file."""
+    """Free the host memory of a tensor that is in a file; its values stay in the file. Others are unchanged."""
     _advise(tensor, "MADV_DONTNEED")
 
 
 def read_ahead(tensor: Tensor) -> None:
-    """Advise the kernel to read a tensor's pages soon."""
+    """Advise the kernel to read a tensor that is in a file into memory soon."""
     _advise(tensor, "MADV_WILLNEED")
 
 
 def _advise(tensor: Tensor, advice: str) -> None:
-    """Advise the kernel about a tensor's pages, if it is in a file of this module and the system has it."""
+    """Call ``madvise`` for a tensor that is in a file, if the system supports this advice."""
     found = _place_of(tensor)
     if found is None or not hasattr(mmap, advice):
         return
@@ -135,9 +135,9 @@ class Store(NamedTuple):
     """Where a state is kept between steps, and how much of it is loaded at a time. Default: with the parameters."""
 
     to: str | None = None
-    """ "cpu" for host memory, or the folder on whose disk the state is; None: the parameters' device."""
+    """ "cpu" for host memory, or a folder for files on its disk. None: the device of the parameters."""
     bucket_bytes: int = 0
-    """About how many bytes of state are loaded at a time; a larger leaf is a bucket of its own."""
+    """The approximate bytes of state that are loaded at a time. A larger tensor is loaded alone."""
 
     @property
     def on_disk(self) -> bool:
@@ -145,11 +145,11 @@ class Store(NamedTuple):
         return self.to not in (None, "cpu")
 
     def is_direct(self, device: torch.device) -> bool:
-        """Return True if a transform on a device can update the stored state in place."""
+        """Return True if a transform that runs on a device can update the stored state without copying it."""
         return self.to == "cpu" and device.type == "cpu"
 
     def has(self, leaf: Tensor, device: torch.device) -> bool:
-        """Return True if a leaf is in this store, for a transform on a device."""
+        """Return True if a tensor is in this store, for a transform that runs on a device."""
         if leaf.device.type != "cpu":
             return False
         if self._in_file(tree.spec(leaf)):
@@ -157,7 +157,7 @@ class Store(NamedTuple):
         return device.type != "cuda" or leaf.is_pinned()
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
-        """Allocate uninitialized tensors, in host memory pinned if `device` is CUDA."""
+        """Return new tensors of given shapes and dtypes in this store; host memory is pinned if `device` is CUDA."""
         mapped = iter(in_file([spec for spec in specs if self._in_file(spec)], str(self.to)))
         pin = device.type == "cuda"
         return [
@@ -166,7 +166,7 @@ class Store(NamedTuple):
         ]
 
     def require(self, specs: Sequence[Spec]) -> None:
-        """Raise OSError unless the disk has room for further tensors."""
+        """Raise OSError unless the disk has room for new tensors of given shapes and dtypes."""
         if self.to is not None and self.on_disk and specs:
             require_room(self.to, sum(spec.nbytes for spec in specs if self._in_file(spec)))
 

@@ -1,8 +1,8 @@
-"""Transfers between the store and the compute device: two buffers, each for the state of one bucket.
+"""Transfers of state between the store and the device: two buffers, each for the state of one bucket of leaves.
 
-While a transform computes in one buffer, a worker thread writes the other buffer's state back and then loads the next
-bucket into it. The worker runs its jobs in the order of submission, on CUDA in one stream. So no buffer is filled
-before its state is written back, and there are never more than two.
+While a transform computes in one buffer, a worker thread writes the state in the other buffer back to the store, and
+then loads the next bucket into it. The worker runs its jobs in order, on CUDA in one stream. So the state in a buffer
+is always written back before the buffer is filled again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ALIGNED = 256
 
 
 def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
-    """Allocate a buffer: every device allocation of offloading is made here."""
+    """Return a new buffer of some bytes. All device memory of offloading is allocated here, which tests count."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
 
 def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
-    """Return the bytes that a bucket's leaves take in a buffer."""
+    """Return the bytes of a buffer for the tensors of one bucket, including the padding between them."""
     return sum(-(-leaf.nbytes // ALIGNED) * ALIGNED for leaf in leaves)
 
 
@@ -55,7 +55,7 @@ class BucketTransfer:
         self._ask_for(0)
 
     def fetch(self, turn: int) -> list[Tensor]:
-        """Return a bucket's leaves on the device, to be overwritten, and start to load the next bucket."""
+        """Return the state of a bucket on the device, where it may be overwritten, and start to load the next."""
         leaves, ready = self._coming.pop(turn).result()
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
@@ -63,7 +63,7 @@ class BucketTransfer:
         return leaves
 
     def put(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Write a bucket's new leaves to the store in the background."""
+        """Start to write the new state of a bucket to the store; `targets` are its tensors there."""
         done: torch.cuda.Event | None = None
         if self._stream is not None:
             done = torch.cuda.Event()
@@ -76,7 +76,7 @@ class BucketTransfer:
         return any(room.untyped_storage().data_ptr() == storage for room in self._buffers)
 
     def finish(self) -> None:
-        """Wait until all leaves are in the store and can be read there."""
+        """Wait until the new state of all buckets is in the store."""
         for future in self._under_way:
             future.result()
         if self._stream is not None:
@@ -152,7 +152,7 @@ class BucketTransfer:
 
 
 def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of a buffer that have the shapes and dtypes of other tensors."""
+    """Return consecutive views of a buffer with the shapes and dtypes of the tensors `likes`."""
     found: list[Tensor] = []
     start = 0
     for like in likes:
@@ -163,7 +163,7 @@ def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 
 @functools.cache
 def _worker_of(process: int) -> ThreadPoolExecutor:
-    """Return the single thread of a process that moves state; a forked process starts its own."""
+    """Return the worker thread of a process (by process id, because a forked process needs a new thread)."""
     return ThreadPoolExecutor(1, thread_name_prefix="muonfx-offload")
 
 

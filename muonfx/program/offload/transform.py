@@ -27,11 +27,11 @@ DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
 
 
 class Offloaded(Transform):
-    """A transform returned by `offload`."""
+    """A transform whose state is offloaded, as returned by `offload`."""
 
     @classmethod
     def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
-        """Record a call of `offload`; a sharded transform stays outermost, and its inner transform is offloaded."""
+        """Return the value for a call of `offload`; ``offload(sharded(tx))`` becomes ``sharded(offload(tx))``."""
         bound = bind("offload", inspect.Signature(list(factory.definition.parameters.values())), args, kwargs)
         given = bound.arguments
         if isinstance(given.get("to"), os.PathLike):
@@ -49,7 +49,7 @@ class Offloaded(Transform):
 
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
-    """Return a factory of `Offloaded` with the declarations of the offloaded transform."""
+    """Decorate the constructor of `offload`: values are of the class `Offloaded`, with the locality of their `tx`."""
     declaration = Declaration(
         locality=lambda tx, to, *, bucket_bytes: tx.locality,
         reads_params=lambda tx, to, *, bucket_bytes: tx.reads_params,
@@ -66,33 +66,34 @@ def offload(
     *,
     bucket_bytes: int = 1 << 26,
 ):
-    """Keep a transform's state in host memory or on disk, and load it bucket by bucket during a step.
+    """Keep a transform's state in host memory or on disk between steps, and load it bucket by bucket in each step.
 
-    While one bucket is computed, the next bucket's state is loaded and the previous bucket's state is written back, so
-    the device holds the state of at most two buckets. Updates and states equal the results of ``tx`` on the same device
-    bit for bit, unless a bucket boundary splits a batch of equal-shaped matrices. Counters and other single values stay
-    on the device. A wrapper's own state, such as the sums of `accumulate` around `clip_by_global_norm`, is not split
-    into buckets.
+    A bucket is the state of some parameters. While one bucket is updated, the next is loaded and the previous is
+    written back, so the device holds at most two. Updates and states equal those of ``tx`` bit for bit, unless the
+    bucket boundary splits a batch of matrices of equal shape. Step counts and other 0-d tensors stay on the device. A
+    wrapper's own state, such as the sums of `accumulate` around `clip_by_global_norm`, is loaded all at once.
 
     With ``donate=True``, which `TransformOptimizer` passes, the state is overwritten in place. Otherwise the next state
-    is a second copy in host memory or in a new file, and the old copy is freed with its last tensor.
+    is a second copy in host memory or in a new file. The old copy is freed with its last tensor.
 
     Args:
-        tx: any transform, also a sharded one: ``offload(sharded(tx, layout))`` is ``sharded(offload(tx), layout)``.
+        tx: any transform. A sharded one stays outermost: ``offload(sharded(tx, layout))`` is
+            ``sharded(offload(tx), layout)``.
         to: "cpu" for host memory, which is pinned if parameters are on a CUDA device; or a folder on a disk, which is
-            created if necessary. The files are unnamed, so several ranks and runs can share a folder. Their disk space
-            is freed when the state is deleted or the process ends.
-        bucket_bytes: the approximate bytes of state that are loaded at a time; a larger leaf is loaded alone. The
-            matrices of a sharded transform are loaded in the buckets of their exchange instead.
+            created if necessary. Several ranks and runs can share a folder. The disk space is freed when the state is
+            deleted or the process ends.
+        bucket_bytes: the approximate bytes of state that are loaded at a time. A larger tensor is loaded alone. A
+            sharded transform loads matrices in the buckets in which they are sent between ranks instead.
 
     Returns:
-        A transform with the numbers, the fingerprint and the state structure of ``tx``.
+        A transform with the hyperparameters of ``tx`` and the same structure of the state. It has the same fingerprint,
+        so checkpoints of one fit the other.
 
     Raises:
         TypeError: ``tx`` is not a transform, or ``to`` is not a path.
-        ValueError: an invalid ``to`` or ``bucket_bytes``.
-        OSError: the folder cannot be created or written to, or its disk is full. `init`, and an `update` that makes a
-            second copy, raise it before anything is changed.
+        ValueError: ``to`` is the name of another device, or ``bucket_bytes`` is less than 1.
+        OSError: the folder cannot be created or written to, or its disk is full. ``init``, and an ``update`` that needs
+            a second copy, raise it before anything is changed.
 
     The division of work follows ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857).
 
@@ -128,7 +129,7 @@ def store_of(tx: Transform) -> Store:
 
 
 def inner_of(tx: Transform) -> Transform:
-    """Return the offloaded transform; any other transform is returned unchanged."""
+    """Return the transform within `offload`; any other transform is returned unchanged."""
     return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
 
 

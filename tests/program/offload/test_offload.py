@@ -108,7 +108,7 @@ def init_in(here: Here, folders: list[str]) -> None:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings("ignore:scale_by_(prodigy|dog|dowg) looks at the whole tree"),  # as it is drawn
+    pytest.mark.filterwarnings("ignore:offload. scale_by_(prodigy|dog|dowg) has the locality TREE"),  # as it is drawn
 ]
 
 GIVEN_STATE = mfx.Donation(False, True)
@@ -246,8 +246,10 @@ def test_a_transform_of_the_whole_tree_gets_its_whole_state_with_a_warning(const
         warnings.simplefilter("always")
         away = sharding.offload(tx, to, bucket_bytes=3)
         check(tx, away, PARAMS, [drawn(1), drawn(2)], donate=False)
-    said = [] if home == "memory" else [f"{constructor.__name__} looks at the whole tree"]  # there nothing is loaded
-    assert [str(one.message).partition(" and keeps")[0] for one in found] == said
+    said = (
+        [] if home == "memory" else [f"offload: {constructor.__name__} has the locality TREE"]
+    )  # there nothing is loaded
+    assert [str(one.message).partition(" and a state of")[0] for one in found] == said
 
 
 def late(first: float = 0.0):
@@ -361,7 +363,7 @@ def test_the_torch_optimizer_steps_alike_and_continues_a_plain_run(home: str):
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-# Wrappers around a transform that looks at the whole tree: their own state is loaded at once.
+# Wrappers around a transform of locality TREE: their own state is loaded at once.
 WITH_OWN_STATE = {"accumulated", "master", "schedule free", "nested"}
 
 
@@ -447,7 +449,7 @@ def test_a_folder_that_cannot_be_made_or_written_to(tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match=r"offload: to='.*file' cannot take 0\.0 MiB of state: File exists"):
         sharding.offload(mfx.momentum(), tmp_path / "file").init(PARAMS)
     monkeypatch.setattr(store.os, "access", lambda path, mode: False)
-    with pytest.raises(PermissionError, match="may not be written to"):
+    with pytest.raises(PermissionError, match="the folder is not writable"):
         sharding.offload(mfx.momentum(), tmp_path).init(PARAMS)
 
 
