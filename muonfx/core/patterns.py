@@ -19,7 +19,8 @@ __all__ = ["NamePatterns", "warn_of_unmatched"]
 class NamePatterns(NamedTuple):
     """The globs over parameter names in one argument of a transform, for the option ``name_patterns`` of `transform`.
 
-    ``NamePatterns("view", (("*.q",), ("*.k", "*.key")))`` means that "*.q" must match a name, and "*.k" or "*.key" too.
+    ``NamePatterns("view", (("*.q",), ("*.k", "*.key")))`` means that ``*.q`` must match a name, and ``*.k`` or
+    ``*.key`` too.
     """
 
     argument: str

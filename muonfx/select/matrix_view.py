@@ -30,18 +30,18 @@ class MatrixView:
     describes the division. Left of the arrow, it names the axes in each dim of the parameter. Right of the arrow, it
     names the dims of the matrices: batch dims first, then the rows (output features) and the columns (input features).
 
-    ====================================================  =========================================================
+    ====================================================  ================================================
     ``"(qkv=3 out) in -> qkv out in"``                    three matrices of equal size, one after another
     ``"(q=512 + k=128 + v=128) in -> q in, k in, v in"``  matrices of unequal sizes, one after another
     ``"(ff part=2) in -> part ff in"``                    two matrices whose rows alternate
     ``"(heads=8 d) in -> heads d in"``                    a matrix for each head
-    ``"out (heads=8 d) -> heads out d"``                  the same for the output projection, whose heads are columns
+    ``"out (heads=8 d) -> heads out d"``                  a matrix for each head, for heads in the columns
     ``"(heads=8 qkv=3 d) in -> qkv (heads d) in"``        query, key and value, interleaved by head
-    ``"(heads=8 (k=128 + v=64)) in -> heads k in, heads v in"``  a key and a value matrix for each head
+    ``"(h=8 (k=128 + v=64)) in -> h k in, h v in"``       a key and a value matrix for each head
     ``"... out in -> ... out in"``                        a stack of matrices
     ``"in out -> out in"``                                a matrix that is stored transposed
     ``"out ... -> out (...)"``                            a convolution as one matrix; this is the default
-    ====================================================  =========================================================
+    ====================================================  ================================================
 
     ``name=size`` gives the size of an axis. In each dim, one size may be left out; it follows from the shape. ``a + b``
     are parts that are concatenated along a dim; on the right there is one result for each part, separated by commas.
