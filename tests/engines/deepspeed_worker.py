@@ -176,7 +176,8 @@ class Run:
         if "from a file" in name:
             path = folder / f"config_{rank}.json"
             warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}}
-            entries = {"optimizer": {"type": "muonfx.Muon", "params": RATES}, "scheduler": warmup}
+            options = RATES | {"orthogonalize": {"dtype": "float32"}}  # as in `transform_for`, on every kind of CPU
+            entries = {"optimizer": {"type": "muonfx.Muon", "params": options}, "scheduler": warmup}
             path.write_text(json.dumps(config | entries))
             self.engine, wrapper, *_ = ours.initialize(model, path)
             self.optimizer = wrapper.optimizer if self.stage else wrapper
