@@ -319,7 +319,10 @@ class _Reader(StorageReader):
 def load_together(
     path: str | os.PathLike[str], make_target: Callable[[], Target], rules: Rules, group: dist.ProcessGroup
 ) -> PyTree:
-    """Load a checkpoint together; every rank of the group calls this. ``make_target`` runs once per attempt."""
+    """Load a checkpoint over ranks; every rank of the group must call this.
+
+    If the checkpoint is replaced during the load, the load starts again and calls ``make_target`` again.
+    """
     check_group(group, f"the load of {path}")
     wait_for_saves()  # a save in the background may use the same group
     try:

@@ -32,7 +32,10 @@ class Book:
         raise NotImplementedError
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Return the code of a level next to each magnitude, chosen by ``noise`` such that the mean is preserved."""
+        """Round each magnitude at random to one of the two nearest levels, and return the level's index.
+
+        ``noise`` is uniform in [0, 1). The mean over the noise is the magnitude.
+        """
         levels = table(self.levels, magnitudes.device)
         below = (torch.bucketize(magnitudes, levels, right=True) - 1).clamp(0, len(self.levels) - 2)
         low, high = _look_up(levels, below), _look_up(levels, below + 1)

@@ -47,7 +47,7 @@ def key_of(text: str) -> int:
 
 
 def keys_of(prefix: str, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return a key for each leaf, the seed of its noise: a 0-d int64 hash of prefix and name, on the leaf's device."""
+    """Return the seed of the rounding noise of each leaf: a 0-d int64 tensor on its device, from a hash of its name."""
     return [
         torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device)
         for name, leaf in zip(names, leaves, strict=True)

@@ -205,7 +205,7 @@ def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
 
 
 def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
-    """Return the error for a leaf that is not a tensor, with advice if it is a model or an iterator."""
+    """Return a TypeError for a leaf that is not a tensor; for a model or an iterator, with code that works."""
     advice = ""
     if isinstance(leaf, nn.Module | Iterator):
         code = "{name: p.grad for name, p in model.named_parameters()}"

@@ -356,7 +356,10 @@ def own_groups(optimizer: Optimizer) -> None:
 
 
 class OwnedGroup(dict[str, Any]):
-    """A param group that is still recognized as ours after its optimizer is deleted; torch.compile cannot trace it."""
+    """A parameter group of a muonfx optimizer.
+
+    Its class shows which package made it, also after that optimizer is deleted. torch.compile cannot trace it.
+    """
 
 
 class GroupOwner(Optimizer):

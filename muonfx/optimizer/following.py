@@ -129,6 +129,6 @@ class FollowingOptimizer(Optimizer):
         self._attachment.bind(named)
 
     def _put(self, named: Mapping[str, Tensor]) -> None:
-        """Replace the tensors in the groups by tensors of the same names."""
+        """Replace the parameters in all parameter groups by the tensors that ``named`` has for their names."""
         for group in self.param_groups:
             group["params"] = [named[name] for name in group["param_names"]]

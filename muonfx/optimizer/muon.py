@@ -170,7 +170,7 @@ class Muon(TransformOptimizer):
 
 
 def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None) -> Labels:
-    """Return the labels of ``params``, chosen by the whole model if it is known."""
+    """Return the label of each parameter. A function of labels is called with the model, or with the parameters."""
     names = [name for name, _ in named_pairs(params)]
     if labels is None:
         labels = default_labels

@@ -214,7 +214,7 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
 
 
 def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
-    """Return the segments of the bars: parameter, rank, operations in a step, True if every rank computes it."""
+    """Return a bar segment for each share of a plan: parameter, rank, operations, and whether all ranks compute it."""
     found: list[tuple[str, int, float, bool]] = []
     for run in plan.runs:
         for share in run.shares:

@@ -106,7 +106,7 @@ def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, d
 
 
 def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[int]) -> list[Any]:
-    """Return a list of leaves, with copies in the store for the leaves at some indices."""
+    """Return a list of leaves in which the leaves at ``places`` are replaced by copies in host memory or on disk."""
     rooms = store.allocate([tree.spec(leaves[place]) for place in places], device)
     for place, room in zip(places, rooms, strict=True):
         leaves[place] = room.copy_(leaves[place])

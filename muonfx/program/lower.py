@@ -266,7 +266,7 @@ class OwnState(NamedTuple):
 
 
 def resolved(node: Node) -> Transform:
-    """Return a node's transform in a form that can also run on a bucket, in which other leaves are None."""
+    """Return a node's transform so that it can run on some leaves at a time, while all other leaves are None."""
     return _with_resolved(node.tx, node.called)
 
 

@@ -149,7 +149,7 @@ class Program(Shown):
                 check(node.tx, extras)
 
     def report(self) -> Report:
-        """Return a table with a row for each node, and the rows of the nodes within it below it."""
+        """Return a table with the locality, leaves, state and numbers of each node; inner nodes follow their node."""
         titles = ("node", "locality", "leaves", "state", "numbers")
         return Report((Table(titles, [_row(self.root)]),))
 

@@ -284,7 +284,7 @@ def _axis(item: _Item) -> Axis:
 
 
 def _result(text: str) -> tuple[Group, ...]:
-    """Return the dims (batch dims, rows, columns) of one result on the right side of a pattern."""
+    """Parse one of the comma-separated texts right of the arrow into groups of axes: batch dims, rows, columns."""
     items = _items(text)
     if len(items) < 2 or _DOTS in items[-2:] or [] in items[-2:]:
         raise _Malformed("a result must end with the rows and the columns of a matrix; write '...' as '(...)' there")

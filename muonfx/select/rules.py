@@ -94,7 +94,7 @@ class Labels(Mapping[str, Label]):
         return MappingProxyType(self._routes)
 
     def reason(self, name: str) -> str:
-        """Return the rule that chose the label of a parameter, with notes on the matrices in it."""
+        """Return a text: the rule that chose the label of a parameter, and which matrices the parameter holds."""
         return self._routes[name].reason
 
     @property

@@ -117,7 +117,7 @@ class Binding(Placement):
         return True
 
     def local_like(self, params: PyTree) -> PyTree:
-        """Return a tree like `params` (parameters or their shards), of meta tensors with the shapes of the shards."""
+        """Return meta tensors with the shapes of this rank's shards, in the structure of `params`."""
         return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:

@@ -124,7 +124,10 @@ def _holders_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Seq
 def _find_difference(
     what: str, copies: Sequence[_Copies], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
 ) -> tuple[str, str] | None:
-    """Return the first leaf whose replicas differ (its name, and a text of the ranks), or None; equal on all ranks."""
+    """Compare replicas, and return the name and the ranks (as a text) of the first leaf that differs, or None.
+
+    All ranks return the same. A ``problem`` of one rank is raised on all ranks.
+    """
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:

@@ -246,7 +246,7 @@ class FlatPiece:
 
     @property
     def piece(self) -> Piece:
-        """The position of the interval without its values, as a `Piece`."""
+        """Which elements of the whole tensor this shard holds, as a `Piece`: its position without its values."""
         return Piece.interval(self.shape, self.start, self.stop)
 
     @property
@@ -255,7 +255,7 @@ class FlatPiece:
         return self.data.view(self.shape) if self.data.numel() == prod(self.shape) else None
 
     def part(self, box: Box) -> Tensor:
-        """Return the values of a box that is in ``boxes``, as a view in the box's shape."""
+        """Return the values of one of the rectangular parts in ``boxes``, as a view with the shape of that part."""
         return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)
 
     def empty_like(self, device: torch.device | str | None = None) -> FlatPiece:

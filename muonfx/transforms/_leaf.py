@@ -105,7 +105,7 @@ class Leaf:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
-        """Record a call of a torch function, with the method of this class that has the same name if there is one."""
+        """Record a call of a torch function, such as ``torch.sqrt(leaf)``, to run later on lists of tensors."""
         name, given = function.__name__, kwargs or {}
         writes = given.get("out") is not None or given.get("inplace")
         if not torch.compiler.is_compiling():  # a compiler cannot trace the name

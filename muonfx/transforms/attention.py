@@ -99,7 +99,7 @@ def max_logits(
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return the detached tensor inside ``torch.func`` wrappers, which recorded values outlive."""
+    """Return a detached tensor without the wrappers of ``torch.func``, which end before the recorded value is used."""
     while is_wrapped(x):
         if _C._functorch.is_batchedtensor(x):
             raise NotImplementedError(

@@ -118,7 +118,10 @@ class AttentionHeads:
         return module, tuple(roles)
 
     def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
-        """Return for each of the ``size`` rows of a parameter the index of its factor in the result of `_factors`."""
+        """Return an index for each row of a query or key weight: which head's factor multiplies the row.
+
+        The indices refer to the result of `_factors`; ``size`` is the number of rows.
+        """
         found = torch.full((size,), 2 * self.heads + self.keys, device=device)
         for role in roles:
             is_query = role == "query"
@@ -153,7 +156,7 @@ class _Member(NamedTuple):
     is_present: bool
 
     def places(self, device: torch.device | str) -> Tensor:
-        """Return the index of each element's factor, in a shape that broadcasts to the parameter's."""
+        """Return which factor multiplies each row of this parameter, in a shape that broadcasts to the parameter."""
         shape, axis = self.shape, 0 if len(self.shape) == 1 else self.heads.axis
         if not -len(shape) <= axis < len(shape):
             raise ValueError(

@@ -380,7 +380,7 @@ class Present:
         return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
 
     def pick(self, tree: PyTree) -> list[Any]:
-        """Return the leaves of another tree at these positions; ValueError if its structure differs."""
+        """Return another tree's leaves at the positions of this tree's tensors; ValueError if it does not fit."""
         found = self._all(tree)
         return found if self._everywhere else [found[place] for place in self._places]
 

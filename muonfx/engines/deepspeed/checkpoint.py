@@ -118,7 +118,7 @@ def _group_of(units: Iterable[Unit]) -> dist.ProcessGroup | None:
 
 
 def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], Any]:
-    """Return the parameters by name and the state of the optimizer, merged from all units (flat tensors).
+    """Return the parameters by name and the optimizer state, merged from the flat tensors that DeepSpeed gives us.
 
     The leaves are whole tensors, or shards with their positions (`FlatPiece`).
     """

@@ -132,7 +132,7 @@ def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
 
 
 def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> _Cut:
-    """Locate shards at stage 3, where DeepSpeed partitions each parameter and concatenates a rank's shards."""
+    """Return where each parameter's shard is in a flat buffer of ZeRO stage 3, which concatenates a rank's shards."""
     place = next(i for i, mine in enumerate(engine.fp32_partitioned_groups_flat) if mine is flat)
     name_of = {id(param): name for name, param in params.items()}
     members: list[Any] = engine.fp16_groups[place]

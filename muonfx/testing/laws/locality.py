@@ -245,7 +245,8 @@ def _on_two_ranks(
 ) -> list[list[PyTree]]:
     """Run a transform on two ranks and return each rank's updates.
 
-    The functions return for a rank its parameters, its gradients, and the scalars that it adds to a sum over leaves.
+    ``params_on``, ``grads_on`` and ``counted_on`` return the parameters and gradients of a rank, and the terms that the
+    rank adds to sums over all leaves.
     """
     ranks = _TwoRanks()
 

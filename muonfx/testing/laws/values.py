@@ -107,9 +107,9 @@ def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTre
 
 @law(share=0.05)
 def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """As a pytree of optree or torch, a transform has the same leaves and is rebuilt from them as an equal transform.
+    """Flattening a transform with optree or torch gives the same leaves; unflattening gives an equal transform.
 
-    Any objects are accepted as leaves when it is rebuilt.
+    Unflattening accepts any objects as leaves, as transformations of pytrees need.
 
     >>> import muonfx as mfx
     >>> pytree_views_round_trip(mfx.momentum(), {}, [])
