@@ -364,13 +364,13 @@ def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(name: str, ex
     if not tx.children:
         tx = mfx.chain(mfx.scale_by_adam(), mfx.scale(-0.1), tx)
     state = tx.init(HEADS_PARAMS)
-    with pytest.raises((TypeError, ValueError), match=rf"^{name}: {extra} must be"):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*\b{extra}\b"):
         tx.update(HEADS_PARAMS, state, HEADS_PARAMS, **{extra: wrong})
     live = {path: torch.nn.Parameter(leaf.clone()) for path, leaf in HEADS_PARAMS.items()}
     optimizer = mfx.TransformOptimizer(live, mfx.chain(mfx.scale(-0.1), tx) if signs(tx) == {1} else tx)
     for param in live.values():
         param.grad = torch.ones_like(param)
-    with pytest.raises((TypeError, ValueError), match=rf"^{name}: {extra} must be"):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*\b{extra}\b"):
         optimizer.step(**{extra: wrong})
     assert all(torch.equal(param, HEADS_PARAMS[path]) for path, param in live.items())
 
