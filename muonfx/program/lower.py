@@ -58,7 +58,7 @@ def lower(tx: Transform, params: PyTree) -> Program:
 
 @dataclass(frozen=True)
 class _Where:
-    """Where a transform is within an outer transform: the path of its state, and the prefix of its numbers' names."""
+    """Where a transform is within an outer transform: the path of its state, and the prefix of its hyperparameters."""
 
     state: tuple[object, ...] = ()  # path of its state
     numbers: str = ""  # dotted name, such as "muon.momentum"

@@ -26,7 +26,7 @@ Run = tuple[tuple[str, Transform], ...]
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call of ``update``."""
+    """The arguments of one call of a transform's ``update``, with an optional function to apply the result."""
 
     updates: PyTree
     """The gradients or incoming updates on this rank. A None leaf gets no update."""

@@ -141,7 +141,7 @@ class Binding(Placement):
         return most
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
-        """Return one leaf's scalar on the one rank that counts it in a sum over ranks; return zero on others."""
+        """Return one leaf's scalar on the one rank that counts it in a sum over ranks; return zero on the others."""
         # Only the first holder counts a shard. Every holder adds NaN and infinity, so that no rank misses them.
         if self.layout.rank in self.layout.pieces[name].firsts:
             return scalar

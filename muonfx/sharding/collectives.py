@@ -112,7 +112,7 @@ def _windows(layout: ShardTable, name: str) -> list[Window]:
 
 
 class _Linear(torch.autograd.Function):
-    """Makes a gather differentiable: its backward pass is a mean over ranks. The reverse holds for that mean."""
+    """A gather and a mean over ranks as an autograd function. Each is the backward pass of the other."""
 
     # Gathering is the transpose of the mean over ranks if whole gradients are gradients of each rank's own loss, and
     # gradients of shards are gradients of the mean loss.

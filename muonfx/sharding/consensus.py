@@ -130,7 +130,7 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
 
 
 def _difference(first: object, other: object, odd: str) -> str:
-    """Return a text for an error: how `first`, the text of rank 0, differs from `other`, the text of `odd` ranks."""
+    """Return an error text: how the description `first` of rank 0 differs from `other`, which the ranks `odd` have."""
     place = ""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         name = next((name for name in [*first, *other] if first.get(name) != other.get(name)), None)

@@ -156,7 +156,7 @@ class Layout(ShardTable):
         It needs no communication. `muonfx.checkpoint.save` calls this for a sharded transform.
 
         Args:
-            local: the tree of this rank's shards. Leaves that are already in a form below are returned unchanged.
+            local: the tree of this rank's shards. Leaves in one of the forms below are returned unchanged.
 
         Returns:
             A tree of `DTensor`, `muonfx.checkpoint.FlatPiece` (an interval of a flattened tensor, with its position),

@@ -144,8 +144,8 @@ def flat(
         group: as in `replicated`.
         cuts: for P ranks, P + 1 ascending positions in the buffer, in elements, from 0. Rank r holds
             ``cuts[r]:cuts[r + 1]``.
-        order: the names of the parameters in the order of the buffer. None: by ``starts``; without ``starts``,
-            ``params`` must be a flat dict with sorted names, so that the order is unambiguous.
+        order: the names of the parameters in the order of the buffer. None: the order of ``starts``. Without
+            ``starts``, ``params`` must be a flat dict with sorted names, so that the order is unambiguous.
         starts: the position of each parameter's first element in the buffer; gaps are padding. None: no gaps.
         stage: as in `zero`.
 
@@ -277,7 +277,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
-    """Return the order of parameters in a flat buffer: by `starts`, or the order of a flat dict with sorted names."""
+    """Return parameter names in the order of a flat buffer: by `starts`, or as in `params`, a dict sorted by name."""
     if starts is not None:
         # Of two parameters with the same start, the empty parameter is first.
         return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))

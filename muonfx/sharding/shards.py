@@ -76,17 +76,17 @@ class Piece(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """Return the piece with all elements of a tensor of this shape. Its shard is the whole tensor."""
+        """Describe a shard that is the whole tensor: return a `Piece` with all elements of a tensor of this shape."""
         return cls.grid([((0, size),) for size in shape])
 
     @classmethod
     def interval(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
-        """Return the piece with elements ``start:stop`` of a flattened tensor of this shape. Its shard is 1-d."""
+        """Describe a shard with the elements ``start:stop`` of a flattened tensor, as a `Piece`. It is 1-d."""
         return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
 
     @classmethod
     def grid(cls, spans: Sequence[Sequence[Span]]) -> Piece:
-        """Return the piece with some indices of each dim, given as a list of index ranges (start, end) per dim.
+        """Describe a shard with some indices of each dim, as a `Piece`. `spans` has index ranges (start, end) per dim.
 
         >>> Piece.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
@@ -112,7 +112,7 @@ class Piece(NamedTuple):
         return torch.empty(self.shape, dtype=like.dtype, device=like.device)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Copy the elements of this piece out of a whole tensor. Return them as a shard."""
+        """Copy the elements that the rank holds out of a whole tensor. Return them as the rank's shard."""
         local = self.blank(whole)
         for box in self.boxes:
             self.window(box).of(local).copy_(part(whole, box))
@@ -124,7 +124,7 @@ class Piece(NamedTuple):
             part(whole, box).copy_(self.window(box).of(local))
 
     def shared(self, boxes: Sequence[Box]) -> list[Box]:
-        """Return the overlaps of rectangular parts of the whole tensor (boxes) with this piece, as a list of boxes."""
+        """Return the overlaps of this shard with some boxes (rectangular parts of the whole tensor), also as boxes."""
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
     def window(self, box: Box) -> Window:
@@ -240,7 +240,7 @@ class FlatPiece:
 
     @property
     def boxes(self) -> list[Box]:
-        """The interval as rectangular parts of the whole tensor (offsets and sizes). If empty, one empty part."""
+        """The interval as a list of rectangular parts of the whole tensor. An empty interval has one empty part."""
         if not prod(self.shape):
             return [Box((0,) * len(self.shape), self.shape)]
         return list(self.piece.boxes)

@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """Where one leaf of the optimizer state is: the ranks that hold it, its whole shape, and its shape here."""
+    """Where one leaf of the optimizer state is: which ranks hold it, its whole shape, and its shape on this rank."""
 
     name: str | None
     """The parameter to which the leaf belongs; None for a leaf that is equal on all ranks, such as a counter."""
@@ -69,7 +69,7 @@ class LeafPlacement:
 
 
 def _of_node(binding: Binding, node: Node) -> PyTree:
-    """Describe the state of one program node (a transform): a tree like the state, with a placement per leaf."""
+    """Return a tree like the state of one node (a transform), with the placement (ranks, shapes) of each leaf."""
     if isinstance(node, Stage):
         return _of_stage(binding, node)[node.members[0].name]
     if isinstance(node, ChainNode):
@@ -87,14 +87,14 @@ def _of_node(binding: Binding, node: Node) -> PyTree:
 
 
 def _of_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
-    """Describe the states of neighbouring matrix transforms: a dict by name of trees with a placement per leaf."""
+    """Return a dict from transform name to a tree like its state, with the placement (ranks, shapes) of each leaf."""
     run = tuple((member.name, member.node.tx) for member in stage.members)
     plan = None if binding.holds_all else binding.plan(run, stage.like)
     return {name: _of_leaves(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
 
 
 def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Describe a state: return a tree like it, with a placement per leaf. `plan` assigns matrices to ranks."""
+    """Return a tree like `state`, with the placement (ranks, shapes) of each leaf. `plan` assigns matrices to ranks."""
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
     described: list[Any] = []

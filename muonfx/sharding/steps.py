@@ -185,7 +185,7 @@ def _scheduled(binding: Binding, tx: Transform, count: int) -> dict[str, str]:
 
 
 def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> tuple[dict[str, str], list[int]]:
-    """Return counters and other state that belongs to no parameter, as texts by name, and CPU counters as ints."""
+    """Return texts by name for state that belongs to no parameter, and a list with the values of CPU counters."""
     leaves = tree.leaves(state)
 
     def find() -> dict[int, str] | None:

@@ -129,7 +129,7 @@ class RunPlan:
         return sent
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of messages to computing ranks and back. The transforms round to these in any case."""
+        """Return the dtypes of messages to computing ranks and back. Only rounding in the transforms narrows them."""
         if dtype not in self._wire_dtypes:
             self._wire_dtypes[dtype] = self._narrowed(0, dtype), self._narrowed(-1, dtype)
         return self._wire_dtypes[dtype]
@@ -209,7 +209,7 @@ def _seconds(
     machine: Machine,
     settings: Settings,
 ) -> float:
-    """Estimate the time of a step on the busiest rank, if each rank in `owners` computes the matrices given to it.
+    """Estimate the seconds per step of the busiest rank, if `owners` (from part index to rank) says who computes.
 
     `each` and `nbytes` list the seconds and bytes of each part (a set of matrices). All ranks hold the parts in `free`.
     One rank computes each part in `split`. Transfers of other parts are not counted: they are equal for all choices.
@@ -226,7 +226,7 @@ def _seconds(
 
 
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
-    """Group matrices to be sent together, as tuples of indices of `shares`. A group has `limit` bytes per rank."""
+    """Yield indices of `shares` to send together, with at most `limit` bytes of matrices for each computing rank."""
     places = sorted(range(len(shares)), key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i))
     for dtype in dict.fromkeys(specs[share.name].dtype for share in shares):
         by_owner: dict[int | None, dict[int, int]] = {None: {}}

@@ -86,7 +86,7 @@ class Share:
 
     @property
     def numel(self) -> int:
-        """The number of elements in the matrices of this share."""
+        """The number of elements in this share (some matrices of a parameter)."""
         return self.stop - self.start
 
     @cached_property
@@ -97,19 +97,19 @@ class Share:
         )
 
     def local(self, tensor: Tensor) -> Tensor:
-        """View a tensor of these matrices as a shard: flat if they are only a part of the parameter."""
+        """Reshape a tensor of this share's matrices like a shard: flat if they are only a part of the parameter."""
         return tensor if self.shape == self.whole else tensor.reshape(-1)
 
     @property
     def transfers(self) -> Iterator[ShareTransfer]:
-        """The overlaps of these matrices with every shard of the parameter, as an iterator."""
+        """The elements that this share (some matrices) has in common with each shard, as an iterator."""
         # Computed on request: a rank needs all transfers of the shares that it owns, and only its own of the others.
         for piece, ranks in self.cut.holders.items():
             if (transfer := self._transfer(piece, ranks)) is not None:
                 yield transfer
 
     def transfer_of(self, rank: int) -> ShareTransfer | None:
-        """Return the elements of these matrices that are in one rank's shard, or None if there are none."""
+        """Return which elements of this share (some matrices) are in the shard of `rank`, or None if there are none."""
         piece = self.cut[rank]
         return self._transfer(piece, self.cut.holders[piece]) if piece.numel else None
 
@@ -123,7 +123,7 @@ class Share:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
 
     def moves(self, rank: int) -> Moves:
-        """Return the elements that one rank sends and receives in a step for these matrices."""
+        """Return which elements of this share (some matrices) a rank sends and receives in a step."""
         transfer, held = self.transfer_of(rank), self.cut[rank]
         boxes = () if transfer is None else transfer.boxes
         return Moves(
@@ -145,12 +145,12 @@ class Share:
 
     @cached_property
     def needs_gather(self) -> bool:
-        """True if the owner (the computing rank) must receive elements of these matrices from other ranks first."""
+        """True if the rank that computes this share's matrices must first receive elements of them from others."""
         return self.owner is not None and (0 if self._at_owner is None else self._at_owner.numel) < self.numel
 
     @cached_property
     def needs_send(self) -> bool:
-        """True if the owner (the computing rank) must send elements of the result to other ranks."""
+        """True if the rank that computes this share's matrices must send elements of the result to others."""
         return self.needs_gather or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
 
     @property
@@ -193,7 +193,7 @@ class Part(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements in these matrices."""
+        """The number of elements in this part (some matrices of a parameter)."""
         return self.stop - self.start
 
 
@@ -213,7 +213,7 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
 
 
 def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[Part]:
-    """Yield the sets of matrices of a parameter to assign to ranks. Only a stack of matrices has more than one."""
+    """Yield the parts of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter."""
     shape, cut = layout.specs[name].shape, layout.pieces[name]
     if matrix is None:
         candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
@@ -232,7 +232,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
 
 
 def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part]:
-    """Choose a rank for each part that must be on a rank of its own (`one_each`): the least loaded candidate."""
+    """Return the parts, with one rank chosen for each part that needs a rank of its own (`one_each`)."""
     loads = [0.0] * size
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for i, part in enumerate(parts):
@@ -262,7 +262,7 @@ class _Range(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """Which ranks hold elements of one matrix of a stack."""
+    """The ranks that hold elements of one matrix of a stack, and whether each of them holds all of it."""
 
     ranks: tuple[int, ...]
     """The ranks that hold the whole matrix or, if there is no such rank, the ranks that hold some of it."""
