@@ -1,8 +1,8 @@
-"""Steps in which the state is loaded, updated and stored bucket by bucket.
+"""Load, update and store the state of an optimizer bucket by bucket.
 
-A bucket is a list of parameters that are updated together. A leaf of the state belongs to the parameter under whose
-name it is stored. Such a leaf *moves* between store and device, unless it is 0-d. A leaf of no parameter is a
-*counter*: every bucket starts from the same value, so that a step advances it once.
+A bucket is a list of parameters that are updated together. Each tensor of the state is stored under the name of its
+parameter. It *moves*: it is loaded before the update and written back after it. 0-d tensors stay on the device. A
+tensor without a parameter is a *counter*: every bucket starts from the same value, so that a step advances it once.
 
 In this file, `parameters` has the name of the parameter, or None, for each leaf of the state.
 """
@@ -42,7 +42,7 @@ K = TypeVar("K")
 
 
 def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
-    """Split keys with sizes in bytes, in order, into lists of at most `limit` bytes; a larger item is alone."""
+    """Split the keys of a dict of sizes, in order, into lists of at most `limit` bytes. A larger item is alone."""
     found: list[list[K]] = []
     room = 0
     for name, size in sizes.items():
@@ -55,12 +55,12 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
 
 
 def moves(leaf: object, parameter: str | None) -> bool:
-    """Return True if a leaf of the state is loaded before an update and written back after it; False if it is 0-d."""
+    """Return True if a tensor of the state is offloaded between steps: it has elements and dims, and a parameter."""
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
 
 
 def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]) -> bool:
-    """Return True if a state can be divided into buckets: each leaf with dims belongs to a known parameter."""
+    """Return True if each tensor of a state, 0-d tensors excepted, belongs to a parameter. Buckets require this."""
     return all(
         own is not None or not (isinstance(leaf, Tensor) and leaf.ndim)
         for leaf, own in zip(leaves, parameters, strict=True)
@@ -68,7 +68,7 @@ def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]
 
 
 def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
-    """Return a dict from each name of a parameter to the bytes of its state that moves to a store."""
+    """Return a dict from each of some parameter names to the bytes of optimizer state that are offloaded for it."""
     sizes = dict.fromkeys(names, 0)
     for leaf, name in zip(tree.leaves(state), parameters, strict=True):
         if name in sizes and moves(leaf, name):
@@ -77,7 +77,10 @@ def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | Non
 
 
 def store_away(store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None]) -> PyTree:
-    """Copy the leaves of a state that move into the store, and return the state with these copies."""
+    """Copy the tensors of a state to host memory or disk (the store). Return the state with these copies.
+
+    0-d tensors, and tensors that belong to no parameter, stay on the device.
+    """
     leaves, treedef = tree.flatten(state)
     places = [
         place
@@ -88,10 +91,10 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
 
 
 def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, donate: Donation) -> PyTree:
-    """Return a new state whose leaves are in the store if those of the old state were.
+    """Return the new state, with copies in host memory or on disk where the old state was stored there.
 
-    A wrapper may return new tensors, which are copied into the store, or the old state of a transform that it did not
-    call, which is copied unless it was donated.
+    A wrapper (a transform that calls others) may return new tensors. These are copied to the store. If it returns the
+    old state of a transform that it did not call, that is copied too, unless the caller donated it.
     """
     leaves, treedef = tree.flatten(new)
 
@@ -106,7 +109,6 @@ def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, d
 
 
 def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[int]) -> list[Any]:
-    """Return a list of leaves in which the leaves at ``places`` are replaced by copies in host memory or on disk."""
     rooms = store.allocate([tree.spec(leaves[place]) for place in places], device)
     for place, room in zip(places, rooms, strict=True):
         leaves[place] = room.copy_(leaves[place])
@@ -115,7 +117,7 @@ def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[
 
 
 def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Return the initial state of a transform that works leaf by leaf, built bucket by bucket in a store."""
+    """Build the initial state of a transform bucket by bucket, in host memory or on disk. Return the state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         shown = init(meta_like(params))
@@ -133,9 +135,9 @@ def init_in_buckets(
     *,
     outside: str | None,
 ) -> PyTree:
-    """Call ``init`` once for each bucket, and return the whole state, with each bucket in the store.
+    """Call ``init`` once for each bucket of parameters. Return the whole state, offloaded to the store.
 
-    In each call, parameters of other buckets are empty tensors on the device `outside`, or None if it is None.
+    A call receives the parameters of other buckets as empty tensors on the device `outside`; None: as None.
     """
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
@@ -165,12 +167,12 @@ def init_in_buckets(
 
 
 def _real(one: object, other: object) -> object:
-    """Return whichever of two values of a leaf, from different buckets, is neither None nor a meta tensor."""
+    """Choose between two values of a leaf of the state: return the second if the first is None or on meta."""
     return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
 
 
 class BucketedState:
-    """The state during a step: loads, updates and writes back the state of one bucket after another.
+    """A context manager for a step with offloaded state: it loads, updates and writes back one bucket at a time.
 
     If the disk has too little space, the constructor raises OSError before anything is changed.
     """
@@ -221,7 +223,7 @@ class BucketedState:
         *,
         may_write: bool,
     ) -> PyTree:
-        """Update the bucket with index `turn` by `run`, a function like `Transform.run`, and return its updates."""
+        """Call `run` (a transform's update) with the state of bucket number `turn`. Return the bucket's updates."""
         own = self._donate.state if self._transfer is None else True
         out, after = run(
             updates,
@@ -237,7 +239,7 @@ class BucketedState:
         return tree.map(lambda update: update.clone() if transfer.holds(update) else update, out)
 
     def end(self) -> PyTree:
-        """Wait until the next state is in the store, and return the whole next state."""
+        """Wait until all buckets are written back to host memory or disk, and return the whole next state."""
         if self._transfer is not None:
             self._transfer.finish()
         return tree.unflatten(self._treedef, self._new)
@@ -246,12 +248,10 @@ class BucketedState:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait for pending transfers after an error."""
         if kind is not None and self._transfer is not None:
             self._transfer.abandon()
 
     def _given(self, turn: int, *, own: bool) -> list[Any]:
-        """Return the leaves of the state for a bucket; with `own`, copies of those that are still needed."""
         fetched: dict[int, Tensor] = {}
         if self._transfer is not None:
             fetched = dict(zip(self._places[turn], self._transfer.fetch(turn), strict=True))

@@ -1,7 +1,8 @@
-"""The executor, which runs a program in one process, over ranks, in a torch optimizer, and with offloaded state.
+"""The executor, which runs programs in one process, over ranks, in a torch optimizer, and with offloaded state.
 
-A `Placement` describes which shard of each leaf this rank holds. It also gathers matrices on one rank each, and
-scatters the results. A `Store` keeps the state between steps: with the parameters, in host memory or on disk.
+A program is the tree of nodes to which a transform was lowered. A `Placement` says which shard of each parameter this
+rank holds, and communicates with other ranks. A `Store` keeps the state between steps: on the device of the
+parameters, in host memory, or on disk.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MOST_PROGRAMS = 64
 
 
 class Executor:
-    """Runs transforms on trees of parameters, and caches their programs; `now` is a transform with current numbers."""
+    """Runs transforms on trees of parameters. It caches the program of each transform, to lower it only once."""
 
     def __init__(
         self, placement: Placement = SINGLE_PROCESS, store: Store = IN_MEMORY, bucket_bytes: int | None = None
@@ -65,7 +66,7 @@ class Executor:
         }
 
     def program(self, tx: Transform, params: PyTree) -> Node:
-        """Return the root node of a transform's program for these parameters; lowered once, then cached."""
+        """Return the program of a transform, as its root node. The first call for a set of parameters builds it."""
         key = (tx.treedef, tuple(tree.names(params)))
         for known in self._programs.get(key, ()):
             if self.placement.fits(known.like, params):
@@ -78,7 +79,7 @@ class Executor:
         return made
 
     def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
-        """Raise OSError unless the disk has room for the next state in addition to the current state."""
+        """Raise OSError if the state is on a disk without enough space for a second copy, the next state."""
         if not self._is_resident and self.store.on_disk:
             device = device_of(params)
             pairs = zip(tree.leaves(state), parameters_of(state, params), strict=True)
@@ -88,11 +89,11 @@ class Executor:
     # ------------------------------------------------------------------------------------------------------- init
 
     def init(self, tx: Transform, params: PyTree) -> PyTree:
-        """Return the initial state of a transform for parameters, given as the local tensors of this rank."""
+        """Return the initial state of a transform. `params` has the local tensors of this rank."""
         return self.init_node(self.program(tx, params), tx, params)
 
     def init_node(self, node: Node, now: Now, params: PyTree) -> PyTree:
-        """Return the initial state of a node for local tensors; for meta tensors, without communication."""
+        """Return the initial state for one node of a program. If the local tensors are on meta, ranks send nothing."""
         device = device_of(params)
         store = IN_MEMORY if device.type == "meta" else self.store
         if isinstance(node, ChainNode) and not self._is_unit(node):
@@ -133,14 +134,14 @@ class Executor:
     # ----------------------------------------------------------------------------------------------------- update
 
     def update(self, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run a transform: return the updates, and the next state. All ranks call this together.
+        """Run one step of a transform. Return the updates and the next state. All ranks call this together.
 
-        If the call has a function `apply`, it receives the updates, and the returned ones must not be used.
+        If the call has a function `apply`, it adds the updates to the parameters. Then ignore the returned updates.
         """
         return self.update_node(self.program(tx, call.like), tx, call)
 
     def update_node(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run one node of a program, as `update` does for a whole program."""
+        """Run one step of one node of a program. Return its updates and its next state, as `update` does."""
         return self._update(node, now, call._replace(extras={**self._extras, **call.extras}))
 
     def _update(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
@@ -166,7 +167,7 @@ class Executor:
         return out, after
 
     def _update_chain(self, node: ChainNode, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run the nodes of a chain one after another."""
+        """Run the transforms of a chain one after another. Return the last updates, and the state of each by name."""
         after: dict[str, PyTree] = {}
         updates, may_write = call.updates, call.donate.updates
         spans, members = self._spans_of(node), _members(now)
@@ -190,7 +191,7 @@ class Executor:
     # ---------------------------------------------------------------------------------------------------- buckets
 
     def _buckets(self, node: Node, call: Arguments) -> list[list[str]] | None:
-        """Split the names of a node's leaves into buckets; None if the node runs on all leaves at once."""
+        """Split the names of the leaves into buckets to update in turn. Return None to update all leaves at once."""
         if not self._is_resident:
             present = [name for name, leaf in tree.named_leaves(call.updates) if leaf is not None]
             sizes = sizes_of(present, call.state, self._parameters_of(node, call))
@@ -212,7 +213,7 @@ class Executor:
         call: Arguments,
         store: Store,
     ) -> tuple[PyTree, PyTree]:
-        """Load the state of each bucket in turn, and call `run`, a function like `Transform.run`, on the bucket."""
+        """Call `run` (a transform's update) for each bucket of parameters in turn. Return all updates and the state."""
         leaves, treedef = tree.flatten(call.updates)
         names = tree.names(call.updates)
         parameters = self._parameters_of(node, call)
@@ -230,7 +231,7 @@ class Executor:
         return tree.unflatten(treedef, [results.get(name) for name in names]), bucketed.end()
 
     def _update_at_once(self, node: Node, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run a node that needs every leaf: load its whole offloaded state, run once, and write the state back."""
+        """Call a transform once with all leaves. Load its offloaded state before, and write the new state back."""
         store = self.store
         everything = [tree.names(call.updates)]
         if not isinstance(node, Around):
@@ -255,7 +256,7 @@ class Executor:
     # ----------------------------------------------------------------------------------------- cached by structure
 
     def prepare(self, node: Node, now: Now) -> None:
-        """Build and cache the transforms of a node for the current numbers, so that a traced step only runs them."""
+        """Do all Python work of a node ahead: build and cache its transforms, so that a traced step only runs them."""
         node.tx.prepare_all()
         is_unit = self._is_unit(node)
         if isinstance(node, ChainNode) and not is_unit:
@@ -270,7 +271,7 @@ class Executor:
                     self.prepare(child, inner)
 
     def _is_unit(self, node: Node) -> bool:
-        """Return True if a node, with all nodes within it, can run here on any subset of the leaves."""
+        """Return True if a node can run on one bucket of parameters at a time, without the others."""
         return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
 
     def _spans_of(self, node: ChainNode) -> list[Span]:
@@ -285,7 +286,7 @@ class Executor:
         return tuple((member.name, self._transform(member.node, part)) for member, part in pairs)
 
     def _transform(self, node: Node, now: Now) -> Transform:
-        """Return the transform that executes a node, with the current numbers; cached while these are the same."""
+        """Return the transform to run for a node. Rebuild it only if a hyperparameter changed since the last call."""
         parts = now if isinstance(now, tuple) else (now,)
         known = self._current.get(node.number)
         if known is not None and all(map(is_, known[0], parts)):
@@ -309,13 +310,13 @@ class Executor:
         return node.tx
 
     def _parameters_of(self, node: Node, call: Arguments) -> list[str | None]:
-        """Return, for each leaf of a node's state, the name of the parameter to which it belongs, or None."""
+        """Return a list with the parameter name, or None, to which each tensor of a node's state belongs."""
         key = ("parameters", node.number, tuple(tree.names(call.updates)), len(tree.leaves(call.state)))
         return self._once(key, lambda: parameters_of(call.state, call.updates))
 
 
 def _buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
-    """Split names of parameters into buckets of at most `limit` bytes, with equal shapes together to form batches."""
+    """Split parameter names into lists of at most `limit` bytes. Equal shapes are neighbours, to form batches."""
     present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
     named = sorted(present, key=lambda pair: tuple(pair[1].shape))
     return cut_into_buckets({name: leaf.nbytes for name, leaf in named}, limit)
@@ -326,19 +327,18 @@ def _members(now: Now) -> tuple[Transform, ...]:
 
 
 class _Bound(NamedTuple):
-    """The node of a transform that a wrapper calls, and the executor that runs it."""
+    """The executor, and the node of a program that it runs when a wrapper calls the node's transform."""
 
     executor: Executor
     node: Node
 
     def fitting(self, tx: Transform, params: PyTree) -> Node:
-        """Return the node, or a newly lowered one if the wrapper passes other leaves than to ``init``."""
+        """Return the stored node if it is for the parameters in `params`. Otherwise return a new node for them."""
         return self.node if tuple(tree.names(params)) == self.node.names else self.executor.program(tx, params)
 
 
 @stand_in
 def _executed(tx: Transform, bound: Any):
-    """Replace a transform within a wrapper: its ``init`` and ``update`` run the node of `bound` in the executor."""
     executor: Executor = bound.executor
 
     def init(params: PyTree) -> PyTree:
@@ -353,7 +353,6 @@ def _executed(tx: Transform, bound: Any):
 
 @stand_in
 def _executed_in_store(tx: Transform, bound: Any):
-    """Replace a transform within a wrapper, with offloaded state; if the extra `only_if` is False, do not run it."""
     init, run = _executed.definition.constructor(tx, bound)
 
     def update(

@@ -1,4 +1,4 @@
-"""Lower a transform to a program for given parameters: choose how each of its transforms is executed."""
+"""Lower a transform to a program: decide, once for a set of parameters, how each of its transforms is executed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def lower(tx: Transform, params: PyTree) -> Program:
-    """Return the program of a transform for some parameters: which of its transforms run how, and on which leaves.
+    """Return the program of a transform: for each transform in it, how it runs and which parameters it updates.
 
     Args:
         tx: a transform.
@@ -58,7 +58,7 @@ def lower(tx: Transform, params: PyTree) -> Program:
 
 @dataclass(frozen=True)
 class _Where:
-    """The position of a transform within the transform that is lowered."""
+    """Where a transform is within an outer transform: the path of its state, and the prefix of its hyperparameters."""
 
     state: tuple[object, ...] = ()  # path of its state
     numbers: str = ""  # dotted name, such as "muon.momentum"
@@ -66,7 +66,7 @@ class _Where:
     label: str | None = None  # label by which `partition` selects it
 
     def own_numbers(self, tx: Transform) -> OwnNumbers:
-        """Return the names of the numeric arguments of the transform at this position."""
+        """Return the names of the transform's own hyperparameters, such as "muon.momentum"."""
         arguments = _own_numbers(tx)
         names = {one: dotted(self.numbers) + one for one in arguments}
         short: dict[str, str | tuple[str, ...]] = {}
@@ -79,7 +79,7 @@ class _Where:
         return OwnNumbers(tuple(names.values()), tuple([above + one for one in arguments]), short)
 
     def of_part(self, tx: Transform, part: str, state: tuple[object, ...], label: str | None = None) -> _Where:
-        """Return the position of a transform that the transform at this position calls."""
+        """Return the position of an inner transform. `part` is the argument, and `state` the path of its state."""
         return _Where(
             (*self.state, *state),
             dotted(self.numbers) + part,
@@ -89,7 +89,7 @@ class _Where:
 
 
 def lower_node(tx: Transform, like: PyTree) -> Node:
-    """Return the node of a transform for leaves with the global shapes of the meta tensors in the tree `like`."""
+    """Return the program of a transform, as its root node. `like` has a meta tensor for each parameter."""
     return _lower_at(tx, like, _Where())
 
 
@@ -124,7 +124,6 @@ def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
 
 
 def _own_numbers(tx: Transform) -> tuple[str, ...]:
-    """Return the names of a transform's numeric arguments, without those of transforms that it calls."""
     found: list[str] = []
     for name, part in zip(part_names(tx), tx.parts, strict=True):
         if isinstance(part, Recorded):
@@ -135,7 +134,7 @@ def _own_numbers(tx: Transform) -> tuple[str, ...]:
 
 
 def _lower_children(tx: Transform, like: PyTree, where: _Where, *, replaced: bool) -> tuple[Node, ...]:
-    """Lower the transforms that a transform calls, for the leaves that its ``init`` passes to each of them."""
+    """Return one node for each transform that `tx` calls, for the parameters that `tx` passes to it."""
     state, noted = state_around(tx, like, replaced=replaced)
     # Without placeholders (replaced=False) the paths of the children's states are unknown.
     named = zip(tree.leaves(state), tree.paths(state), strict=True)
@@ -150,7 +149,7 @@ def _lower_children(tx: Transform, like: PyTree, where: _Where, *, replaced: boo
 
 
 def _labels(tx: Transform, names: list[str], given: list[PyTree]) -> list[str | None]:
-    """Return, for each transform that `tx` calls, the label by which it receives some of the leaves, or None."""
+    """Return a list with one label, such as "muon", for each transform that `tx` calls; None: it has no label."""
     dicts = [argument for argument in tx.arguments.values() if type(argument) is dict]
     labels = {str(key) for one in dicts for key, value in one.items() if isinstance(value, Transform)}
     leaves = [tree.names(params) for params in given]
@@ -160,7 +159,7 @@ def _labels(tx: Transform, names: list[str], given: list[PyTree]) -> list[str | 
 
 
 def _is_around(tx: Transform) -> bool:
-    """Return True if a wrapper's own work, without the transforms that it calls, is elementwise or sums over leaves."""
+    """Return True for a wrapper (it calls other transforms) whose own work is elementwise or sums over leaves."""
     own = tx.declaration.combinator.own_locality
     return bool(tx.children) and (own is Locality.ELEMENT or (own is Locality.TREE and _sums(tx)))
 
@@ -174,7 +173,7 @@ def _same_numbers(tx: Transform, made: Transform) -> bool:
 
 
 def _merged(lowered: list[tuple[str, Node]]) -> list[tuple[tuple[str, ...], Node]]:
-    """Merge consecutive matrix stages of a chain, so that each matrix is sent to its owner (one rank) only once."""
+    """Join neighbouring nodes of a chain that need whole matrices, so that each matrix is sent to a rank only once."""
     found: list[tuple[tuple[str, ...], Node]] = []
     for is_stage, group in itertools.groupby(lowered, lambda pair: isinstance(pair[1], Stage)):
         pairs = list(group)
@@ -203,7 +202,7 @@ def _stage(members: list[Member]) -> Stage:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Marks the position of a called transform's state within the state of its wrapper."""
+    """Stands in a wrapper's state for the state of an inner transform, the one with the number `place`."""
 
     place: int
 
@@ -214,8 +213,6 @@ stand_in = functools.partial(make_factory, Transform, declaration=Declaration(),
 
 @stand_in
 def _recorder(tx: Transform, place: int, record: Callable[[tuple[int, PyTree]], None], replaced: bool):
-    """Replace the transform number `place` within a wrapper, and record the parameters that its ``init`` receives."""
-
     def init(params: PyTree) -> PyTree:
         record((place, params))
         return Placeholder(place) if replaced else tx.functions.init(params)
@@ -227,9 +224,10 @@ def _recorder(tx: Transform, place: int, record: Callable[[tuple[int, PyTree]], 
 
 
 def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple[PyTree, list[tuple[int, PyTree]]]:
-    """Call a wrapper's ``init``, and return its state and a list of (index of a called transform, its parameters).
+    """Call the ``init`` of a wrapper (a transform that calls others). Return its state and the calls that it made.
 
-    By default, the state has a `Placeholder` in place of the state of each called transform.
+    A call is a tuple of the inner transform's number and the parameters that it received. By default, the state has a
+    `Placeholder` where the state of an inner transform would be.
     """
     noted: list[tuple[int, PyTree]] = []
     numbered = iter(range(len(tx.children)))
@@ -240,7 +238,7 @@ def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple
 
 
 class OwnState(NamedTuple):
-    """Splits a wrapper's state into its own state and the states of the transforms that it calls."""
+    """Separates the state of a wrapper (a transform that calls others) from the states of its inner transforms."""
 
     structure: Structure
     is_called: list[bool]
@@ -248,30 +246,33 @@ class OwnState(NamedTuple):
 
     @classmethod
     def of(cls, tx: Transform, like: PyTree) -> OwnState:
-        """Return the split for a wrapper and a tree of meta tensors with the shapes of its leaves."""
+        """Find out which parts of a wrapper's state belong to inner transforms. `like` has a meta tensor per leaf."""
         leaves, treedef = tree.flatten(state_around(tx, like)[0])
         return cls(treedef, [isinstance(leaf, Placeholder) for leaf in leaves])
 
     def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
-        """Return the wrapper's own state, and a list of the states of the transforms that it calls."""
+        """Split a wrapper's state. Return its own part, and a list with the state of each inner transform."""
         parts = list(zip(tree.subtrees(self.structure, state), self.is_called, strict=True))
         own = tree.unflatten(self.structure, [EmptyState() if called else part for part, called in parts])
         return own, [part for part, called in parts if called]
 
     def merge(self, own: PyTree, called: Iterable[PyTree]) -> PyTree:
-        """Return a wrapper's state from its own state and the states of called transforms: the inverse of `split`."""
+        """Build a wrapper's state from its own part and the states of its inner transforms; it undoes `split`."""
         inner = iter(called)
         parts = zip(tree.subtrees(self.structure, own), self.is_called, strict=True)
         return tree.unflatten(self.structure, [next(inner) if called else part for part, called in parts])
 
 
 def resolved(node: Node) -> Transform:
-    """Return a node's transform so that it can run on some leaves at a time, while all other leaves are None."""
+    """Return the transform of a node in a form that can update some leaves at a time, with None for all others.
+
+    All choices that depend on the names or shapes of the whole tree are already made in it.
+    """
     return _with_resolved(node.tx, node.called)
 
 
 def resolve_within(tx: Transform, like: PyTree) -> Transform:
-    """Make all choices of a transform that depend on names and global shapes, given as a tree of meta tensors."""
+    """Make each choice of a transform that depends on parameter names and shapes. Return the fixed transform."""
     return resolved(lower_node(tx, like))
 
 
@@ -286,12 +287,11 @@ def _with_resolved(tx: Transform, called: Iterable[Node]) -> Transform:
 
 
 def as_one(run: Run) -> Transform:
-    """Return consecutive transforms of a chain as one transform: a chain, or the only transform itself."""
+    """Join neighbouring transforms of a chain. Return a chain of them; a single transform is returned as it is."""
     return run[0][1] if len(run) == 1 else _named_chain(run)
 
 
 def _named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:
-    """Chain transforms under given names, without repeating the warnings of the original chain."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return chain(*entries)
@@ -301,7 +301,7 @@ def _named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:
 
 
 class Span(NamedTuple):
-    """Consecutive members of a chain that one node executes, so that the state of each bucket is loaded only once."""
+    """Neighbouring transforms of a chain that run together, so that each bucket of state is loaded only once."""
 
     names: tuple[str, ...]
     at: int | slice
@@ -310,9 +310,9 @@ class Span(NamedTuple):
 
 
 def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
-    """Return the members of a chain in order, with consecutive units joined to one span.
+    """Return the members of a chain in order, in which neighbours that can run bucket by bucket form one `Span`.
 
-    A unit is a node that can run on any subset of the leaves; ``is_unit(node)`` returns True for it.
+    ``is_unit(node)`` returns True if a node can run on some of the leaves at a time.
     """
     spans: list[Span] = []
     first = 0
@@ -330,7 +330,6 @@ def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
 
 
 def _entries(node: ChainNode, is_unit: Callable[[Node], bool]) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Yield the nodes of a chain with their names; if `is_unit` is true of a matrix stage, yield each member."""
     for names, child in node.entries:
         if isinstance(child, Stage) and is_unit(child):
             yield from (((member.name,), member.node) for member in child.members)
@@ -339,7 +338,6 @@ def _entries(node: ChainNode, is_unit: Callable[[Node], bool]) -> Iterator[tuple
 
 
 def _joined(before: Span, names: tuple[str, ...], child: Node) -> ChainNode:
-    """Return one chain node that runs the nodes of a span and then the next node of the chain."""
     first = before.node
     known = first.entries if isinstance(before.at, slice) and isinstance(first, ChainNode) else ((before.names, first),)
     entries = (*known, (names, child))

@@ -1,7 +1,7 @@
-"""`Program`, the form in which a transform is executed, and its nodes.
+"""`Program`, the form in which a transform is executed: a tree of nodes, one for each transform or group of transforms.
 
-A program is a tree of nodes, built from a transform and the names, shapes and dtypes of the leaves alone. Each node
-stores a transform, the leaves that it updates, the path of its state, and the name of its hyperparameters ("numbers").
+A program is built from a transform and the names, shapes and dtypes of the parameters alone. Each node stores a
+transform, the names of the parameters that it updates, the path of its state, and the prefix of its hyperparameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """The names of a transform's numeric arguments, without those of transforms that it calls."""
+    """The names of the hyperparameters that belong to one transform, without those of inner transforms."""
 
     names: tuple[str, ...] = ()  # dotted names in the lowered transform, such as "muon.momentum.decay", in order
     keys: tuple[str, ...] = ()  # `names` without labels, such as "momentum.decay": the keys in an optimizer's groups
@@ -42,7 +42,7 @@ class OwnNumbers:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A transform of a program, with the leaves that it updates and the way it is executed."""
+    """One entry of a program: a transform, the names of the parameters that it updates, and how it runs."""
 
     tx: Transform  # resolved: with all choices that depend on names and shapes made
     names: tuple[str, ...]  # of its leaves
@@ -62,21 +62,21 @@ class Node:
 
     @cached_property
     def called(self) -> tuple[Node, ...]:
-        """One node for each transform that `tx` calls, in order. A matrix stage is replaced by its members."""
+        """The nodes of the transforms that this node's transform calls, in order, one for each transform."""
         return tuple(one for child in self.children or self.within for one in _one_by_one(child))
 
     @property
     def title(self) -> str:
-        """The name of the node's transform; for a matrix stage, the names of its transforms, joined by commas."""
+        """The name to print: the transform's name, or the comma-separated names of transforms that run together."""
         return ", ".join(one.tx.name for one in _one_by_one(self))
 
 
 class WholeTree(Node):
-    """A transform of locality TREE that requires all leaves as full tensors. Sharded leaves are gathered for it."""
+    """A node whose transform needs all parameters at once, in full. Every rank gathers sharded tensors for it."""
 
 
 class Member(NamedTuple):
-    """A transform of a matrix stage (see `Stage`), and its name in the chain."""
+    """One transform of a matrix stage (transforms that run together on whole matrices), with its name in the chain."""
 
     name: str
     node: Node
@@ -84,7 +84,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage(Node):
-    """A matrix stage: consecutive transforms of a chain that require whole matrices or leaves.
+    """A node for a matrix stage: neighbouring transforms of a chain that require whole matrices or leaves.
 
     If parameters are sharded, each matrix is sent to one rank, which runs all of these transforms on it.
     """
@@ -93,12 +93,12 @@ class Stage(Node):
 
 
 class Around(Node):
-    """A wrapper whose own work is elementwise or sums over leaves. The executor runs the transforms that it calls."""
+    """A node for a wrapper that is elementwise or sums over leaves. Its inner transforms have their own nodes."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChainNode(Node):
-    """A chain: transforms that run one after another."""
+    """A node for a chain: transforms that run one after another."""
 
     entries: tuple[tuple[tuple[str, ...], Node], ...] = ()
     """The nodes of the chain in order, each with the names of its members; a matrix stage may have several."""
@@ -106,7 +106,7 @@ class ChainNode(Node):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Shown):
-    """How a transform is executed on given parameters: a tree of nodes, as `lower` returns it. It prints as a table.
+    """How a transform is executed for given parameters, as a tree of nodes. `lower` returns it; it prints as a table.
 
     A node stores a transform, the names of the parameters that it updates, and how it runs ("elementwise", "matrix
     stage", "sum over leaves", ...).
@@ -124,13 +124,13 @@ class Program(Shown):
     root: Node
 
     def nodes(self) -> Iterator[Node]:
-        """Yield all nodes that are executed, each before the nodes within it."""
+        """Yield all nodes of the program: first a node, then the nodes inside it."""
         yield from _within(self.root)
 
     def transforms(self) -> Iterator[Node]:
-        """Yield one node for each transform, and then the nodes of the transforms that it calls.
+        """Yield one node for each transform: first an outer transform, then the transforms that it calls.
 
-        Other than `nodes`, it yields each transform of a matrix stage (consecutive transforms that run together).
+        `nodes` yields a single node for neighbouring matrix transforms that run together; this yields each of them.
 
         >>> import torch
         >>> import muonfx as mfx
@@ -143,13 +143,16 @@ class Program(Shown):
             yield from _with_calls(node)
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Check the extras (named arguments, such as ``value=loss``) of a step by the checks of each transform."""
+        """Raise if a transform cannot use one of the named arguments of a step, such as ``value=loss``."""
         for node in self.transforms() if extras and not torch.compiler.is_compiling() else ():
             if (check := node.tx.declaration.check_extras) is not None:
                 check(node.tx, extras)
 
     def report(self) -> Report:
-        """Return a table with the locality, leaves, state and numbers of each node; inner nodes follow their node."""
+        """Return a table with one row for each node (a transform, or several that run together).
+
+        Inner transforms are indented. The columns are kind, locality, number of leaves, state and hyperparameters.
+        """
         titles = ("node", "locality", "leaves", "state", "numbers")
         return Report((Table(titles, [_row(self.root)]),))
 
@@ -165,7 +168,7 @@ def _one_by_one(node: Node) -> tuple[Node, ...]:
 
 
 def _with_calls(node: Node) -> Iterator[Node]:
-    """Yield a node and then the nodes of the transforms that it calls."""
+    """Yield a node, and then the nodes of all transforms that its transform calls, directly or not."""
     yield node
     for called in node.called:
         yield from _with_calls(called)

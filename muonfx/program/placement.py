@@ -1,4 +1,4 @@
-"""The arguments of an update as a value, and `Placement`, by which the executor communicates with other ranks."""
+"""`Arguments`, the arguments of one update, and `Placement`, with which the executor communicates with other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Run = tuple[tuple[str, Transform], ...]
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call of ``update``."""
+    """The arguments of one call of a transform's ``update``, with an optional function to apply the result."""
 
     updates: PyTree
     """The gradients or incoming updates on this rank. A None leaf gets no update."""
@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
 
     @property
     def like(self) -> PyTree:
-        """The parameters, or the updates if there are no parameters."""
+        """The parameters if they were given, else the updates: the tree that gives names and shapes."""
         return self.updates if self.params is None else self.params
 
     @property
@@ -50,17 +50,17 @@ class Arguments(NamedTuple):
         return device_of(self.updates, self.params)
 
     def run(self, tx: Transform, **extras: Any) -> tuple[PyTree, PyTree]:
-        """Run a transform with these arguments; given extras replace those of the same name."""
+        """Call the update of a transform with these arguments. `extras` replace named arguments of the same name."""
         return tx.run(self.updates, self.state, self.params, donate=self.donate, **{**self.extras, **extras})
 
     def finish(self, updates: PyTree) -> None:
-        """Add final updates to the parameters if this call has a function `apply`."""
+        """Apply final updates to the parameters by calling `apply`, if this call has such a function."""
         if self.apply is not None:
             self.apply(self.params, updates)
 
 
 def device_of(*values: PyTree) -> torch.device:
-    """Return the device of the first tensor in some trees that is not on meta; without tensors, the default device."""
+    """Return the device of the first real (not meta) tensor in some trees; without one, the default device."""
     devices = (leaf.device for some in values if some is not None for leaf in tree.tensors(some))
     first = next(devices, None)
     if first is None:
@@ -69,27 +69,27 @@ def device_of(*values: PyTree) -> torch.device:
 
 
 def meta_like(values: PyTree) -> PyTree:
-    """Return a tree with a meta tensor in place of each tensor."""
+    """Return a copy of a tree in which each tensor is replaced by a meta tensor of its shape and dtype."""
     return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), values)
 
 
 class Once:
-    """A cache of results that depend on structure, names and shapes alone, so that each is computed once."""
+    """A cache for results that depend on structure, names and shapes alone. Each is computed at most once."""
 
     def __init__(self) -> None:
         self.found: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the cached result for a key, or call ``make()`` and cache its result."""
+        """Return the cached result for a key. If there is none, call ``make()`` and cache its result."""
         if key not in self.found:
             self.found[key] = make()
         return self.found[key]
 
 
 class Placement:
-    """Which part of each leaf this process holds, with the gathers and reductions over ranks.
+    """Which shard of each parameter this process holds, with the gathers and reductions over ranks.
 
-    This class is for a single process, which holds every leaf in full. The subclass
+    This class is for a single process, which holds every parameter in full. Its subclass
     `muonfx.sharding.binding.Binding` is for shards.
     """
 
@@ -97,42 +97,42 @@ class Placement:
     """True in a single process: this rank holds every leaf in full, and no other rank has a part in the step."""
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Return meta tensors with the global shapes of parameters, given their local tensors."""
+        """Return a meta tensor of the global shape for each parameter. `params` has the local tensors."""
         return meta_like(params)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Return True if a program that was lowered for the tree `like` can run on `params`: the shapes are equal."""
+        """Return True if `params` has the shapes in `like`, for which a program was built, so it can be used again."""
         pairs = zip(tree.leaves(like), tree.leaves(params), strict=True)
         return all(theirs is None or (own is not None and own.shape == theirs.shape) for own, theirs in pairs)
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
-        """Return the sum of a tree of scalars, one for each local leaf, over all leaves and ranks."""
+        """Return the sum of the scalars in a tree, which has one per leaf, over all leaves and ranks."""
         return sum_over_leaves(scalars)
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over ranks of a tensor, which has the same shape on all ranks."""
+        """Return the elementwise maximum of a tensor over all ranks. It must have the same shape on each of them."""
         return values
 
     def shard(self, values: PyTree) -> PyTree:
-        """Return this rank's shards of a tree of full tensors."""
+        """Cut this rank's shards out of a tree of full tensors, and return them as a tree."""
         return values
 
     def gather(self, values: PyTree) -> PyTree:
-        """Return full tensors on every rank, given a tree of this rank's shards."""
+        """Gather a tree of shards, this rank's part, into a tree of full tensors on every rank."""
         return values
 
     # The following methods are called only if `holds_all` is False.
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
-        """Warn once for a transform for which every leaf is gathered on every rank in each step."""
+        """Warn once if a transform makes every rank gather all parameters in full at each step."""
         raise NotImplementedError
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
-        """Return the state of a matrix stage: of its only transform, or a dict by name for several transforms."""
+        """Return the initial state of a matrix stage (neighbouring transforms that need whole matrices)."""
         raise NotImplementedError
 
     def update_stage(self, stage: Stage, run: Run, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run a matrix stage bucket by bucket, each matrix on its owner (one rank); return updates and next state."""
+        """Run a matrix stage with each matrix on one rank. Return this rank's updates and the stage's next state."""
         raise NotImplementedError
 
 

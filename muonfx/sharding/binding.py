@@ -1,4 +1,4 @@
-"""`Binding`: runs a transform over the ranks of a layout, and records on which steps the ranks have agreed."""
+"""`Binding`: runs a transform over the ranks of a layout (which shard of each parameter each rank holds)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = ["Binding"]
 
 @dataclass(eq=False)
 class Binding(Placement):
-    """How a program (a transform for fixed parameters) runs over the ranks of a layout: its matrices, sums and gathers.
+    """Runs a transform's program over the ranks of a layout: it gathers matrices, and sums scalars over all ranks.
 
-    It also counts the steps on which the ranks have agreed. A layout has one binding for each `settings` and `store`.
+    It also counts the steps on which all ranks have agreed. `bind` builds one binding for each `settings` and `store`.
     """
 
     layout: Layout
@@ -60,14 +60,14 @@ class Binding(Placement):
         self.executor = Executor(self, self.store)
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
-        """Return the state of a matrix stage (transforms that need whole matrices) for the matrices of this rank."""
+        """Return this rank's initial state for neighbouring transforms that need whole matrices (a matrix stage)."""
         plan, now, tx = self._plan_of_stage(stage, run, params)
         return init_run(plan, now, tx, self.layout, params, store)
 
     def update_stage(self, stage: Stage, run: Run, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run one step of a matrix stage, bucket by bucket; return this rank's updates and the next state.
+        """Run one step of a matrix stage (neighbouring transforms that need whole matrices), bucket by bucket.
 
-        Each matrix is gathered on its owner (the rank that computes it), computed there, and scattered back.
+        Each matrix is gathered on one rank, computed there, and scattered. Return this rank's updates and next state.
         """
 
         def parameters() -> list[str | None]:
@@ -78,7 +78,7 @@ class Binding(Placement):
         return update_run(plan, now, tx, self.layout, call, self.store, parameters)
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
-        """Return which rank computes which matrix in a run (neighbouring transforms that need whole matrices)."""
+        """Return the plan that assigns each matrix to a rank, for neighbouring transforms that need whole matrices."""
         run = tuple((name, tx.children[0] if tx.declaration.combinator.varies_numbers else tx) for name, tx in run)
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
@@ -87,7 +87,6 @@ class Binding(Placement):
         return self.once(key, lambda: plan_run(run, names, self.layout, kind, self.settings))
 
     def _plan_of_stage(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
-        """Return a matrix stage's plan, its transforms in the form for the plan's stacks, and these as one."""
         device = tree.device_of(params)
         known = self._at_owners.get((stage, device))
         # Transforms are compared by identity: another number makes another run.
@@ -99,7 +98,7 @@ class Binding(Placement):
         return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Return a tree like `params` (parameters or their shards), of meta tensors with the global shapes."""
+        """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
         leaves, treedef = tree.flatten(params)
         specs = self.layout.specs
         meta: list[Tensor | None] = []
@@ -113,15 +112,15 @@ class Binding(Placement):
         return tree.unflatten(treedef, meta)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Return True: trees of shards under one layout have equal shapes, so a program for one fits all."""
+        """Return True: one layout always gives the same shapes, so a program that was built once stays valid."""
         return True
 
     def local_like(self, params: PyTree) -> PyTree:
-        """Return meta tensors with the shapes of this rank's shards, in the structure of `params`."""
+        """Return a tree like `params`, with a meta tensor in the shape of this rank's shard for each parameter."""
         return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
-        """Sum one scalar per leaf over all leaves and ranks, counting a replicated shard once."""
+        """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
         present = [(name, leaf) for name, leaf in tree.named_leaves(scalars) if leaf is not None]
         if not present:
             return torch.zeros(())
@@ -133,7 +132,7 @@ class Binding(Placement):
         return sum_over_leaves(list(stacked.unbind()))
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over ranks with one all-reduce on the tensor's device, without a host sync."""
+        """Return the elementwise maximum of a tensor over all ranks. An all-reduce finds it, without a host sync."""
         if self.layout.group is None or self.layout.size == 1:
             return values
         most = values.clone()
@@ -142,22 +141,22 @@ class Binding(Placement):
         return most
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
-        """Return the scalar of one leaf if this rank counts it in a sum over all ranks, else zero."""
+        """Return one leaf's scalar on the one rank that counts it in a sum over ranks; return zero on the others."""
         # Only the first holder counts a shard. Every holder adds NaN and infinity, so that no rank misses them.
         if self.layout.rank in self.layout.pieces[name].firsts:
             return scalar
         return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
 
     def gather(self, values: PyTree) -> PyTree:
-        """Gather a tree of shards to a tree of whole tensors on every rank."""
+        """Gather a tree of this rank's shards into a tree of whole tensors on every rank."""
         return gathered(self.layout, values) if any(leaf is not None for leaf in tree.leaves(values)) else values
 
     def shard(self, values: PyTree) -> PyTree:
-        """Copy this rank's shards out of a tree of whole tensors."""
+        """Cut this rank's shards out of a tree of whole tensors, and return them as a tree."""
         return self.layout.shard(values)
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
-        """Warn once that a transform of locality TREE (it needs all leaves) makes every rank gather all leaves."""
+        """Warn once that a transform needs all parameters in full, so that every rank gathers them at each step."""
         key = (tx.name, tuple(tree.names(params)))
         if key in self._warned or self.layout.size == 1 or self.layout.group is None:
             return

@@ -1,4 +1,4 @@
-"""Boxes: rectangular parts of an n-dimensional array, given by offsets and sizes.
+"""`Box`: a rectangular part of an n-dimensional array, given by its offset and its size in each dim.
 
 A shard of a `DTensor` is a box. An interval of a flattened array, which ZeRO gives to a rank, is a few boxes: for a
 matrix the end of the first row, the whole rows, and the start of the last row.
@@ -14,7 +14,7 @@ __all__ = ["Box", "boxes_of_interval", "cover", "intersection"]
 
 
 class Box(NamedTuple):
-    """A rectangular part of an n-dimensional array: its offset and its size in each dim."""
+    """A rectangular part of an n-dimensional array, such as some rows of a matrix: an offset and a size per dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,14 +31,14 @@ class Box(NamedTuple):
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the common part of two boxes of one array, or None if they share no element."""
+    """Return the box (rectangular part of an array) in which two boxes overlap, or None if they do not overlap."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     sizes = tuple(min(x, y) - offset for x, y, offset in zip(a.ends, b.ends, offsets, strict=True))
     return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Split the elements start:stop of a flattened array into at most 2n - 1 boxes for n dims, in order.
+    """Return the elements ``start:stop`` of a flattened array as a list of boxes (rectangular parts), in order.
 
     For a matrix these are the end of the first row, the whole rows, and the start of the last row.
     """
@@ -66,7 +66,7 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Return None if boxes contain every element of an array of this shape exactly once, else a text of the reason."""
+    """Check that boxes contain each element of an array exactly once. Return None, or the reason why they do not."""
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or any(map(int.__gt__, box.ends, shape)):
             return "go beyond its sides"

@@ -35,7 +35,7 @@ def gathered(
     names: Sequence[str] | None = None,
     differentiable: bool = False,
 ) -> PyTree:
-    """Gather a tree of this rank's shards to whole tensors on every rank; with `names`, gather only these leaves."""
+    """Gather this rank's shards to whole tensors on every rank. With `names`, gather only these parameters."""
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
     with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
@@ -77,7 +77,7 @@ _Way = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tensor]]
 
 @torch.no_grad()
 def _gather(layout: ShardTable, names: Sequence[str], locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Gather the named parameters to whole tensors on every rank; `locals_` are this rank's shards."""
+    """Gather the named parameters. Return whole tensors on every rank, given this rank's shards in `locals_`."""
     wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
     for places in in_buckets(wholes, BUCKET):
         first = wholes[places[0]]
@@ -106,13 +106,13 @@ def _gather(layout: ShardTable, names: Sequence[str], locals_: Sequence[Tensor])
 
 
 def _windows(layout: ShardTable, name: str) -> list[Window]:
-    """Return where each box (rectangular part) of this rank's shard of a parameter is in its local tensor; cached."""
+    """Return where each rectangular part (box) of a parameter's shard is in this rank's local tensor. Cached."""
     piece = layout.piece(name)
     return layout.once(("windows", name), lambda: [piece.window(box) for box in piece.boxes])
 
 
 class _Linear(torch.autograd.Function):
-    """The autograd function of a gather and of a mean over ranks; each is the backward pass of the other."""
+    """A gather and a mean over ranks as an autograd function. Each is the backward pass of the other."""
 
     # Gathering is the transpose of the mean over ranks if whole gradients are gradients of each rank's own loss, and
     # gradients of shards are gradients of the mean loss.
@@ -149,7 +149,7 @@ class _Linear(torch.autograd.Function):
 
 
 def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
-    """Average the unsharded gradients of all ranks, and return this rank's shards of the mean."""
+    """Average the whole gradients of all ranks. Return a tree with this rank's shards of the mean."""
     leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
     with outside_transforms("layout.reduce_scatter", grads) as problem:
@@ -180,7 +180,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
 
 @torch.no_grad()
 def _reduce(layout: ShardTable, names: Sequence[str], full: Sequence[Tensor]) -> list[Tensor]:
-    """Average the unsharded tensors `full` of the named parameters over all ranks, and return this rank's shards."""
+    """Average the whole tensors in `full` over all ranks. Return a list with this rank's shards of the means."""
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # Every rank holds every element: reduce-scatter equal parts, then gather them.
@@ -208,7 +208,7 @@ def _reduce(layout: ShardTable, names: Sequence[str], full: Sequence[Tensor]) ->
 
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
-    """Return a layout of the named parameters that splits them equally over the same ranks; cached."""
+    """Return a layout in which the named parameters are split equally over the same ranks. Cached."""
 
     def make() -> ShardTable:
         specs = {name: layout.specs[name] for name in names}
@@ -225,9 +225,9 @@ def exchange(
     layout: ShardTable,
     what: str,
 ) -> None:
-    """Send the tensors ``outgoing[r]`` to rank r, and write the tensors from rank r into ``incoming[r]``.
+    """Exchange tensors with all ranks: send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it in place.
 
-    Messages have the dtype and the device of the tensor `wire`. `what` names the operation in errors.
+    Messages are sent in the dtype of `wire`, on its device. `what` names the operation in errors.
     """
     expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
     start_exchange(layout, outgoing, expected, wire.dtype, wire.device, what).wait(incoming)
@@ -241,9 +241,9 @@ def start_exchange(
     device: torch.device,
     what: str,
 ) -> Exchange:
-    """Start to send the tensors ``outgoing[r]`` to rank r, and to receive ``expected[r]`` elements from rank r.
+    """Start an all-to-all: send ``outgoing[r]`` to rank r, and receive ``expected[r]`` elements from it.
 
-    `dtype` and `device` are those of the messages; `what` names the operation in errors.
+    Messages have this `dtype` and `device`. `what` names the operation in errors. Call ``wait`` on the result.
     """
     assert layout.group is not None
     return Exchange(
@@ -252,7 +252,7 @@ def start_exchange(
 
 
 def _average(parts: Sequence[Tensor], into: Tensor) -> None:
-    """Write the mean of some tensors into another: add in the order given, in fp32 or higher, and round once."""
+    """Write the mean of the tensors `parts` to `into`. Add them in order in fp32 or higher, and round once."""
     wide = ew.wide_dtype(into.dtype)
     if into.dtype == wide and len(parts) > 1:
         total, rest = torch.add(parts[0], parts[1], out=into), parts[2:]
@@ -264,6 +264,6 @@ def _average(parts: Sequence[Tensor], into: Tensor) -> None:
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
-    """Group tensors of one dtype, up to `limit` bytes in each group, and yield the indices of each group's tensors."""
+    """Group tensors of one dtype into lists of at most `limit` bytes. Yield each list, as indices of tensors."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         yield from cut_into_buckets({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)

@@ -1,4 +1,4 @@
-"""Agreement between ranks, before any rank changes anything: on a call, on the leaves of a tree, and on errors."""
+"""Let the ranks agree before any of them changes a tensor: on a call, on which gradients are None, and on errors."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ Facts = Mapping[str, str | Mapping[str, str]]
 
 
 def host_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device for small messages of a group: the CPU if the group supports it, which avoids device syncs."""
+    """Return the device for small messages in a group. It is the CPU if possible, which avoids syncs with a GPU."""
     cpu = torch.device("cpu")
     kinds = getattr(group, "_device_types", [cpu])
     return cpu if cpu in kinds else torch.device(kinds[0])
 
 
 def all_objects(mine: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
-    """Return the list of the objects that each rank passes as `mine`; `what` names the operation in errors."""
+    """Gather one Python object per rank, in a list on every rank. `what` names the operation in errors."""
     found: list[Any] = [None] * dist.get_world_size(group)
     with collective(what):
         dist.all_gather_object(found, mine, group=group)
@@ -61,7 +61,7 @@ def all_objects(mine: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
 
 
 def words(value: object, count: int) -> list[int]:
-    """Return a hash of a value as `count` integers of 30 bits, to compare the value between ranks."""
+    """Hash a value to a list of `count` integers of 30 bits. Ranks compare these instead of the value."""
     found = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
     return [int.from_bytes(found[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
 
@@ -76,10 +76,10 @@ def agree(
     explain: Callable[[], Facts] = dict,
     numbers: Sequence[int] = (),
 ) -> tuple[bool, list[int]]:
-    """Check with one all-reduce that all ranks make the same call; an error on one rank (`problem`) is raised on all.
+    """Check with one all-reduce that all ranks make the same call. Raise the error of any rank (`problem`) on all.
 
-    `what` (the name of the call) and `same` must be equal on all ranks. If they differ, `explain` returns texts for the
-    error to compare. Return whether `compared` is equal on all ranks, and the maximum over ranks of each of `numbers`.
+    The call's name, `what`, and the value `same` must be equal on all ranks. If not, `explain` returns texts for the
+    error to compare. Return True if `compared` is equal on all ranks, and a list with the maximum of each of `numbers`.
     """
     # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
     mine = [*words((what, same), 3), *words(compared, 2)]
@@ -110,7 +110,7 @@ def _raise_together(what: str, problem: BaseException | None, group: dist.Proces
 
 
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Raise a ShardingError with the first description that differs between ranks, and the ranks that differ."""
+    """Raise a ShardingError that names the first text in `facts` that differs between ranks, and these ranks."""
     what = "finding out what differs"
     rows = all_objects({subject: digest(fact) for subject, fact in facts.items()}, group, what)
     for subject in rows[0]:
@@ -130,7 +130,7 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
 
 
 def _difference(first: object, other: object, odd: str) -> str:
-    """Describe for an error how the description `first` of rank 0 differs from `other`, which the ranks `odd` have."""
+    """Return an error text: how the description `first` of rank 0 differs from `other`, which the ranks `odd` have."""
     place = ""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         name = next((name for name in [*first, *other] if first.get(name) != other.get(name)), None)
@@ -145,7 +145,7 @@ def _difference(first: object, other: object, odd: str) -> str:
 
 
 def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
-    """Issue a warning on all ranks of a group; if it is an error on one rank (`python -W error`), raise on all."""
+    """Issue a warning on all ranks of a group. If a rank turns warnings into errors, raise on all ranks."""
     # If one rank alone raised, the others would wait for it in the next collective.
     problem: Warning | None = None
     try:
@@ -156,7 +156,7 @@ def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Format a list of ranks for a message, such as "ranks 1, 2"."""
+    """Return a text for some ranks, such as "ranks 1, 2", to be used in a message."""
     return f"rank{'s' * (len(ranks) > 1)} {format_list(ranks, str)}"
 
 
@@ -179,10 +179,10 @@ def agree_on_leaves(
     same: object = "",
     explain: Callable[[], Facts] = dict,
 ) -> tuple[list[int], list[bool]]:
-    """Find out which leaves of a tree are None on some ranks, and raise on all ranks if the dtypes of a leaf differ.
+    """Find out which leaves of a tree are None on some ranks. Raise on all ranks if a leaf has different dtypes.
 
-    Return two lists, equal on all ranks: the dtype code of each leaf (an index into `DTYPES` plus 1, or 0 if it is None
-    on all ranks), and whether the leaf is None on some ranks only. `what` and the options are those of `agree`.
+    Return two lists with an item per leaf, equal on all ranks. The first has the leaf's dtype as an integer, 0 if it is
+    None on all ranks. The second is True if it is None on some ranks only. Other arguments are as in `agree`.
     """
     # One code for each parameter of the layout, so that ranks with different trees send equally many numbers.
     codes = dict.fromkeys(layout.specs, 0)
@@ -231,7 +231,7 @@ def agree_on_leaves(
 
 @contextmanager
 def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None]:
-    """Run a with block outside torch.func transforms; yield an error if `values` have a tensor of one, else None."""
+    """Run a with block outside of torch.func transforms. Yield an error if `values` are inside one, else None."""
     if not functorch_is_active():
         yield None
         return
@@ -248,7 +248,7 @@ def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None
 def check_pieces(
     layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], *, as_placed: bool = True
 ) -> list[Tensor | None]:
-    """Raise unless each leaf is None or has the shape of this rank's shard of its parameter; return the local tensors.
+    """Raise unless each leaf is None or has the shape of this rank's shard. Return a list of local tensors.
 
     With `as_placed`, a DTensor must also have the placements of its parameter.
     """
@@ -298,7 +298,7 @@ _met: dict[tuple[str, str], int] = {}
 
 
 def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
-    """Wait until all ranks of a group have called this with the same `what`; at the timeout, name the missing ranks."""
+    """Wait until every rank of a group has called this with the same `what`. After a timeout, name missing ranks."""
     turn = _met.get((group.group_name, what), 0)
     keys = [f"muonfx/{what}/{turn}/{rank}" for rank in range(dist.get_world_size(group))]
     own = keys[dist.get_rank(group)]
@@ -322,7 +322,7 @@ def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
 
 
 def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:
-    """Wait for keys in a store, one for each rank; return a text of the ranks whose keys are still missing, or ""."""
+    """Wait until each rank has set its key in a store. Return a text of the ranks that have not, or "" if all have."""
     try:
         store.wait(keys, patience)
     except RuntimeError:  # DistStoreError of most stores
@@ -332,7 +332,7 @@ def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:
 
 
 def _timeout(group: Any) -> timedelta:
-    """Return the timeout of a process group's collectives."""
+    """Return how long the collectives of a process group wait before they fail."""
     try:
         return group._get_backend(host_device(group)).options._timeout
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Partitions: a `Cut` describes how one tensor is partitioned over all ranks.
+"""`Cut`: how one parameter is partitioned over all ranks.
 
 A rank needs the position of its own shard of every parameter. It needs the positions of the other ranks' shards only
 for the few matrices that it computes. A cut therefore computes a shard on request, from coordinates on a mesh or from
@@ -28,7 +28,7 @@ __all__ = ["Cut", "Intervals", "OnMesh", "Places", "Whole"]
 
 
 class Cut:
-    """The partition of one tensor over all ranks: ``cut[rank]`` is the `Piece` (the elements) that a rank holds."""
+    """How one tensor is split over all ranks. ``cut[rank]`` is a `Piece`: which elements the rank holds."""
 
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
@@ -37,26 +37,26 @@ class Cut:
         """A cache of values that are computed from this partition alone."""
 
     def _at(self, rank: int) -> Piece:
-        """Compute which elements a rank holds; subclasses implement this."""
+        """Return which elements of the tensor a rank holds. Subclasses implement this; ``cut[rank]`` caches it."""
         raise NotImplementedError
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A hashable description of the whole partition, the same on all ranks. Cuts with equal keys are equal."""
+        """A tuple that describes how the tensor is split over all ranks. Two partitions are equal if their keys are."""
         raise NotImplementedError
 
     @cached_property
     def digest(self) -> str:
-        """A hash of `key`, with which ranks compare their partitions."""
+        """A short hash of `key`. Ranks compare it to check that they split the tensor in the same way."""
         return digest(self.key)
 
     def _ranks(self) -> Iterator[int]:
-        """Yield the ranks that may hold elements of the tensor, ascending; the other ranks are never visited."""
+        """Yield, in ascending order, all ranks that may hold elements of the tensor. Other ranks are never visited."""
         return iter(range(self.size))
 
     @cached_property
     def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """A dict from each distinct nonempty shard to the ranks that hold it, ordered by the first of these ranks."""
+        """A dict from each distinct nonempty shard, as a `Piece` (its position), to the ranks that hold it."""
         found: dict[Piece, list[int]] = {}
         for rank in self._ranks():
             piece = self._at(rank)
@@ -66,23 +66,23 @@ class Cut:
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks with equal shards: for each shard that several ranks hold, these ranks, ascending."""
+        """A tuple with one tuple of ranks for each replicated shard: the ranks that hold it, in ascending order."""
         return tuple(ranks for ranks in self.holders.values() if len(ranks) > 1)
 
     @cached_property
     def firsts(self) -> frozenset[int]:
-        """The lowest rank of each group of ranks with equal shards. Only this rank counts the shard in global sums."""
+        """For each shard, the lowest rank that holds it. In sums over ranks, only this rank counts the shard."""
         return frozenset(ranks[0] for ranks in self.holders.values())
 
     @cached_property
     def complete(self) -> tuple[int, ...]:
-        """The ranks that hold the whole tensor, ascending; empty for a tensor without elements."""
+        """The ranks that hold the whole tensor, in ascending order. Empty for a tensor without elements."""
         numel = prod(self.shape)
         return tuple(sorted(rank for piece, ranks in self.holders.items() if piece.numel == numel for rank in ranks))
 
     @cached_property
     def taking_part(self) -> tuple[int, ...]:
-        """The ranks that hold at least one element, ascending."""
+        """The ranks that hold at least one element of the tensor, in ascending order."""
         return tuple(sorted(rank for ranks in self.holders.values() for rank in ranks))
 
     def __getitem__(self, rank: int) -> Piece:
@@ -99,7 +99,7 @@ class Cut:
 
 
 class Whole(Cut):
-    """The partition of a tensor that is not split: all ranks hold it whole, or only the rank `owner` if given."""
+    """The partition of a tensor that is not split. All ranks hold it whole, or only the rank `owner` if given."""
 
     def __init__(self, shape: Sequence[int], size: int, owner: int | None = None) -> None:
         super().__init__(shape, size)
@@ -111,7 +111,7 @@ class Whole(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A hashable description: the shape, the number of ranks, and the ranks that hold the tensor."""
+        """A tuple of the shape, the number of ranks, and the ranks that hold the tensor."""
         return "whole", self.shape, self.size, self._owners
 
     def _ranks(self) -> Iterator[int]:
@@ -119,10 +119,9 @@ class Whole(Cut):
 
 
 class Intervals(Cut):
-    """The partition of a tensor in a flat buffer, when each rank holds one interval of the buffer.
+    """The partition of a tensor within a flat buffer, as in ZeRO, when each rank holds one interval of the buffer.
 
-    The flattened tensor begins at `start` in the buffer. Rank r holds the elements ``cuts[r]:cuts[r + 1]`` of the
-    buffer.
+    The flattened tensor begins at `start`. Rank r holds the elements ``cuts[r]:cuts[r + 1]`` of the buffer.
     """
 
     def __init__(self, shape: Sequence[int], start: int, cuts: Sequence[int]) -> None:
@@ -137,14 +136,13 @@ class Intervals(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A hashable description: the shape, the number of ranks, the ranks that hold elements, and their borders."""
+        """A tuple of the shape, the number of ranks, the ranks that hold elements, and where their intervals end."""
         first, last = self._between
         inner = tuple(self.cuts[first + 1 : last])
         return "intervals", self.shape, self.size, first, last, tuple(place - self.start for place in inner)
 
     @cached_property
     def _between(self) -> tuple[int, int]:
-        """The ranks that may hold elements of the tensor, as a pair (first, end) with an exclusive end."""
         end = self.start + prod(self.shape)
         return max(bisect_right(self.cuts, self.start) - 1, 0), min(bisect_left(self.cuts, end), self.size)
 
@@ -153,7 +151,7 @@ class Intervals(Cut):
 
 
 class Places:
-    """The device-mesh coordinates of every rank of a process group; None for a rank that is not on the mesh."""
+    """The coordinates of each rank of a process group on a device mesh; None for a rank that is not on the mesh."""
 
     def __init__(self, shape: Sequence[int], coordinates: Sequence[tuple[int, ...] | None]) -> None:
         self.shape = tuple(shape)
@@ -161,17 +159,17 @@ class Places:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A hashable description: the shape of the mesh, and a hash of the coordinates."""
+        """A tuple that identifies the coordinates: the shape of the mesh, and a hash of them."""
         return self.shape, digest(self.coordinates)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the process group that are on the mesh, ascending."""
+        """The ranks of the process group that are on the mesh, in ascending order."""
         return tuple(rank for rank, at in enumerate(self.coordinates) if at is not None)
 
 
 class OnMesh(Cut):
-    """The partition of a DTensor: each rank holds the shard for its coordinates on a device mesh."""
+    """The partition of a DTensor. A rank's coordinates on the device mesh decide which shard it holds."""
 
     def __init__(self, shape: Sequence[int], places: Places, placements: Sequence[Any]) -> None:
         super().__init__(shape, len(places.coordinates))
@@ -200,7 +198,7 @@ class OnMesh(Cut):
         return iter(self.places.ranks)
 
     def _along(self, dim: int, at: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return spans (start, end) of the indices along `dim`, for coordinates `at` on the mesh dims that split it."""
+        """Return the index ranges (start, end) along one tensor dim that the rank with mesh coordinates `at` holds."""
         if not at:
             return ((0, self.shape[dim]),)
         before = (dim, *at[:-1])
@@ -214,7 +212,7 @@ class OnMesh(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A hashable description: the shape, the mesh, and the placements that split the tensor."""
+        """A tuple of the shape, the mesh, and the DTensor placements that split the tensor, such as ``Shard(0)``."""
         ways = tuple(
             (along, repr(self.placements[along])) for along in sorted(a for cutting in self._cutting for a in cutting)
         )
@@ -222,7 +220,7 @@ class OnMesh(Cut):
 
 
 def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Split the indices of one tensor dim among `parts` ranks, exactly as the DTensor placement splits a dim."""
+    """Split the indices of one tensor dim among `parts` ranks, exactly as the DTensor placement does."""
     kind: Any = type(placement)
     factor = getattr(placement, "split_factor", None)
     first = kind(0) if factor is None else kind(0, split_factor=factor)
@@ -230,7 +228,7 @@ def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torc
 
 
 def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
-    """Convert ascending indices to spans (start, end) of consecutive indices."""
+    """Group ascending indices into ranges (start, exclusive end). For example, 0, 1, 4 become (0, 2) and (4, 5)."""
     if not len(indices):
         return ()
     first, last = int(indices[0]), int(indices[-1])
@@ -242,7 +240,7 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
 
 
 def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
-    """Return each parameter's partition if the parameters of a dtype form one flat buffer that is split equally."""
+    """Return a dict of partitions by parameter name: all parameters of a dtype form one buffer, split equally."""
     pieces: dict[str, Cut] = {}
     for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
         names = [name for name, spec in specs.items() if spec.dtype == dtype]
@@ -254,7 +252,10 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
 
 def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
-    """Return each parameter's partition if every flattened parameter is split equally; the last part may be shorter."""
+    """Return a dict of partitions by parameter name, for parameters that are each flattened and split equally.
+
+    The last part may be shorter.
+    """
     of_shape: dict[tuple[int, ...], Cut] = {}
     for shape in dict.fromkeys(spec.shape for spec in specs.values()):
         step = -(-prod(shape) // size)
@@ -263,7 +264,7 @@ def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
-    """Return each parameter's start in a flat buffer, by name, if the buffer has the given order and no gaps."""
+    """Return a dict from parameter name to its first index in a flat buffer that has this order and no gaps."""
     starts: dict[str, int] = {}
     end = 0
     for name in order:

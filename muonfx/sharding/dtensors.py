@@ -37,7 +37,7 @@ __all__ = [
 def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
 ) -> DTensor:
-    """Wrap a local tensor as a DTensor with the given global shape and stride, without moving it to another device."""
+    """Build a DTensor from a local tensor, with the given global shape and stride. The data stays on its device."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # `DTensor.from_local` would copy an offloaded tensor to the mesh's devices.
@@ -46,12 +46,12 @@ def dtensor_of(
 
 
 def local_of(leaf: Any) -> Any:
-    """Return the local tensor of a DTensor, and any other leaf unchanged."""
+    """Return the local tensor of a DTensor. Return any other value unchanged."""
     return leaf._local_tensor if is_dtensor(leaf) else leaf
 
 
 def local_tree(values: PyTree) -> PyTree:
-    """Replace the DTensors in a tree by their local tensors; a tree without DTensors is returned unchanged."""
+    """Replace each DTensor in a tree by its local tensor. Return the same tree if it has no DTensor."""
     return values if PLAIN.issuperset(map(type, tree.leaves(values))) else tree.map(local_of, values)
 
 
@@ -65,12 +65,12 @@ def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
 
 
 def is_placed_like(leaf: object, spec: DTensorSpec | None) -> bool:
-    """Return False for a DTensor with other placements than its parameter (`spec`), such as a partial gradient."""
+    """Return False if a gradient is a DTensor with other placements than its parameter (`spec`), such as Partial."""
     return spec is None or not is_dtensor(leaf) or leaf._spec.placements == spec.placements
 
 
 def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor as a DTensor with the given spec (mesh, placements and global shape), without checks."""
+    """Build a DTensor from a local tensor and a spec (mesh, placements and global shape), without checks."""
     from torch.distributed.tensor import DTensor
 
     made: Any = DTensor
@@ -78,7 +78,7 @@ def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
-    """Wrap a local tensor as a DTensor with the mesh and the placements of the named parameter."""
+    """Build a DTensor from a local tensor, with the mesh and placements of the parameter with this name."""
     if is_dtensor(leaf):
         return leaf
     own = layout.dtensors[name]
@@ -87,7 +87,7 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:
-    """Wrap each leaf as a DTensor if its parameter is one; reuse DTensors in `existing` with the same local tensor."""
+    """Turn each shard of a DTensor parameter into a DTensor. If `existing` has one of the same tensor, return that."""
     given = {} if existing is None else dict(zip(tree.names(existing), tree.leaves(existing), strict=True))
 
     def at(name: str, leaf: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> P
 
 
 def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
-    """Convert this rank's shard of a parameter to a form with its position: a DTensor, `FlatPiece` or whole tensor."""
+    """Return a shard in a form that stores its position in the parameter, such as a DTensor or a `FlatPiece`."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:
@@ -109,7 +109,7 @@ def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPi
 
 
 def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
-    """Apply ``function(name, leaf)`` to each leaf of a tree, and return the tree of results; None stays None."""
+    """Call ``function(name, leaf)`` for each leaf of a tree. Return the tree of results; None stays None."""
     leaves, treedef = tree.flatten(values)
     named = zip(tree.names(values), leaves, strict=True)
     return tree.unflatten(treedef, [None if leaf is None else function(name, leaf) for name, leaf in named])

@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout(ShardTable):
-    """The partition of all parameters over the ranks: which shard of each parameter each rank holds.
+    """Which shard of each parameter each rank holds, with methods to shard and gather trees of tensors.
 
-    Its methods shard and gather trees of tensors. `replicated`, `zero`, `flat` and `from_dtensors` build layouts. Two
-    shards of a parameter are either disjoint or equal; equal shards on several ranks are replicas.
+    `replicated`, `zero`, `flat` and `from_dtensors` build layouts. Two shards of one parameter are either disjoint or
+    equal. Equal shards on several ranks are replicas.
 
     Attributes:
         kind: the name of the function that built the layout.
         specs: a dict from the name of each parameter to its global shape and dtype.
-        pieces: a dict from the name of each parameter to its partition; use `piece` for the shard of one rank.
+        pieces: a dict from the name of each parameter to its partition over all ranks. See also the method `piece`.
         size: the number of ranks.
         rank: this process's rank in the group; 0 without a group.
         group: the process group; None for a layout built for a number of ranks, without processes.
@@ -54,7 +54,7 @@ class Layout(ShardTable):
     """
 
     def shard(self, whole: T, rank: int | None = None) -> T:
-        """Copy a rank's shards out of a tree of whole tensors, without communication.
+        """Cut the shards of one rank out of a tree of whole tensors, without communication.
 
         Args:
             whole: a tree of whole tensors, with the names and global shapes of the parameters, in any dtype.
@@ -82,9 +82,9 @@ class Layout(ShardTable):
             return map_named(at, whole)
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
-        """Build the tree of whole tensors from the trees of shards of all ranks: the inverse of `shard`.
+        """Put the shards of all ranks together to whole tensors, in one process. It is the inverse of `shard`.
 
-        Runs in one process, for tests and inspection. `gather` does the same over a process group.
+        This is for tests and inspection. `gather` does the same over a process group.
 
         Args:
             locals_: a list with the tree of shards of each rank, in the order of the ranks.
@@ -106,7 +106,7 @@ class Layout(ShardTable):
         return map_named(at, locals_[0])
 
     def gather(self, local: T) -> T:
-        """Gather a tree of shards to a tree of whole tensors, on every rank. All ranks must call this together.
+        """Gather the shards of all ranks to whole tensors on every rank. All ranks must call this together.
 
         Args:
             local: the tree of this rank's shards, as `shard` returns it, or of DTensors.
@@ -117,7 +117,7 @@ class Layout(ShardTable):
         return gathered(self, local)
 
     def all_gather(self, local: T, names: Sequence[str] | None = None) -> T:
-        """Gather a tree of shards to whole tensors, differentiably: the backward pass is `reduce_scatter`.
+        """Gather shards to whole tensors so that autograd works through it. The backward pass is `reduce_scatter`.
 
         In a ZeRO-3 loop, ``grad(lambda local: loss(layout.all_gather(local)))`` returns the gradients as shards. Higher
         derivatives, ``vjp``, ``jvp`` and ``vmap`` work too, if all ranks use the same ``torch.func`` transforms.
@@ -132,9 +132,9 @@ class Layout(ShardTable):
         return gathered(self, local, names=names, differentiable=True)
 
     def reduce_scatter(self, grads: T) -> T:
-        """Average the unsharded gradients of all ranks, and return this rank's shards of the mean.
+        """Average the whole gradients of all ranks. Return this rank's shards of the mean.
 
-        Values are added in rank order in fp32 or higher precision and rounded once, so replicas of a shard are equal.
+        Values are added in rank order in fp32 or higher and rounded once. So replicas of a shard are equal.
         For S bytes of gradients on P ranks, each rank sends S(P-1)/P bytes, or twice as many if all parameters are
         replicated.
 
@@ -153,10 +153,10 @@ class Layout(ShardTable):
     def to_global(self, local: PyTree) -> PyTree:
         """Convert this rank's shards to a form for checkpoints, which records where each shard is in its whole tensor.
 
-        There is no communication. `muonfx.checkpoint.save` calls this for a sharded transform.
+        It needs no communication. `muonfx.checkpoint.save` calls this for a sharded transform.
 
         Args:
-            local: the tree of this rank's shards. Leaves that are already in a form below are returned unchanged.
+            local: the tree of this rank's shards. Leaves in one of the forms below are returned unchanged.
 
         Returns:
             A tree of `DTensor`, `muonfx.checkpoint.FlatPiece` (an interval of a flattened tensor, with its position),
@@ -182,9 +182,9 @@ class Layout(ShardTable):
         return map_named(at, local)
 
     def from_global(self, values: PyTree) -> PyTree:
-        """Convert a tree that `to_global` returned back to this rank's shards.
+        """Return this rank's shards as local tensors. `values` is a tree in the form that `to_global` returns.
 
-        Each `muonfx.checkpoint.FlatPiece` becomes a tensor. DTensors and whole tensors are returned unchanged.
+        Each `muonfx.checkpoint.FlatPiece` (a shard with its position) becomes a tensor. Other leaves are unchanged.
         """
 
         def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:

@@ -43,7 +43,7 @@ Group = dist.ProcessGroup | int | None
 
 
 def replicated(params: PyTree = None, group: Group = None) -> Layout:
-    """Build the layout of `DistributedDataParallel`: every rank holds every parameter.
+    """Build the layout in which every rank holds every parameter, as under `DistributedDataParallel`.
 
     The gradients passed to a transform must already be averaged over the ranks. By default a matrix is orthogonalized
     by one rank or by every rank, whichever is faster; see the argument ``replicas`` of `sharded`.
@@ -85,7 +85,7 @@ def zero(
     partition: Partition = "whole",
     tx: Transform | None = None,
 ) -> Layout:
-    """Build a layout of ZeRO, which partitions the parameters over the ranks in one of three ways.
+    """Build a ZeRO layout: the parameters are partitioned over the ranks in one of three ways.
 
     "whole" assigns each parameter to one rank, so an update needs no exchange of matrices. "flat" concatenates the
     parameters of each dtype and splits the buffer equally, even within a matrix or a row, like FSDP1 and DeepSpeed's
@@ -144,8 +144,8 @@ def flat(
         group: as in `replicated`.
         cuts: for P ranks, P + 1 ascending positions in the buffer, in elements, from 0. Rank r holds
             ``cuts[r]:cuts[r + 1]``.
-        order: the names of the parameters in the order of the buffer. None: by ``starts``; without ``starts``,
-            ``params`` must be a flat dict with sorted names, so that the order is unambiguous.
+        order: the names of the parameters in the order of the buffer. None: the order of ``starts``. Without
+            ``starts``, ``params`` must be a flat dict with sorted names, so that the order is unambiguous.
         starts: the position of each parameter's first element in the buffer; gaps are padding. None: no gaps.
         stage: as in `zero`.
 
@@ -236,9 +236,9 @@ def _cuts_on_several_meshes(
     places: Mapping[DeviceMesh, Places],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, Cut], tuple[str, ...]] | None:
-    """Build each parameter's partition if ranks may have different meshes for it; ranks exchange mesh coordinates.
+    """Return each parameter's partition by name, when ranks may have different device meshes for it.
 
-    Also return the names of the parameters whose meshes differ between ranks; None if the ranks differ otherwise.
+    Also return the names of the parameters whose meshes differ between ranks. Return None if anything else differs.
     """
     number = {mesh: place for place, mesh in enumerate(meshes)}
     ways = [(n, spec, (number[d.mesh], d.placements) if (d := dtensors.get(n)) else None) for n, spec in specs.items()]
@@ -257,7 +257,7 @@ def _cuts_on_several_meshes(
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Return the number of ranks of a group, this process's rank, and the process group (None for an int)."""
+    """Return the number of ranks in a group, this process's rank in it, and the process group (None for an int)."""
     if isinstance(group, int):
         if isinstance(group, bool) or group < 1:
             raise ValueError(f"group: found {group!r}, expected a process group or a number of ranks, 1 or more")
@@ -277,7 +277,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
-    """Return the parameter names by `starts`, or if None in the order of `params`, a flat dict with sorted names."""
+    """Return parameter names in the order of a flat buffer: by `starts`, or as in `params`, a dict sorted by name."""
     if starts is not None:
         # Of two parameters with the same start, the empty parameter is first.
         return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
@@ -319,7 +319,7 @@ def _cuts(
     places: Mapping[DeviceMesh, Places],
     size: int,
 ) -> dict[str, Cut]:
-    """Return each parameter's partition over all ranks, by name; plain tensors are whole on every rank."""
+    """Return a dict from parameter name to its partition over ranks. Plain tensors are whole on every rank."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -342,14 +342,14 @@ def _cuts(
 
 
 def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> Places:
-    """Return the mesh coordinates of the given global ranks, in the order of `ranks`."""
+    """Return the mesh coordinates of some global ranks, in the order of `ranks`."""
     shape = tuple(mesh.shape)
     at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
     return Places(shape, [at.get(rank) for rank in ranks])
 
 
 def _group_of(meshes: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
-    """Return a process group of exactly the ranks of the given meshes; `meshes` maps each mesh to its global ranks."""
+    """Return a process group of exactly the ranks of all given meshes. A mesh maps to a tuple of its global ranks."""
     ranks = sorted(set().union(*meshes.values()))
     if ranks == list(range(dist.get_world_size())):
         world = dist.group.WORLD

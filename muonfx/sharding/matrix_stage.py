@@ -1,4 +1,4 @@
-"""Run neighbouring transforms that require whole matrices (a *run*) on shards.
+"""Run neighbouring transforms that need whole matrices (a *run*) on sharded parameters.
 
 Each matrix is gathered on one rank, its owner, updated there once, and scattered back. A *share* is a set of whole
 matrices of one parameter that one owner computes. A *bucket* is a list of shares that are sent together. While one
@@ -34,7 +34,7 @@ __all__ = ["init_run", "update_run"]
 
 
 def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree, store: Store) -> PyTree:
-    """Return this rank's state of a run (transforms that need whole matrices); if offloaded, build it by buckets."""
+    """Return this rank's initial state for neighbouring transforms that need whole matrices (a run)."""
     if store == IN_MEMORY:
         return _init(plan, run, tx, layout, params)
     seen: set[str] = set()
@@ -48,7 +48,7 @@ def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyT
 
 
 def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree) -> PyTree:
-    """Return this rank's state of a run: the state of the matrices that this rank computes, and None for the others."""
+    """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
     leaves, treedef = tree.flatten(params)
     mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
     by_name = dict(tree.named_leaves(params))
@@ -70,7 +70,7 @@ def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree
 
 
 def _with_missing_leaves(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
-    """Return a state in the structure that it has with all parameters present; leaves that are missing become None."""
+    """Return a state with the structure for all parameters. Leaves of parameters that are not here become None."""
     shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
         share.name: share.shape for share in plan.shares
     }
@@ -93,9 +93,9 @@ def update_run(
     store: Store,
     parameters: Callable[[], list[str | None]],
 ) -> tuple[PyTree, PyTree]:
-    """Run one step of matrix transforms; return this rank's updates and the next state. All ranks call it together.
+    """Run one step of transforms that need whole matrices. Return this rank's updates and the next state.
 
-    The same updates must be None on all ranks. `parameters` returns the parameter of each leaf of the state.
+    All ranks call this together. `parameters` returns, for each leaf of the state, the name of its parameter or None.
     """
     updates, state, params, donate, extras, _ = call
     leaves, treedef = tree.flatten(updates)
@@ -151,10 +151,10 @@ _Wait = Callable[[], dict[str, Tensor]]
 def _send_to_owners(
     plan: RunPlan, layout: Layout, bucket: Sequence[Moves], local: Mapping[str, Any], *, as_given: bool = False
 ) -> tuple[bool, _Wait]:
-    """Start to send a bucket's matrices to their owners, the ranks that compute them.
+    """Start to send a bucket of matrices to the ranks that compute them, their owners.
 
-    Return whether this rank's matrices are in new memory, which may be overwritten, and a function that waits for them.
-    With `as_given`, messages keep the dtype of the local tensors.
+    Return a bool and a function that waits for this rank's matrices. The bool is True if these are in new memory, which
+    may be overwritten. With `as_given`, messages keep the dtype of the local tensors.
     """
     here: dict[str, Tensor] = {}
     sent: list[Moves] = []
@@ -198,7 +198,7 @@ def _send_to_owners(
 
 
 def _held_matrices(moves: Moves, tensor: Tensor) -> Tensor:
-    """Return the matrices that this rank computes and already holds in a local tensor, as a view if possible."""
+    """Return the matrices that this rank computes and has in its own shard, as a view of it if possible."""
     share = moves.share
     if len(moves.held) == 1:
         return moves.held[0].of(tensor).reshape(share.shape)
@@ -216,9 +216,9 @@ def _return_results(
     local: Mapping[str, Any],
     results: dict[str, Tensor],
 ) -> Callable[[], None]:
-    """Start to send a bucket's results from their owners; return a function that receives this rank's shards of them.
+    """Start to send computed matrices back. Return a function that waits until this rank has its shards of them.
 
-    `done` has the results that this rank computed, by name. The shards are written to `results`.
+    `done` has the matrices that this rank computed, by parameter name. Shards are written to the dict `results`.
     """
     sent: list[Moves] = []
     for moves in bucket:
@@ -250,7 +250,6 @@ def _return_results(
 
 
 def _store_result(moves: Moves, result: Tensor, like: Tensor, results: dict[str, Tensor]) -> None:
-    """Store in `results` this rank's shard of a result that this rank computed; it replaces the update `like`."""
     if moves.is_all:
         straight = result.reshape(like.shape).to(like.dtype)
         # An unchanged update stays the same tensor object, so that callers do not treat it as new and writable.
@@ -262,7 +261,6 @@ def _store_result(moves: Moves, result: Tensor, like: Tensor, results: dict[str,
 
 
 def _result_views(moves: Moves, like: Tensor, results: dict[str, Tensor]) -> list[Tensor]:
-    """Return this rank's part of a share (matrices that one rank computes), as views of its new shard in `results`."""
     if not moves.held:
         return []
     name = moves.share.name

@@ -1,4 +1,4 @@
-"""Messages between ranks: an asynchronous all-to-all of tensors (`Exchange`), its buffers, and `ShardingError`."""
+"""`Exchange`, an asynchronous all-to-all of tensors between ranks, with its buffers and the error `ShardingError`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "dige
 
 
 class ShardingError(RuntimeError):
-    """The ranks of a layout disagree, a rank has ended, or a tree does not fit the layout.
+    """Raised if ranks disagree, if a rank has ended, or if a tree of tensors does not fit the layout.
 
-    A disagreement is raised on all ranks, with a message that names the difference and the ranks.
+    If ranks disagree, all of them raise it. The message names the difference and the ranks.
 
     >>> raise ShardingError("rank 2 has another tree")
     Traceback (most recent call last):
@@ -26,18 +26,18 @@ class ShardingError(RuntimeError):
 
 
 class Buffers:
-    """A pool of reusable CPU buffers for messages, because allocating memory takes as long as sending its contents."""
+    """Reusable CPU memory for messages between ranks. Fresh memory would cost as much time as sending the data."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the buffers that are currently free."""
+        """The total size in bytes of the buffers that are free to be reused."""
         return sum(map(len, self._free))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized 1-d tensor, from the pool if `device` is the CPU; `give_back` puts it back."""
+        """Return an uninitialized 1-d tensor. On the CPU it reuses memory; return it with `give_back` after use."""
         # Other devices have torch's caching allocator.
         if device.type != "cpu" or not numel:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -52,7 +52,7 @@ class Buffers:
         return memory[:nbytes].view(dtype)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Put the memory of a tensor that `take` returned back into the pool."""
+        """Make the memory of a tensor from `take` free again, so that a later message can reuse it."""
         if tensor.device.type == "cpu" and tensor.numel():
             whole = tensor.untyped_storage()
             self._free.append(torch.empty(0, dtype=torch.uint8).set_(whole))
@@ -60,7 +60,7 @@ class Buffers:
 
 
 class Exchange:
-    """An asynchronous all-to-all of lists of tensors: the constructor starts it, `wait` completes it.
+    """An asynchronous all-to-all of lists of tensors. Creating it starts the messages, and `wait` completes them.
 
     ``outgoing[r]`` lists the tensors to send to rank r. ``expected[r]`` is the number of elements that rank r sends to
     this rank. ``what`` names the operation in errors.
@@ -96,16 +96,16 @@ class Exchange:
             )
 
     def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
-        """Wait for the messages, and copy the tensors from rank r into the tensors ``incoming[r]``, in their order."""
+        """Wait for all messages. Copy the tensors from rank r into the tensors ``incoming[r]``, in order."""
         sizes = [[tensor.shape for tensor in tensors] for tensors in incoming]
         for theirs, tensors in zip(self.arrived(sizes), incoming, strict=True):
             copied(theirs, tensors)
         self.end()
 
     def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
-        """Wait for the messages, and return for each rank the list of tensors from it, in the shapes ``shapes[rank]``.
+        """Wait for all messages. Return a list with, for each rank, the tensors that it sent, in the given shapes.
 
-        The tensors are views of the receive buffer and valid until `end` is called.
+        The tensors are views of the receive buffer. Call `end` when they are no longer needed.
         """
         with collective(self.what):
             self._work.wait()
@@ -119,25 +119,25 @@ class Exchange:
         return found
 
     def end(self) -> None:
-        """Release the receive buffer; the tensors that `arrived` returned become invalid."""
+        """Free the receive buffer. Tensors that `arrived` returned must not be used after this."""
         self._buffers.give_back(self._received)
         del self._received
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each source tensor into the target tensor at the same index, in one fused call."""
+    """Copy each tensor in `sources` into the tensor in `targets` at the same index, in one fused call."""
     pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
     if pairs:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
 
 
 def digest(value: object) -> str:
-    """Return a hash of a value's ``repr`` as 32 hex digits, with which ranks compare their values."""
+    """Hash the ``repr`` of a value to 32 hex digits. Ranks compare these instead of the value."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
 def octets(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor's elements as a 1-d uint8 tensor, a view if the tensor is contiguous."""
+    """Return the bytes of a tensor as a 1-d uint8 tensor. It is a view if the tensor is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     # `is_contiguous` ignores the stride of a single element; a view of another dtype requires it to be 1.
     if flat.stride() != (1,):
@@ -146,13 +146,13 @@ def octets(tensor: Tensor) -> Tensor:
 
 
 def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Split a buffer into consecutive views of the given shapes."""
+    """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
     places = buffer.split([prod(shape) for shape in shapes])
     return [place.view(shape) for place, shape in zip(places, shapes, strict=True)]
 
 
 class collective:
-    """A context manager that converts an error of torch.distributed to a `ShardingError` that names the call `what`."""
+    """A context manager around a torch.distributed call. It turns an error into a `ShardingError` that names `what`."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -1,4 +1,4 @@
-"""Verify by checksums that replicas on several ranks are equal, and make them equal by `broadcast`.
+"""Check that replicas of a tensor on several ranks are equal, by checksums, and make them equal with `broadcast`.
 
 The checksum of 32-bit words `u_0, u_1, ...` is `sum_j w_j u_j` modulo 2^64, with a pseudo-random odd weight for each
 index. The order of elements counts, one pass suffices, and two given tensors that differ have the same checksum with a
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class _Copies(NamedTuple):
-    """A leaf of a tree, with the ranks that hold replicas of it."""
+    """This rank's value of one leaf of a tree, and the groups of ranks that must have equal values of it."""
 
     name: str
     value: Tensor | None
@@ -53,9 +53,9 @@ class _Copies(NamedTuple):
 
 
 def verify_params(layout: Layout, local: PyTree, problem: Exception | None = None, *, may_fail: bool = False) -> None:
-    """Raise on all ranks if the replicas of a parameter differ in any bit, or if one rank passes an error (`problem`).
+    """Raise on all ranks if replicas of a parameter differ in any bit, or if one rank passes an error (`problem`).
 
-    With `may_fail`, the ranks exchange errors even if the layout has no replicas to compare.
+    Set `may_fail` if any rank may pass an error. Then the ranks communicate even if there are no replicas.
     """
     found = _find_difference("comparing parameters", _copies_of(layout, local), layout, problem, may_fail=may_fail)
     if found is None:
@@ -80,7 +80,7 @@ _ADVICE = (
 
 
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
-    """Raise on all ranks if the replicas of a leaf of the state differ in any bit; syncs with the device."""
+    """Raise on all ranks if replicas of a tensor in the optimizer state differ in any bit. Syncs with the device."""
     described, leaves = describe_state(binding, tx, like), tree.leaves(state)
     if len(described) != len(leaves):
         return  # the state of another transform: the check of the state reports it
@@ -97,7 +97,7 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
 
 
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
-    """Warn if gradients of replicated parameters differ between ranks, for example because they were not reduced."""
+    """Warn if gradients of replicated parameters differ between ranks, for example because of a missing all-reduce."""
     found = _find_difference("comparing gradients", _copies_of(layout, local), layout)
     if found is not None and layout.group is not None:
         warn_together(
@@ -113,7 +113,7 @@ def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
 
 
 def _holders_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequence[int]]:
-    """Return the groups of ranks that must hold equal values of a state leaf with the given placement."""
+    """Return the groups of ranks that must hold equal values of one leaf of the state."""
     if placement is None:
         return []
     if placement.name is None or any(share.owner is None for share in placement.shares):
@@ -124,9 +124,9 @@ def _holders_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Seq
 def _find_difference(
     what: str, copies: Sequence[_Copies], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
 ) -> tuple[str, str] | None:
-    """Compare replicas, and return the name and the ranks (as a text) of the first leaf that differs, or None.
+    """Find the first leaf whose replicas differ. Return its name and a message with the ranks, or None.
 
-    All ranks return the same. A ``problem`` of one rank is raised on all ranks.
+    Each rank returns the same. If a rank passes an error (`problem`), all ranks raise.
     """
     group = layout.group
     if group is None or layout.size == 1:
@@ -161,7 +161,7 @@ def _find_difference(
 
 
 def _checksums(values: Sequence[Tensor | None]) -> list[int]:
-    """Return the `checksum` of each tensor as an integer, 0 for None, with one sync for each device."""
+    """Return a list with the checksum of each tensor as an int, and 0 for None. It syncs once for each device."""
     found = [0] * len(values)
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     for place, value in enumerate(values):
@@ -179,7 +179,7 @@ WORDS = 1 << 20
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    """Return the table of pseudo-random odd int64 weights of `checksum`, one for each word of a pass (splitmix64)."""
+    """Return the int64 weights of `checksum`: pseudo-random odd numbers, one for each 32-bit word of a pass."""
     # Constants and shifts as int64: a shift keeps the sign, which is masked away.
     z = torch.arange(1, WORDS + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
@@ -189,7 +189,7 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's elements, independent of strides, as a 0-d int64 tensor on its device."""
+    """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it."""
     total, weights = torch.zeros((), dtype=torch.int64, device=tensor.device), _weights(tensor.device)
     flat = tensor.detach().reshape(-1)
     for number, block in enumerate(flat.split(4 * WORDS // flat.element_size())):
@@ -207,7 +207,7 @@ def checksum(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 @plain_arguments
 def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
-    """Make replicas equal: copy each shard from the lowest rank that holds it to the other ranks that hold it.
+    """Make replicas equal: copy each shard from the lowest rank that holds it to all other ranks that hold it.
 
     All ranks must call this together. Use it for a model that was initialized with a different seed on each rank, or
     loaded on one rank only.
@@ -255,7 +255,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
 
 
 def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
-    """Overwrite this rank's shards, given by parameter name, with the values of the lowest rank that holds each."""
+    """Overwrite this rank's shards in place with the values of the lowest rank that holds the same shard."""
     holders = {name: layout.pieces[name].copies for name in places}
     of_all = [name for name in places if len(holders[name][0]) == layout.size]
     for bucket in in_buckets([places[name] for name in of_all], BUCKET):
@@ -275,7 +275,7 @@ def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dis
 
 
 def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], wire: Tensor, layout: Layout, what: str) -> None:
-    """Copy tensors from rank to rank in place; each send is (this rank's tensor, sender, ranks to overwrite)."""
+    """Copy tensors between ranks in place. Each item of `sends` is (local tensor, sending rank, receiving ranks)."""
     outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
     for tensor, sender, takers in sends:

@@ -1,4 +1,4 @@
-"""`ShardTable`: the part of a layout that needs no communication, namely the shard of each parameter on each rank."""
+"""`ShardTable`: which shard of each parameter each rank holds. It is the part of a layout without communication."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ShardTable", "specs_of"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardTable:
-    """Which shard of each parameter each rank holds. The subclass `Layout` adds the operations on trees."""
+    """Which shard of each parameter each rank holds. Its subclass `Layout` can also shard and gather trees."""
 
     kind: str
     specs: Mapping[str, Spec]
@@ -61,11 +61,11 @@ class ShardTable:
 
     @cached_property
     def is_replicated(self) -> bool:
-        """True if every rank holds every parameter whole."""
+        """True if every rank holds every parameter in full."""
         return all(len(cut.complete) == self.size for cut in self.pieces.values() if prod(cut.shape))
 
     def piece(self, name: str, rank: int | None = None) -> Piece:
-        """Return which elements of a parameter a rank holds, without their values.
+        """Return which elements of a parameter a rank holds, as a `Piece`: their positions, without values.
 
         Args:
             name: the name of the parameter.
@@ -81,30 +81,30 @@ class ShardTable:
 
     @cached_property
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A dict from the name of each parameter to the shape of this rank's shard."""
+        """A dict from parameter name to the shape of this rank's shard."""
         return {name: cut[self.rank].shape for name, cut in self.pieces.items()}
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the shards of all ranks, with which ranks compare their layouts."""
+        """A hash of the shards of all ranks. Ranks compare it to check that they have the same layout."""
         return digest([(name, cut.digest) for name, cut in self.pieces.items()])[:12]
 
     def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
-        """Return a dict from each distinct nonempty shard of a parameter (as a `Piece`) to the ranks that hold it."""
+        """Return a dict from each distinct nonempty shard of a parameter, as a `Piece`, to the ranks that hold it."""
         return self.pieces[name].holders
 
     def nbytes(self, rank: int | None = None) -> int:
-        """Return the total bytes of a rank's shards of all parameters, by default of this process's rank."""
+        """Return the total bytes of a rank's shards of all parameters. Default: this process's rank."""
         return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
 
     def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return a dict of meta tensors with the parameters' global shapes and dtypes, of all or of some ``names``."""
+        """Return a dict from parameter name (default: of all) to a meta tensor of the global shape and dtype."""
         chosen = self.specs if names is None else names
         return {n: torch.empty(self.specs[n].shape, dtype=self.specs[n].dtype, device="meta") for n in chosen}
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
-    """Return a dict from the name of each leaf to its shape (of a DTensor, the global shape) and dtype."""
+    """Return a dict from parameter name to its shape and dtype. The shape of a DTensor is the global one."""
     check_tree("params", params)
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}

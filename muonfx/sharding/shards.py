@@ -33,7 +33,7 @@ Span = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """The position of one box (a rectangular part of a tensor) in a shard, computed once and used at every step."""
+    """Where one rectangular part (a box) of a whole tensor is within a shard. `of` returns it as a view."""
 
     interval: tuple[int, int] | None
     """For a 1-d shard, the start and the number of the elements to view in the shape `sizes`; None for an n-d shard."""
@@ -43,7 +43,7 @@ class Window(NamedTuple):
     """The arguments (dim, start, length) of each call of `torch.narrow` that selects the box."""
 
     def of(self, local: Tensor) -> Tensor:
-        """Return the values of the box, as a view of a shard."""
+        """Return this rectangular part of a shard, given as the tensor `local`, as a view."""
         if self.interval is not None:
             first, numel = self.interval
             local = (local if numel == local.numel() else local.narrow(0, first, numel)).view(self.sizes)
@@ -53,9 +53,10 @@ class Window(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The elements of a tensor that a rank holds, without their values. Built by `whole`, `interval` or `grid`.
+    """Which elements of a whole tensor a rank holds: their positions, without values.
 
-    A *shard* is the tensor of these elements. Use `cut` to copy it out of a whole tensor, and `paste` to copy it back.
+    Build it by `whole`, `interval` or `grid`. A *shard* is the tensor of these elements: `cut` copies it out of a whole
+    tensor, and `paste` copies it back. The attribute ``boxes`` lists the elements as rectangular parts.
 
     >>> piece = Piece.interval((4, 5), 3, 8)  # elements 3 to 7: the end of row 0 and the start of row 1
     >>> piece.shape, [box.sizes for box in piece.boxes]
@@ -75,17 +76,17 @@ class Piece(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """Return the piece with all elements of a tensor of this shape. Its shard has the same shape."""
+        """Describe a shard that is the whole tensor: return a `Piece` with all elements of a tensor of this shape."""
         return cls.grid([((0, size),) for size in shape])
 
     @classmethod
     def interval(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
-        """Return the piece with the elements ``start:stop`` of a flattened tensor of this shape. Its shard is 1-d."""
+        """Describe a shard with the elements ``start:stop`` of a flattened tensor, as a `Piece`. It is 1-d."""
         return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
 
     @classmethod
     def grid(cls, spans: Sequence[Sequence[Span]]) -> Piece:
-        """Return the piece with the elements whose index in each dim is in one of that dim's spans (start, end).
+        """Describe a shard with some indices of each dim, as a `Piece`. `spans` has index ranges (start, end) per dim.
 
         >>> Piece.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
@@ -99,35 +100,35 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements in the piece."""
+        """The number of elements that the rank holds."""
         return prod(self.shape)
 
     def fits(self, local: Tensor) -> bool:
-        """Return True if a tensor has the shape of this piece's shard, or if both have no elements."""
+        """Return True if a tensor has the shape of the shard. Any empty tensor fits an empty shard."""
         return tuple(local.shape) == self.shape or (self.numel == 0 and local.numel() == 0)
 
     def blank(self, like: Tensor) -> Tensor:
-        """Return an uninitialized shard for this piece, with the dtype and the device of ``like``."""
+        """Return a new uninitialized shard with the dtype and the device of ``like``."""
         return torch.empty(self.shape, dtype=like.dtype, device=like.device)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Copy the elements of this piece out of a whole tensor, and return them as a shard."""
+        """Copy the elements that the rank holds out of a whole tensor. Return them as the rank's shard."""
         local = self.blank(whole)
         for box in self.boxes:
             self.window(box).of(local).copy_(part(whole, box))
         return local
 
     def paste(self, local: Tensor, whole: Tensor) -> None:
-        """Copy the values of a shard to their positions in a whole tensor, in place."""
+        """Copy a shard, the tensor ``local``, into its place in a whole tensor. This overwrites ``whole``."""
         for box in self.boxes:
             part(whole, box).copy_(self.window(box).of(local))
 
     def shared(self, boxes: Sequence[Box]) -> list[Box]:
-        """Return the intersections of some boxes (offsets and sizes) of the whole tensor with this piece, as boxes."""
+        """Return the overlaps of this shard with some boxes (rectangular parts of the whole tensor), also as boxes."""
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
     def window(self, box: Box) -> Window:
-        """Return where a box (offsets and sizes) of the whole tensor is in the shard, as a `Window` to view it.
+        """Return where a rectangular part of the whole tensor (a box) is in the shard, as a `Window` to view it.
 
         Raises:
             ValueError: the box is not inside one of the piece's ``boxes``.
@@ -156,13 +157,13 @@ class Piece(NamedTuple):
 
 
 def _narrowed(firsts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Return (dim, start, length) for each dim in which a box is smaller than its tensor of shape `sizes`."""
+    """Return arguments (dim, start, length) of `torch.narrow`, for each dim in which a box is smaller than `sizes`."""
     dims = enumerate(zip(firsts, lengths, sizes, strict=True))
     return tuple((dim, first, length) for dim, (first, length, size) in dims if length != size)
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
-    """Return a box (a rectangular part) of a tensor, as a view."""
+    """Return the elements of a tensor in a rectangular part (a box), as a view."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -171,12 +172,12 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FlatPiece:
-    """The values of an interval of a flattened tensor, with the position of the interval and the tensor's full shape.
+    """Some consecutive elements of a flattened tensor, with their position and the shape of the whole tensor.
 
     ZeRO concatenates all parameters in one flat buffer and splits it among the ranks, even within a matrix or a row.
     From the `FlatPiece` of each rank, a checkpoint stores parameters in their full shapes instead of that buffer. Any
-    number of ranks can then load them, as shards, as `torch.distributed.tensor.DTensor` or whole. Follows the protocol
-    of ``torch.distributed._checkpointable``.
+    number of ranks can then load them, as shards, as `torch.distributed.tensor.DTensor` or whole. It follows the
+    protocol of ``torch.distributed._checkpointable``.
 
     Attributes:
         shape: the shape of the whole tensor.
@@ -216,7 +217,7 @@ class FlatPiece:
 
     @classmethod
     def cut(cls, whole: Tensor, start: int, stop: int) -> FlatPiece:
-        """Return the elements ``start:stop`` of a flattened tensor, as a view if the tensor is contiguous."""
+        """Return elements ``start:stop`` of a flattened tensor. They are a view if the tensor is contiguous."""
         return cls(tuple(whole.shape), start, whole.detach().reshape(-1)[start:stop])
 
     def __repr__(self) -> str:
@@ -224,53 +225,53 @@ class FlatPiece:
 
     @property
     def stop(self) -> int:
-        """The exclusive end of the interval in the flattened tensor."""
+        """The index after the last element of the interval, in the flattened tensor."""
         return self.start + self.data.numel()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
+        """The dtype of the values in ``data``."""
         return self.data.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the values."""
+        """The device of the values in ``data``."""
         return self.data.device
 
     @property
     def boxes(self) -> list[Box]:
-        """The interval as boxes (offsets and sizes) of the whole tensor, in order; one empty box if it is empty."""
+        """The interval as a list of rectangular parts of the whole tensor. An empty interval has one empty part."""
         if not prod(self.shape):
             return [Box((0,) * len(self.shape), self.shape)]
         return list(self.piece.boxes)
 
     @property
     def piece(self) -> Piece:
-        """Which elements of the whole tensor this shard holds, as a `Piece`: its position without its values."""
+        """Which elements of the whole tensor this interval contains, as a `Piece`: their position without values."""
         return Piece.interval(self.shape, self.start, self.stop)
 
     @property
     def whole(self) -> Tensor | None:
-        """The whole tensor, as a view of the values, if the interval contains all its elements; else None."""
+        """The whole tensor as a view, if the interval contains all of its elements; otherwise None."""
         return self.data.view(self.shape) if self.data.numel() == prod(self.shape) else None
 
     def part(self, box: Box) -> Tensor:
-        """Return the values of one of the rectangular parts in ``boxes``, as a view with the shape of that part."""
+        """Return the values of one rectangular part, which must be in the list ``boxes``, as a view in its shape."""
         return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)
 
     def empty_like(self, device: torch.device | str | None = None) -> FlatPiece:
-        """Return a `FlatPiece` of the same interval with uninitialized values, by default on the same device."""
+        """Return a `FlatPiece` of the same interval with uninitialized values. Default: on the same device."""
         return FlatPiece(self.shape, self.start, torch.empty_like(self.data, device=device))
 
     def copy_(self, other: FlatPiece) -> FlatPiece:
-        """Overwrite the values with those of ``other``, a `FlatPiece` of the same interval, and return ``self``."""
+        """Copy the values of another `FlatPiece` of the same interval into this one, and return ``self``."""
         self.data.copy_(other.data)
         return self
 
     # ------------------------------------------------------------- the protocol of torch.distributed._checkpointable
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """Return one item for each box, from which torch.distributed.checkpoint saves the box."""
+        """List the rectangular parts of the interval for torch.distributed.checkpoint, which saves each of them."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -284,13 +285,13 @@ class FlatPiece:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the offsets and sizes of the boxes, in the form of torch.distributed.checkpoint."""
+        """List the offsets and sizes of the interval's rectangular parts, for torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the values of the box that begins at ``index.offset``, as torch.distributed.checkpoint requests it."""
+        """Return the rectangular part that begins at ``index.offset``, for torch.distributed.checkpoint."""
         offset = tuple(index.offset or ())
         box = next((box for box in self.boxes if box.offsets == offset), None)
         if box is None:
@@ -302,13 +303,13 @@ aten: Any = torch.ops.aten
 
 
 class IntervalTensor(Tensor):
-    """A `FlatPiece` as a tensor of the whole shape, for the state of a torch optimizer, which must contain tensors."""
+    """Makes a `FlatPiece` a tensor of the whole shape. The state of a torch optimizer may contain only tensors."""
 
     piece: FlatPiece
 
     @classmethod
     def of(cls, piece: FlatPiece) -> IntervalTensor:
-        """Wrap a `FlatPiece` without copying its values."""
+        """Wrap a `FlatPiece` as a tensor without copying its values."""
         make: Any = torch.Tensor._make_wrapper_subclass
         found: IntervalTensor = make(cls, piece.shape, dtype=piece.dtype, device=piece.device, requires_grad=False)
         found.piece = piece
@@ -321,7 +322,7 @@ class IntervalTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply copies, conversions and fills to the values of the interval; raise for every other operation."""
+        """Apply a copy, a conversion or a fill to the values of the interval. Raise for every other operation."""
         first, *rest = args
         if func not in _ON_VALUES or any(isinstance(other, Tensor) and not _same_place(first, other) for other in rest):
             raise NotImplementedError(
@@ -344,7 +345,7 @@ class IntervalTensor(Tensor):
         return self.piece.__get_tensor_shard__(index)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the wrapped `FlatPiece`, because a wrapper subclass has no storage."""
+        # Pickle the `FlatPiece`, because this tensor has no storage of its own.
         return _rebuild, (self.piece.shape, self.piece.start, self.piece.data)
 
 

@@ -1,4 +1,4 @@
-"""Which ranks hold each leaf of a sharded optimizer state, and the conversion of the state for checkpoints.
+"""Find which ranks hold each leaf of a sharded optimizer state, and convert the state for checkpoints and back.
 
 A leaf is sharded like its parameter, or each owner (the rank that computes a matrix) has it for its matrices, or it is
 equal on all ranks, such as a counter. This placement is found by running `init` on meta tensors, with a placeholder for
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """Which ranks hold one leaf of the optimizer state, and in which shape."""
+    """Where one leaf of the optimizer state is: which ranks hold it, its whole shape, and its shape on this rank."""
 
     name: str | None
     """The parameter to which the leaf belongs; None for a leaf that is equal on all ranks, such as a counter."""
@@ -69,7 +69,7 @@ class LeafPlacement:
 
 
 def _of_node(binding: Binding, node: Node) -> PyTree:
-    """Return a tree like a program node's state, with the placement (which ranks hold it) of each leaf."""
+    """Return a tree like the state of one node (a transform), with the placement (ranks, shapes) of each leaf."""
     if isinstance(node, Stage):
         return _of_stage(binding, node)[node.members[0].name]
     if isinstance(node, ChainNode):
@@ -87,14 +87,14 @@ def _of_node(binding: Binding, node: Node) -> PyTree:
 
 
 def _of_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
-    """Return trees of placements for the states in a matrix stage, by transform; the ranks that compute hold them."""
+    """Return a dict from transform name to a tree like its state, with the placement (ranks, shapes) of each leaf."""
     run = tuple((member.name, member.node.tx) for member in stage.members)
     plan = None if binding.holds_all else binding.plan(run, stage.like)
     return {name: _of_leaves(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
 
 
 def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Return a tree like `state`, with the placement of each leaf; `plan` gives the owners of states of matrices."""
+    """Return a tree like `state`, with the placement (ranks, shapes) of each leaf. `plan` assigns matrices to ranks."""
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
     described: list[Any] = []
@@ -113,7 +113,7 @@ def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Return the placement (which ranks hold it, in which shape) of each leaf of a transform's state; None for None."""
+    """Return a list with the placement of each leaf of a transform's state: its ranks and shapes, or None for None."""
 
     def describe() -> list[LeafPlacement | None]:
         local = binding.local_like(params)
@@ -132,9 +132,9 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
-    """Wrap each leaf of a state as a DTensor if it belongs to a DTensor parameter.
+    """Turn each leaf of an optimizer state into a DTensor if its parameter is a DTensor.
 
-    A DTensor in the state `old` whose local tensor was updated in place is used again, because wrapping takes time.
+    `old` is the previous state. DTensors that a step updated in place are taken from it, because new ones take time.
     """
     leaves, treedef = tree.flatten(state)
     before = [None] * len(leaves) if old is None else tree.leaves(old)
@@ -147,7 +147,7 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
 
 
 def leaf_to_dtensor(binding: Binding, placed: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
-    """Wrap one leaf of a state as a DTensor if it belongs to a DTensor parameter."""
+    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placed` is its placement."""
     if placed is None or placed.name is None or is_dtensor(leaf) or placed.name not in binding.layout.dtensors:
         return leaf
     if not placed.owned:
@@ -163,7 +163,7 @@ def leaf_to_dtensor(binding: Binding, placed: LeafPlacement | None, leaf: Tensor
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """Replace the DTensors in a state by their local tensors: the inverse of `state_to_dtensors`."""
+    """Replace each DTensor in an optimizer state by the local tensor that `update` uses on this rank."""
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
@@ -177,14 +177,14 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
 
 
 def _from_dtensor(placed: LeafPlacement | None, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
-    """Return the local tensor of one leaf of a state, in the shape that `update` uses, or None if it has none here."""
+    """Return the local tensor of one leaf of a state, in the shape that `update` uses; None if it has none here."""
     if not is_dtensor(leaf) or placed is None or not placed.owned:
         return local_of(leaf)
     return None if placed.local is None else leaf._local_tensor.view(placed.local)
 
 
 def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """Convert a state to the form for checkpoints, in which each leaf records its position in the whole tensor."""
+    """Convert a state to its form for checkpoints, in which each leaf stores its position in the whole tensor."""
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
@@ -194,7 +194,7 @@ def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree)
 def global_leaf(
     binding: Binding, device: torch.device, placed: LeafPlacement | None, leaf: Tensor | None
 ) -> Tensor | FlatPiece | None:
-    """Convert one leaf of a state to a form that records its position: a DTensor, a `FlatPiece` or a whole tensor."""
+    """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatPiece` or a whole tensor."""
     if placed is None or placed.name is None:
         return leaf
     if not placed.owned:
@@ -207,13 +207,13 @@ def global_leaf(
 
 
 def interval_of(placed: LeafPlacement, share: Share) -> tuple[int, int]:
-    """Return the interval (start, end) of a flattened state leaf that belongs to the matrices of one owner."""
+    """Return the start and end, in a flattened leaf of the state, of the elements for one owner's matrices."""
     each = max(prod(share.whole), 1)
     return share.start * prod(placed.shape) // each, share.stop * prod(placed.shape) // each
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
-    """Convert a state from its form for checkpoints to this rank's state: the inverse of `global_state`."""
+    """Convert a state from its form for checkpoints to the local tensors of this rank. It undoes `global_state`."""
     meta = binding.executor.init(tx, meta_like(local_tree(params)))
     leaves, treedef = tree.flatten(values)
 
@@ -233,7 +233,7 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
 
 
 def _to_dtensor_of_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) -> DTensor:
-    """Wrap a state leaf of the rank `owner` as a DTensor on a mesh of this one rank; elsewhere `local` is None."""
+    """Build a DTensor on the mesh of one rank, `owner`, from a leaf of the state that only this rank holds."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate
 
@@ -251,7 +251,7 @@ def _to_dtensor_of_owner(layout: Layout, owner: int, local: Tensor | None, like:
 def _to_dtensor_like_parameter(
     layout: Layout, name: str, shares: Sequence[Share], local: Tensor | None, like: Tensor
 ) -> DTensor | None:
-    """Wrap a state leaf that several ranks hold as a DTensor on the parameter's mesh; None if no placements fit."""
+    """Build a DTensor on the parameter's mesh from a leaf of the state. Return None if no placements fit."""
     from torch.distributed.tensor import Replicate
 
     spec = layout.dtensors[name]
@@ -265,9 +265,9 @@ def _to_dtensor_like_parameter(
 
 
 def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape: Sequence[int]) -> bool:
-    """Return True if every rank computes exactly the matrices that its shard of a stack of matrices holds.
+    """Return True if every rank computes exactly the matrices that it holds, of a parameter that stacks matrices.
 
-    The stack and its state leaf, of the given shape, must be split along dim 0 only.
+    If the parameter, or its leaf of the state with this `shape`, is not split along dim 0 alone, return False.
     """
     spec = layout.dtensors[name]
     if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):

@@ -1,4 +1,4 @@
-"""Verify that all ranks agree: on program, parameters and layout before the first step, and on each step's call."""
+"""Check that all ranks agree: on transform, parameters and layout before the first step, and on every later call."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def agreed_call(
     problem: Exception | None = None,
     serial: int | None = None,
 ) -> Arguments:
-    """Verify that all ranks make the same call of `update`; return its arguments with local tensors, not DTensors.
+    """Check that all ranks make the same call of `update`. Return its arguments with local tensors for DTensors.
 
-    A gradient that only other ranks have is added. An error on one rank (also `problem`, if given) is raised on all.
-    `serial` is the number of the optimizer in its process group.
+    A gradient that is None here but not on other ranks is filled in. If a rank has an error, or passes a `problem`, all
+    ranks raise. `serial` is the number of the optimizer in its process group.
     """
     layout = binding.layout
     many = layout.group is not None and layout.size > 1
@@ -103,7 +103,7 @@ def agreed_call(
 def _checked_call(
     binding: Binding, tx: Transform, call: Arguments, names: Sequence[str], leaves: Sequence[Any], *, check: bool
 ) -> Arguments:
-    """Check the arguments of a call and return them with local tensors; with `check`, also compare the trees."""
+    """Check a call's arguments on this rank. Return them with local tensors. `check` also compares the trees."""
     tx.check_extras(call.extras)
     checks.check_floating("updates", call.updates)
     layout, params = binding.layout, call.params
@@ -133,14 +133,14 @@ _serials: dict[str, int] = {}
 
 
 def next_serial(layout: Layout) -> int:
-    """Return the next number (1, 2, ...) of a transform or optimizer of a process group; all ranks call it together."""
+    """Count the sharded transforms and optimizers of a process group, and return the next number: 1, 2, ..."""
     name = "" if layout.group is None else layout.group.group_name
     _serials[name] = _serials.get(name, 0) + 1
     return _serials[name]
 
 
 def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: int | None) -> Facts:
-    """Describe what must be equal on all ranks in a step: hyperparameters, extras such as a loss, and step counters."""
+    """Return what must be equal on all ranks in a step, as texts: hyperparameters, extras such as a loss, counters."""
     in_state, counts = _numbers_of_state(binding, tx, local.state, local.like)
     loaded = "loaded since the last step" if binding.has_loaded else "not loaded since the last step"
     return {
@@ -167,7 +167,7 @@ def _extra(value: object) -> str:
 
 
 def _scheduled(binding: Binding, tx: Transform, count: int) -> dict[str, str]:
-    """Return the value at step `count` of each schedule within a transform, as texts by the name of the argument."""
+    """Return the value of each schedule within a transform at step `count`, as a dict from argument name to text."""
 
     def find() -> list[tuple[int, str]]:
         return [
@@ -185,7 +185,7 @@ def _scheduled(binding: Binding, tx: Transform, count: int) -> dict[str, str]:
 
 
 def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> tuple[dict[str, str], list[int]]:
-    """Describe the state leaves that belong to no parameter, and return the values of the step counters on the CPU."""
+    """Return texts by name for state that belongs to no parameter, and a list with the values of CPU counters."""
     leaves = tree.leaves(state)
 
     def find() -> dict[int, str] | None:
@@ -214,7 +214,7 @@ def _with_missing_gradients(
     on_some: Sequence[bool],
     device: torch.device,
 ) -> list[Tensor | None]:
-    """Return gradients as local tensors in their parameters' placements, with those that only other ranks have."""
+    """Return a list of local gradients, in which gradients that only other ranks have are filled in."""
     # A gradient may be partial under tensor parallelism, and None on some ranks if only the losses of others use it.
     assert layout.group is not None
     for name, code, is_missing in zip(names, codes, on_some, strict=True):
@@ -277,7 +277,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
 
 
 def _facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
-    """Describe everything that must be equal on all ranks before the first step, by subject, in the order to report."""
+    """Return, as texts by subject, what must be equal on all ranks before the first step, in the order to report."""
     layout, store, kept = binding.layout, binding.store, "in memory with the parameters"
     device = tree.device_of(local)
     roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
@@ -315,7 +315,7 @@ def _facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
 
 
 def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
-    """Describe which transforms are applied to each parameter, and the arguments of these transforms."""
+    """Return, as texts by subject, the transforms that are applied to each parameter, and their arguments."""
     transforms: dict[str, str] = {}
     of_each: dict[str, list[str]] = {}
     for place, node in enumerate(Program(binding.executor.program(tx, params)).transforms()):
@@ -330,7 +330,7 @@ def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
 
 
 def _text(value: object) -> str:
-    """Describe a transform by its factory and arguments. All functions have one text: their results are compared."""
+    """Return a text for a transform: its factory and arguments. Functions all have one text; results are compared."""
     if isinstance(value, Recorded):
         return f"{value.factory.__name__}({', '.join(f'{k}={_text(v)}' for k, v in value.arguments.items())})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
@@ -339,7 +339,7 @@ def _text(value: object) -> str:
 
 
 def numbers_of(tx: Transform) -> dict[str, str]:
-    """Return the current hyperparameters of a transform, as a dict from dotted name to text."""
+    """Return the current hyperparameters of a transform as texts: a dict by dotted name, such as "muon.momentum"."""
     if "numbers" not in tx.derived:
         tx.derived["numbers"] = parts_of(tx)
     return {name: number_text(number) for name, number in tx.derived["numbers"]}
@@ -350,7 +350,7 @@ SMALL = 64
 
 
 def number_text(value: object) -> str:
-    """Describe a hyperparameter or counter by a text, without a device sync."""
+    """Return a text for a hyperparameter or a counter, such as "0.1". It never syncs with a GPU."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     # Values on a device are compared when replicas are verified.

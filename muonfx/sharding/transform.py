@@ -62,23 +62,23 @@ Replicas = Literal["auto", "split", "everyone"]
 
 
 class Sharded(Transform):
-    """A transform that `sharded` returned. Its errors are raised on all ranks, before any tensor changes."""
+    """A transform that runs on this rank's shards, as `sharded` returns it. Errors are raised on all ranks."""
 
     @property
     def layout(self) -> Layout:
-        """The layout of the parameters, with which `sharded` built this transform."""
+        """The `Layout` that was passed to `sharded`: which shard of each parameter each rank holds."""
         return self.arguments["layout"]
 
     @property
     def stays_outermost(self) -> bool:
-        """Always True: a wrapper such as `offload` must be applied to the inner transform, inside `sharded`.
+        """Always True: apply a wrapper such as `offload` to the inner transform, inside `sharded`.
 
         The ranks agree on a step before any transform runs, so a sharded transform must be the outermost transform.
         """
         return True
 
     def init(self, params: PyTree) -> PyTree:
-        """Return the optimizer state of this rank for its shards of the parameters.
+        """Return this rank's optimizer state, for this rank's shards of the parameters.
 
         All ranks must call this together, unless ``params`` are meta tensors.
         """
@@ -92,7 +92,7 @@ class Sharded(Transform):
 
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
-    """Decorate the constructor of `sharded`: its result has the hyperparameters and state of the inner transform."""
+    """Decorate the function `sharded`, so that its result has the inner transform's hyperparameters and state."""
     return make_factory(Sharded, constructor, Declaration(), transparent=True)
 
 
@@ -115,7 +115,7 @@ def sharded(
             by which a checkpoint identifies a transform).
         layout: the layout of the parameters.
         replicas: which ranks compute a matrix that all ranks hold. "split": one rank, which sends the result to the
-            others; "everyone": every rank, without communication; "auto": the faster of the two.
+            others. "everyone": every rank, without communication. "auto": the faster of the two.
         bucket_bytes: the approximate memory for one exchange of matrices, message buffers included. A matrix that
             needs more is sent alone.
 
@@ -185,7 +185,7 @@ def sharded(
 
 
 def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
-    """Verify that all ranks have the same transform and parameters; return this rank's state, or raise on all ranks."""
+    """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ."""
     try:
         warn_of_unmatched(tx.name_patterns, params)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
@@ -211,7 +211,7 @@ def step_sharded(
     problem: Exception | None = None,
     serial: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Run one step on this rank's shards; return the updates and the next state. Errors are raised on all ranks."""
+    """Run one step on this rank's shards. Return its updates and next state. If a rank has an error, all raise."""
     # `tx` has the current hyperparameters; `serial` numbers an optimizer, because several may share a binding.
     local = agreed_call(binding, tx, call, check=check, problem=problem, serial=serial)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
@@ -220,7 +220,7 @@ def step_sharded(
 
 
 def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
-    """Return the `Binding` (which runs transforms over the ranks) for a layout, settings and store of state; cached."""
+    """Return the `Binding`, which runs transforms over the ranks of a layout with these settings. Cached."""
     return layout.once(("binding", settings, store), lambda: Binding(layout, settings, store))
 
 
@@ -228,9 +228,9 @@ def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Bindin
 
 
 def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
-    """Convert this rank's state to the form for checkpoints, in which leaves record their position in whole tensors.
+    """Convert this rank's state for a checkpoint, so that each leaf stores its position in the whole tensor.
 
-    There is no communication. `muonfx.checkpoint.save` calls this if it is given ``tx``. The checkpoint then has the
+    It needs no communication. `muonfx.checkpoint.save` calls this if it is given ``tx``. The checkpoint then has the
     names and whole tensors of a single process, and loads under any layout and number of ranks.
 
     Args:
@@ -262,7 +262,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
-    """Convert a state from the form of `to_global` to this rank's local state, which ``tx.update`` accepts.
+    """Convert a state in the form of `to_global` to local tensors of this rank, which ``tx.update`` accepts.
 
     `muonfx.checkpoint.load` calls this if it is given ``tx``. If one rank calls it, all ranks must, because the next
     update then compares the replicas of the state between ranks.
@@ -288,13 +288,13 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def is_global(values: PyTree) -> bool:
-    """Return True if any leaf of a tree is a `FlatPiece`, as in the results of `to_global`."""
+    """Return True if any leaf of a tree is a `FlatPiece` (a shard with its position), as `to_global` returns."""
     # A global tree without a FlatPiece has DTensors and whole tensors only, which `to_global` leaves unchanged.
     return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
 
 
 def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
-    """Raise unless a state has the leaves that `described` lists (one placement per leaf), in this rank's shapes."""
+    """Raise unless the leaves of a state have the shapes on this rank that `described` lists, one item per leaf."""
     advice = "create it with init of this transform under this layout, or load it from a checkpoint"
     leaves = tree.leaves(state)
     if len(leaves) != len(described):
@@ -309,12 +309,12 @@ def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state
 
 
 def settings_of(tx: Sharded) -> Settings:
-    """Return the arguments ``replicas`` and ``bucket_bytes`` of a sharded transform, as `Settings`."""
+    """Return the arguments ``replicas`` and ``bucket_bytes`` with which `sharded` built a transform."""
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
 def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
-    """Return a sharded transform's `Binding` to its ranks, its inner transform, and `params` (None: meta tensors)."""
+    """Return the `Binding` of a sharded transform, its inner transform, and `params` or meta tensors like them."""
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
     layout = tx.layout

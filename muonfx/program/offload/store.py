@@ -1,4 +1,4 @@
-"""`Store`: where a state is between steps, which is with the parameters, in host memory, or in files on a disk.
+"""`Store`: where the state is between steps: with the parameters, in host memory, or in files on a disk.
 
 Tensors that are allocated together share one file, and each begins at a page boundary. The file is mapped into memory
 and its name is removed at once. So nothing can truncate it, ranks can share a folder, and its disk space is freed with
@@ -42,7 +42,7 @@ _MAPPED: WeakKeyDictionary[Any, _Where] = WeakKeyDictionary()
 
 
 def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
-    """Return zero tensors of given shapes and dtypes in one new file of a folder; after an OSError no file is left."""
+    """Return zero tensors of the given shapes and dtypes in one new file of a folder. An OSError leaves no file."""
     starts: list[int] = []
     length = 0
     for spec in specs:
@@ -77,7 +77,7 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
 
 
 def require_room(folder: str, nbytes: int) -> None:
-    """Raise OSError unless the folder is writable, after creating it, and its disk has `nbytes` free."""
+    """Create a folder if necessary. Raise OSError unless it is writable and its disk has `nbytes` bytes free."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -106,23 +106,22 @@ def _place_of(tensor: Tensor) -> tuple[Any, _Where] | None:
 
 
 def folder_of(tensor: Tensor) -> str | None:
-    """Return the folder in which a tensor is stored as a file, or None if it is not in a file of this module."""
+    """Return the folder of the file in which an offloaded tensor is stored; None for tensors in memory."""
     found = _place_of(tensor)
     return None if found is None else found[1].folder
 
 
 def release(tensor: Tensor) -> None:
-    """Free the host memory of a tensor that is in a file; its values stay in the file. Others are unchanged."""
+    """Free the host memory of a tensor that is stored in a file; the file keeps its values. Ignore other tensors."""
     _advise(tensor, "MADV_DONTNEED")
 
 
 def read_ahead(tensor: Tensor) -> None:
-    """Advise the kernel to read a tensor that is in a file into memory soon."""
+    """Let the kernel start to read a tensor that is stored in a file, so that a later access is fast."""
     _advise(tensor, "MADV_WILLNEED")
 
 
 def _advise(tensor: Tensor, advice: str) -> None:
-    """Call ``madvise`` for a tensor that is in a file, if the system supports this advice."""
     found = _place_of(tensor)
     if found is None or not hasattr(mmap, advice):
         return
@@ -132,7 +131,7 @@ def _advise(tensor: Tensor, advice: str) -> None:
 
 
 class Store(NamedTuple):
-    """Where a state is kept between steps, and how much of it is loaded at a time. Default: with the parameters."""
+    """Where the state of an optimizer is kept between steps, and how many bytes of it are loaded at a time."""
 
     to: str | None = None
     """ "cpu" for host memory, or a folder for files on its disk. None: the device of the parameters."""
@@ -141,15 +140,15 @@ class Store(NamedTuple):
 
     @property
     def on_disk(self) -> bool:
-        """True if the state is in files."""
+        """True if the state is kept in files on a disk."""
         return self.to not in (None, "cpu")
 
     def is_direct(self, device: torch.device) -> bool:
-        """Return True if a transform that runs on a device can update the stored state without copying it."""
+        """Return True if a step on this device can update the stored state in place, without loading a copy."""
         return self.to == "cpu" and device.type == "cpu"
 
     def has(self, leaf: Tensor, device: torch.device) -> bool:
-        """Return True if a tensor is in this store, for a transform that runs on a device."""
+        """Return True if a tensor is already where this store keeps state, for a transform that runs on `device`."""
         if leaf.device.type != "cpu":
             return False
         if self._in_file(tree.spec(leaf)):
@@ -157,7 +156,7 @@ class Store(NamedTuple):
         return device.type != "cuda" or leaf.is_pinned()
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
-        """Return new tensors of given shapes and dtypes in this store; host memory is pinned if `device` is CUDA."""
+        """Return new tensors where this store keeps state. Host memory is pinned if `device` is a CUDA device."""
         mapped = iter(in_file([spec for spec in specs if self._in_file(spec)], str(self.to)))
         pin = device.type == "cuda"
         return [
@@ -166,7 +165,7 @@ class Store(NamedTuple):
         ]
 
     def require(self, specs: Sequence[Spec]) -> None:
-        """Raise OSError unless the disk has room for new tensors of given shapes and dtypes."""
+        """Raise OSError if the store is on a disk without room for tensors of the given shapes and dtypes."""
         if self.to is not None and self.on_disk and specs:
             require_room(self.to, sum(spec.nbytes for spec in specs if self._in_file(spec)))
 

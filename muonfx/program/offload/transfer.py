@@ -1,8 +1,8 @@
-"""Transfers of state between the store and the device: two buffers, each for the state of one bucket of leaves.
+"""Copy offloaded state between store and device, with two buffers that each fit the state of one bucket of parameters.
 
-While a transform computes in one buffer, a worker thread writes the state in the other buffer back to the store, and
-then loads the next bucket into it. The worker runs its jobs in order, on CUDA in one stream. So the state in a buffer
-is always written back before the buffer is filled again.
+While a transform computes in one buffer, a worker thread writes the other buffer back to the store (host memory or
+disk), and then loads the next bucket into it. The worker runs its jobs in order, on CUDA in one stream. So a buffer is
+always written back before it is filled again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ALIGNED = 256
 
 
 def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
-    """Return a new buffer of some bytes. All device memory of offloading is allocated here, which tests count."""
+    """Allocate a buffer of `nbytes` bytes. Offloading allocates device memory only here, so tests can count it."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
 
 def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
-    """Return the bytes of a buffer for the tensors of one bucket, including the padding between them."""
+    """Return how many bytes of a buffer some tensors need, including the padding between them."""
     return sum(-(-leaf.nbytes // ALIGNED) * ALIGNED for leaf in leaves)
 
 
 class BucketTransfer:
-    """Loads and writes back the state of one transform during one step, bucket by bucket, in a worker thread."""
+    """Loads state from the store and writes it back, bucket by bucket, in a worker thread during one step."""
 
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, filed: bool) -> None:
         self._buckets = buckets
@@ -55,7 +55,7 @@ class BucketTransfer:
         self._ask_for(0)
 
     def fetch(self, turn: int) -> list[Tensor]:
-        """Return the state of a bucket on the device, where it may be overwritten, and start to load the next."""
+        """Return the state of bucket number `turn` on the device, and start to load the next. It may be overwritten."""
         leaves, ready = self._coming.pop(turn).result()
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
@@ -63,7 +63,7 @@ class BucketTransfer:
         return leaves
 
     def put(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Start to write the new state of a bucket to the store; `targets` are its tensors there."""
+        """Start to copy the new state of bucket number `turn`, in `leaves`, into the stored tensors `targets`."""
         done: torch.cuda.Event | None = None
         if self._stream is not None:
             done = torch.cuda.Event()
@@ -71,19 +71,19 @@ class BucketTransfer:
         self._do(lambda: self._write(turn, leaves, targets, done))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is in one of the buffers."""
+        """Return True if a tensor uses the memory of one of the two buffers, which the next bucket overwrites."""
         storage = tensor.untyped_storage().data_ptr()
         return any(room.untyped_storage().data_ptr() == storage for room in self._buffers)
 
     def finish(self) -> None:
-        """Wait until the new state of all buckets is in the store."""
+        """Wait until the new state of all buckets is written to host memory or disk."""
         for future in self._under_way:
             future.result()
         if self._stream is not None:
             self._stream.synchronize()
 
     def abandon(self) -> None:
-        """Wait for pending copies after an error, so that no memory is freed while they use it."""
+        """After an error, wait until pending copies end, so that no memory is freed while they use it."""
         for future in self._under_way:
             future.exception()
         if self._stream is not None:
@@ -152,7 +152,7 @@ class BucketTransfer:
 
 
 def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of a buffer with the shapes and dtypes of the tensors `likes`."""
+    """Split a buffer into consecutive tensors, which are views with the shapes and dtypes of `likes`."""
     found: list[Tensor] = []
     start = 0
     for like in likes:
@@ -163,7 +163,7 @@ def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 
 @functools.cache
 def _worker_of(process: int) -> ThreadPoolExecutor:
-    """Return the worker thread of a process (by process id, because a forked process needs a new thread)."""
+    """Return the worker thread of a process. The process id is the key, because a fork needs a new thread."""
     return ThreadPoolExecutor(1, thread_name_prefix="muonfx-offload")
 
 

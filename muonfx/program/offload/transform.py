@@ -27,11 +27,11 @@ DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
 
 
 class Offloaded(Transform):
-    """A transform whose state is offloaded, as returned by `offload`."""
+    """A transform whose state is in host memory or on disk between steps, as `offload` returns it."""
 
     @classmethod
     def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the value for a call of `offload`; ``offload(sharded(tx))`` becomes ``sharded(offload(tx))``."""
+        """Build the result of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``."""
         bound = bind("offload", inspect.Signature(list(factory.definition.parameters.values())), args, kwargs)
         given = bound.arguments
         if isinstance(given.get("to"), os.PathLike):
@@ -44,12 +44,12 @@ class Offloaded(Transform):
 
     @property
     def name(self) -> str:
-        """The name of the offloaded transform, so that its state in a chain keeps its key."""
+        """The name of the inner transform, so that offloading does not rename its state within a chain."""
         return self.arguments["tx"].name
 
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
-    """Decorate the constructor of `offload`: values are of the class `Offloaded`, with the locality of their `tx`."""
+    """Decorate the function `offload`, so that it returns an `Offloaded` that has the locality of its `tx`."""
     declaration = Declaration(
         locality=lambda tx, to, *, bucket_bytes: tx.locality,
         reads_params=lambda tx, to, *, bucket_bytes: tx.reads_params,
@@ -122,14 +122,14 @@ def offload(
 
 
 def store_of(tx: Transform) -> Store:
-    """Return the `Store` of an offloaded transform; for any other transform, `IN_MEMORY`."""
+    """Return where a transform keeps its state between steps; without `offload`, that is `IN_MEMORY`."""
     if not isinstance(tx, Offloaded):
         return IN_MEMORY
     return _store(**{name: value for name, value in tx.arguments.items() if name != "tx"})
 
 
 def inner_of(tx: Transform) -> Transform:
-    """Return the transform within `offload`; any other transform is returned unchanged."""
+    """Return the transform to which `offload` was applied. Return any other transform unchanged."""
     return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
 
 

@@ -1,4 +1,4 @@
-"""The plan of a chain: which rank computes which matrices, how these reach the rank, and in which order.
+"""The plan of a transform: which rank computes which matrices, how they reach that rank, and in which order.
 
 A *run* is a sequence of neighbouring transforms of a chain that need whole matrices. A *share* is a set of whole
 matrices of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A
@@ -33,7 +33,7 @@ __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan
 
 
 class Machine(NamedTuple):
-    """The estimated speed of one rank in computing and sending, used to choose which rank computes a matrix."""
+    """A rough speed of one rank in computing and sending. It is used to choose which rank computes a matrix."""
 
     flops: float
     """Floating-point operations per second in matrix products."""
@@ -53,16 +53,16 @@ class Machine(NamedTuple):
         return cls(6e11 if compute == torch.bfloat16 else 1e11, 7e8, latency=3.5e-4, overhead=5e-5)
 
     def computing(self, cost: float, matrices: int = 1) -> float:
-        """Return the seconds to compute ``matrices`` matrices that cost ``cost`` floating-point operations in total."""
+        """Estimate the seconds to compute ``matrices`` matrices that need ``cost`` floating-point operations in all."""
         return cost / self.flops + matrices * self.overhead
 
     def sending(self, nbytes: float, exchanges: int = 1) -> float:
-        """Return the seconds that one rank needs to send ``nbytes`` bytes in a number of exchanges."""
+        """Estimate the seconds in which one rank sends ``nbytes`` bytes in this number of exchanges."""
         return nbytes / self.bandwidth + exchanges * self.latency
 
 
 class Settings(NamedTuple):
-    """The arguments of `sharded` that decide which rank computes which matrix, and how many are sent together."""
+    """The arguments ``replicas`` and ``bucket_bytes`` of `sharded`, which decide where matrices are computed."""
 
     replicas: str = "auto"
     """Who computes a matrix that all ranks hold: "split" is one rank, "everyone" every rank, "auto" the faster way."""
@@ -72,7 +72,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Which rank computes which matrices, in which order, for a run (transforms that need whole matrices)."""
+    """Which rank computes which matrices, and in which order, for neighbouring transforms that need whole matrices."""
 
     run: Run = field(repr=False)
     """The transforms by name, in the form that treats the parameters in `stacks` as stacks of matrices."""
@@ -89,12 +89,12 @@ class RunPlan:
 
     @cached_property
     def moves(self) -> list[list[Moves]]:
-        """The messages that this rank sends and receives, as one list for each bucket (matrices sent together)."""
+        """The messages of this rank, as a list of lists. Each inner list has the messages that are sent together."""
         return [[self.shares[i].moves(self.rank) for i in bucket] for bucket in self.buckets]
 
     @cached_property
     def shares_of(self) -> dict[str, tuple[Share, ...]]:
-        """A dict from each parameter's name to its shares (sets of its matrices, with the rank that computes each)."""
+        """A dict from each parameter's name to its shares. A share is some of its matrices, with the computing rank."""
         by_name: dict[str, tuple[Share, ...]] = {}
         for share in self.shares:
             by_name[share.name] = (*by_name.get(share.name, ()), share)
@@ -102,7 +102,7 @@ class RunPlan:
 
     @property
     def flops(self) -> list[float]:
-        """The load of each rank per step, in floating-point operations of dense products that take the same time."""
+        """A list with the load of each rank per step, in floating-point operations of dense matrix products."""
         loads = [sum(share.cost for share in self.shares if share.owner is None)] * self.size
         for share in self.shares:
             if share.owner is not None:
@@ -111,11 +111,11 @@ class RunPlan:
 
     @property
     def sent(self) -> list[int]:
-        """The bytes that each rank sends in a step: updates to the ranks that compute matrices, and results back."""
+        """A list with the bytes that each rank sends in a step: updates to computing ranks, and results back."""
         return self.sent_for(self.shares)
 
     def sent_for(self, shares: Sequence[Share]) -> list[int]:
-        """Return the bytes that each rank sends for some shares: updates to ranks that compute, and results back."""
+        """Return a list with the bytes that each rank sends in a step for the matrices in `shares`."""
         sent = [0] * self.size
         for share in shares:
             if share.owner is None:
@@ -129,7 +129,7 @@ class RunPlan:
         return sent
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of messages to owners and back; narrower than `dtype` only if transforms round to them."""
+        """Return the dtypes of messages to computing ranks and back. Only rounding in the transforms narrows them."""
         if dtype not in self._wire_dtypes:
             self._wire_dtypes[dtype] = self._narrowed(0, dtype), self._narrowed(-1, dtype)
         return self._wire_dtypes[dtype]
@@ -147,7 +147,7 @@ BUFFERS_PER_BUCKET = 6
 
 
 def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.device, settings: Settings) -> RunPlan:
-    """Assign the matrices of the named parameters to ranks, for one run (transforms that need whole matrices)."""
+    """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices."""
     specs = {name: layout.specs[name] for name in names}
     # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -176,7 +176,7 @@ def _owners(
     machine: Machine,
     settings: Settings,
 ) -> list[int | None]:
-    """Return the rank that computes each part (a set of matrices), or None for a part that all ranks compute."""
+    """Return, for each set of matrices in `parts`, the rank that computes it; None if every rank computes it."""
     # Parts that all ranks hold whole may be split, which costs an exchange, or computed by all. Whole assignments are
     # compared by the busiest rank, since splitting saves nothing if there are fewer matrices than ranks, for example.
     everywhere = [len(part.candidates) == layout.size > 1 and part.complete for part in parts]
@@ -209,10 +209,10 @@ def _seconds(
     machine: Machine,
     settings: Settings,
 ) -> float:
-    """Estimate the seconds per step of the busiest rank if it computes and sends matrices as `owners` assigns them.
+    """Estimate the seconds per step of the busiest rank, if `owners` (from part index to rank) says who computes.
 
-    `each` and `nbytes` list the seconds and bytes of each part (a set of matrices). `free` are the parts that all ranks
-    hold; of these, `split` are computed by one rank each. Transfers of other parts are equal for all choices.
+    `each` and `nbytes` list the seconds and bytes of each part (a set of matrices). All ranks hold the parts in `free`.
+    One rank computes each part in `split`. Transfers of other parts are not counted: they are equal for all choices.
     """
     loads, sent = [0.0] * size, [0] * size
     for i, owner in owners.items():
@@ -226,7 +226,7 @@ def _seconds(
 
 
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
-    """Yield buckets (indices of shares to send together): bucket n has up to `limit` bytes of each owner's matrices."""
+    """Yield indices of `shares` to send together, with at most `limit` bytes of matrices for each computing rank."""
     places = sorted(range(len(shares)), key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i))
     for dtype in dict.fromkeys(specs[share.name].dtype for share in shares):
         by_owner: dict[int | None, dict[int, int]] = {None: {}}
@@ -241,10 +241,10 @@ def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Ite
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rank (the owner) computes each matrix of a transform, and how many bytes are sent. Prints as a table.
+    """Which rank computes each matrix of a transform, and how many bytes are sent. It prints as a table.
 
     Attributes:
-        runs: a list with a plan for each run (a sequence of neighbouring transforms that require whole matrices).
+        runs: a list of partial plans, one for each sequence of neighbouring transforms that need whole matrices.
         size: the number of ranks.
 
     >>> import muonfx as mfx
@@ -259,22 +259,22 @@ class Plan:
 
     @property
     def flops(self) -> list[float]:
-        """A list with the floating-point operations of each rank in a step, in transforms that need whole matrices."""
+        """A list with the floating-point operations of each rank per step, in transforms that need whole matrices."""
         return [sum(loads) for loads in zip(*(run.flops for run in self.runs), strict=True)] or [0.0] * self.size
 
     @property
     def sent(self) -> list[int]:
-        """A list with the bytes that each rank sends in a step: updates to the ranks that compute, and results back."""
+        """A list with the bytes that each rank sends per step: updates to computing ranks, and results back."""
         return [sum(sent) for sent in zip(*(run.sent for run in self.runs), strict=True)] or [0] * self.size
 
     @property
     def balance(self) -> float:
-        """The operations of the busiest rank divided by the mean over ranks; 1.0 is a perfect balance."""
+        """The operations of the busiest rank, divided by the mean over ranks. 1.0 is a perfect balance."""
         flops = self.flops
         return max(flops) * self.size / sum(flops) if sum(flops) else 1.0
 
     def owners(self) -> dict[str, list[int | None]]:
-        """Return a dict from each parameter's name to the ranks that compute its matrices; None means all ranks."""
+        """Return a dict from parameter name to a list of the ranks that compute its matrices. None means every rank."""
         found: dict[str, list[int | None]] = {}
         for run in self.runs:
             for share in run.shares:
@@ -282,7 +282,7 @@ class Plan:
         return found
 
     def explain(self) -> Report:
-        """Return tables of the matrices with the ranks that compute them, and of each rank's operations and bytes."""
+        """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank."""
         titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
         parts: list[str | Table] = []
         for run in self.runs:
@@ -315,7 +315,7 @@ class Plan:
 
 
 def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:
-    """Return which rank computes which matrix under `sharded`, computed from shapes without communication.
+    """Return which rank will compute which matrix under `sharded`. Only shapes are needed, no communication.
 
     Args:
         tx: the transform, sharded or not.

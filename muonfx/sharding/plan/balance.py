@@ -1,4 +1,4 @@
-"""Assignment of matrices to owners, in descending order of cost, each to the least loaded rank.
+"""Assign matrices to ranks so that all have about equal work: by descending cost, each to the least loaded rank.
 
 On equal ranks this order ends at most a third above the optimum (Graham 1969). If all ranks are candidates and the
 result misses the mean, packing up to a common limit (MULTIFIT; Coffman, Garey and Johnson 1978) is tried, and the
@@ -15,7 +15,7 @@ __all__ = ["assign", "assign_by_bytes"]
 
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
-    """Return for each item one of its candidate ranks, so that ranks have about equal costs; `sizes` break ties."""
+    """Choose one of its candidate ranks for each item, so that ranks have about equal costs. `sizes` break ties."""
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
     board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     groups = {id(own): own for own in candidates if len(own) > 1}
@@ -42,7 +42,7 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: i
 
 
 def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return a rank for each item, so that the sums of costs and the sums of sizes by rank are both about equal."""
+    """Choose a rank for each item, so that ranks have about equal costs and also about equal sizes."""
     # Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more
     # than the largest item.
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], -sizes[i], i))
@@ -76,7 +76,7 @@ def _give(board: _Board, rank: int, cost: float, size: int) -> None:
 
 
 class _Queue:
-    """A priority queue of ranks; first is the rank with the lowest sum of costs so far."""
+    """A priority queue of ranks. The first is the rank to which the lowest total cost is assigned so far."""
 
     def __init__(self, board: _Board, ranks: Iterable[int]) -> None:
         self._board = board
@@ -94,14 +94,14 @@ class _Queue:
             heapq.heapreplace(self._heap, now)
 
     def leave(self) -> None:
-        """Remove the first rank, so that it gets no further items from this queue."""
+        """Remove the first rank from the queue, so that it gets no more items."""
         heapq.heappop(self._heap)
 
 
 def _packed(descending: Sequence[float], before: dict[int, float], most: float) -> list[int]:
-    """Return a rank for each item so that the largest load by rank is below `most`, or [] if the search finds none.
+    """Search for an assignment of items to ranks whose largest load is below `most`. Return [] if none is found.
 
-    `descending` has the items' costs in descending order, and `before` the load of each rank without these items.
+    The result is a list with a rank per item. `descending` has the costs, and `before` each rank's load without them.
     """
     least = max(
         (sum(descending) + sum(before.values())) / len(before), max(before.values()), max(descending, default=0.0)
@@ -122,7 +122,7 @@ def _packed(descending: Sequence[float], before: dict[int, float], most: float) 
 
 
 def _first_fit(limit: float, descending: Sequence[float], loads: dict[int, float]) -> list[int] | None:
-    """Assign each item to the first rank on which it stays below `limit`, or return None if an item does not fit."""
+    """Assign each item to the first rank whose load stays below `limit`. Return None if an item fits nowhere."""
     owners: list[int] = []
     for cost in descending:
         owner = next((rank for rank, load in loads.items() if load + cost <= limit), None)

@@ -1,4 +1,4 @@
-"""The estimated cost of a run (neighbouring transforms that need whole matrices) for a parameter, from shapes alone.
+"""Estimate, from shapes alone, the cost of neighbouring transforms that need whole matrices (a run).
 
 The rank that computes a matrix is chosen by this cost. All ranks must choose identically without communication, so the
 cost depends on the arguments only, never on the machine: not on its clock, its CPU, or the installed packages.
@@ -27,7 +27,7 @@ _PER_ELEMENT = 10.0
 
 
 class RunCost:
-    """A function that estimates the operations of a run (transforms that need whole matrices) for one parameter."""
+    """Estimates the operations for one parameter in neighbouring transforms that need whole matrices (a run)."""
 
     def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
         called = [tx for _, entry in run for tx in within(entry)]
@@ -36,20 +36,20 @@ class RunCost:
         self._declared = [cost(tx, device, compute) for tx in called if (cost := tx.declaration.cost) is not None]
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """Return the estimated operations for updates of this shape and dtype: a parameter, or some of its matrices."""
+        """Return the estimated operations for an update of this shape: a whole parameter, or some of its matrices."""
         own = self._each * prod(shape)
         return sum((cost(name, tuple(shape), dtype) for cost in self._declared), start=own)
 
 
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
-    """Yield each run (neighbouring transforms that need whole matrices) in a transform, with its parameters' names."""
+    """Yield each group of neighbouring transforms that need whole matrices (a run), with its parameters' names."""
     for node in Program(lower_node(tx, dict(params))).nodes():
         if isinstance(node, Stage):
             yield tuple((member.name, member.node.tx) for member in node.members), list(node.names)
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:
-    """Return each parameter's estimated operations in the matrix transforms of `tx`; if None, in Newton-Schulz."""
+    """Estimate the operations of `tx` (None: Newton-Schulz) on matrices. Return a dict by parameter name."""
     if tx is None:
         return {name: _of_matrix(spec, device) if len(spec.shape) >= 2 else 0.0 for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)

@@ -1,4 +1,4 @@
-"""Divide the matrices of each parameter among the ranks.
+"""Divide the matrices of each parameter among the ranks that orthogonalize them.
 
 A `Part` is a set of matrices, with the ranks that may compute them. A `Share` is a part with the rank that computes it,
 its owner. A `ShareTransfer` is the overlap of a share with one shard, which is sent to the owner and back.
@@ -27,7 +27,7 @@ __all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "o
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
-    """Return the rank in an ascending list that is nearest to the rank `owner`; in a tie, the lower rank."""
+    """Return the rank in `ranks`, an ascending list, that is nearest to the rank `owner`. Prefer the lower in a tie."""
     if len(ranks) == 1:
         return ranks[0]
     place = bisect_left(ranks, owner)
@@ -35,7 +35,7 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
 
 
 class ShareTransfer(NamedTuple):
-    """The overlap of one shard of a parameter with a share (matrices of the parameter that one owner computes)."""
+    """The elements that a shard has in common with a set of matrices (a share). They are sent to its owner and back."""
 
     ranks: tuple[int, ...]
     """The ranks that hold the shard, ascending."""
@@ -47,7 +47,7 @@ class ShareTransfer(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The elements that one rank sends and receives in a step for a share (matrices that one owner computes)."""
+    """The elements that one rank sends and receives in a step for a share (some matrices and their owner)."""
 
     share: Share
     computes: bool
@@ -68,7 +68,7 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """Whole matrices of one parameter that one rank, the owner, computes; if the owner is None, every rank does."""
+    """Some whole matrices of one parameter, and the rank that computes them (the owner; None means every rank)."""
 
     name: str
     start: int
@@ -86,30 +86,30 @@ class Share:
 
     @property
     def numel(self) -> int:
-        """The number of elements in the share."""
+        """The number of elements in this share (some matrices of a parameter)."""
         return self.stop - self.start
 
     @cached_property
     def piece(self) -> Piece:
-        """The elements of the parameter that the share contains, without their values."""
+        """Which elements of the parameter belong to the matrices of this share, as a `Piece` (without values)."""
         return (
             Piece.whole(self.whole) if self.shape == self.whole else Piece.interval(self.whole, self.start, self.stop)
         )
 
     def local(self, tensor: Tensor) -> Tensor:
-        """View a tensor of the share's shape in the shape of `piece`: flat if the share is a part of the parameter."""
+        """Reshape a tensor of this share's matrices like a shard: flat if they are only a part of the parameter."""
         return tensor if self.shape == self.whole else tensor.reshape(-1)
 
     @property
     def transfers(self) -> Iterator[ShareTransfer]:
-        """The overlaps of this share with all shards of the parameter, computed one by one."""
+        """The elements that this share (some matrices) has in common with each shard, as an iterator."""
         # Computed on request: a rank needs all transfers of the shares that it owns, and only its own of the others.
         for piece, ranks in self.cut.holders.items():
             if (transfer := self._transfer(piece, ranks)) is not None:
                 yield transfer
 
     def transfer_of(self, rank: int) -> ShareTransfer | None:
-        """Return the overlap of this share with a rank's shard of the parameter, or None if there is none."""
+        """Return which elements of this share (some matrices) are in the shard of `rank`, or None if there are none."""
         piece = self.cut[rank]
         return self._transfer(piece, self.cut.holders[piece]) if piece.numel else None
 
@@ -123,7 +123,7 @@ class Share:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
 
     def moves(self, rank: int) -> Moves:
-        """Return the elements that a rank sends and receives for this share."""
+        """Return which elements of this share (some matrices) a rank sends and receives in a step."""
         transfer, held = self.transfer_of(rank), self.cut[rank]
         boxes = () if transfer is None else transfer.boxes
         return Moves(
@@ -145,17 +145,17 @@ class Share:
 
     @cached_property
     def needs_gather(self) -> bool:
-        """True if the owner must receive elements of the share from other ranks before it can compute."""
+        """True if the rank that computes this share's matrices must first receive elements of them from others."""
         return self.owner is not None and (0 if self._at_owner is None else self._at_owner.numel) < self.numel
 
     @cached_property
     def needs_send(self) -> bool:
-        """True if the owner must send elements of the result to other ranks."""
+        """True if the rank that computes this share's matrices must send elements of the result to others."""
         return self.needs_gather or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
 
     @property
     def route(self) -> str:
-        """How the matrices reach the rank that computes them (the owner), and the results reach the other ranks.
+        """How the matrices reach the rank that computes them (the owner), and how the results reach other ranks.
 
         "everyone": all ranks compute, and nothing is sent. "owner": the matrices are gathered on the owner. "split":
         the owner holds them and sends only the results. "local": only the owner holds them, and nothing is sent.
@@ -166,7 +166,7 @@ class Share:
 
     @property
     def reason(self) -> str:
-        """The reason for the share's `route`, as a text for `Plan.explain`."""
+        """A text that explains the share's `route`, for the tables of `Plan.explain`."""
         held = self._at_owner
         if self.owner is None:
             return f"all ranks hold it, and {self.cost:.1e} operations take less time than to send it"
@@ -179,7 +179,7 @@ class Share:
 
 
 class Part(NamedTuple):
-    """A set of matrices of one parameter, with the ranks (`candidates`) of which one is to compute it."""
+    """Some matrices of one parameter, and the ranks (`candidates`) of which one will compute them."""
 
     name: str
     start: int
@@ -193,12 +193,12 @@ class Part(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements in the part."""
+        """The number of elements in this part (some matrices of a parameter)."""
         return self.stop - self.start
 
 
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Return, by name, the shape of a matrix of each parameter that all transforms treat as one stack of matrices."""
+    """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
     found = [tx.on_stacks(shapes)[1] for _, tx in run]
     return {
         name: matrix
@@ -208,12 +208,12 @@ def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple
 
 
 def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
-    """Return the transforms of a run in the form that treats the leaves of the given shapes as stacks of matrices."""
+    """Return the same transforms in a form that treats leaves of the given shapes as stacks of matrices."""
     return tuple((name, tx.on_stacks(shapes)[0]) for name, tx in run)
 
 
 def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[Part]:
-    """Yield the sets of matrices to assign to ranks: ranges of a stack of matrices, or all if `matrix` is None."""
+    """Yield the parts of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter."""
     shape, cut = layout.specs[name].shape, layout.pieces[name]
     if matrix is None:
         candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
@@ -232,7 +232,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
 
 
 def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part]:
-    """Assign parts that need different ranks (`one_each`) to the least loaded of their candidate ranks."""
+    """Return the parts, with one rank chosen for each part that needs a rank of its own (`one_each`)."""
     loads = [0.0] * size
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for i, part in enumerate(parts):
@@ -250,7 +250,7 @@ def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part
 
 
 class _Range(NamedTuple):
-    """A range of consecutive matrices of a stack, with the ranks that may compute them."""
+    """Consecutive matrices of a stack, and the ranks that may compute them."""
 
     first: int
     last: int
@@ -262,7 +262,7 @@ class _Range(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The ranks that hold elements of one matrix of a stack."""
+    """The ranks that hold elements of one matrix of a stack, and whether each of them holds all of it."""
 
     ranks: tuple[int, ...]
     """The ranks that hold the whole matrix or, if there is no such rank, the ranks that hold some of it."""
@@ -272,7 +272,7 @@ class _Held(NamedTuple):
 
 
 def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
-    """Divide the matrices of a stack (`each` elements per matrix) among the ranks that hold them, in ranges."""
+    """Divide a stack of matrices, with `each` elements per matrix, among the ranks that hold elements of them."""
     holders = cut.holders
     found: list[_Range] = []
 
