@@ -197,7 +197,7 @@ class Target:
         *,
         whole: bool,
     ) -> Target:
-        """Check the arguments of `load`; with ``whole``, raise if ``like`` has shards of tensors."""
+        """Return the target of a `load`, and check its arguments; with ``whole``, raise if ``like`` has shards."""
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):

@@ -76,7 +76,7 @@ class Job:
         group: ProcessGroup | None,
         copy: bool = False,
     ) -> Job:
-        """Check the arguments of `save`; ``copy`` copies the tensors to the CPU. With a group, store an error."""
+        """Check the arguments of `save`; ``copy`` copies tensors to the CPU. With a group, an error is raised later."""
         where, layout = Path(), tx.layout if isinstance(tx, Sharded) else None
         if layout is not None and group is None and layout.group is not None:
             if copy:  # training continues and communicates on the same group

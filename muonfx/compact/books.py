@@ -166,7 +166,7 @@ def _look_up(numbers: Tensor, places: Tensor) -> Tensor:
 
 
 def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as an fp32 vector on a device, cached except under torch.compile and in inference mode."""
+    """Return numbers as an fp32 vector on a device; it is cached, except while torch traces or in inference mode."""
     watched = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
     if watched or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)

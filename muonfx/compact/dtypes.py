@@ -85,7 +85,7 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
             more accurate.
         code: "linear" for signed levels ``scale * k / 127`` and unsigned levels ``scale * (k / 255)**4``, or "dynamic"
             for the codebook of Dettmers et al., whose levels are denser near zero. "dynamic" is more accurate for
-            Adam's first moments, because small elements are divided by small roots.
+            Adam's first moments, because Adam divides small first moments by small roots of second moments.
         min_size: tensors of fewer elements are stored in fp32.
         stochastic: round up or down at random, such that the mean is preserved. Rounding to nearest loses every change
             below half the distance between two levels, so use stochastic rounding for second moments and averaged

@@ -154,9 +154,9 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
         what: a state or any other tree of tensors; a `TransformOptimizer`; a model, for its parameters; a transform,
             with ``params``, for the state that it would create, which is not allocated; or a pair of a transform and
             its state, which shows for a sharded state the owners (the ranks that hold each leaf).
-        params: the parameters, a tree of tensors or a model, to compare the bytes with. For the pair of a sharded
-            transform and its state, give the local parameters; they are needed only if the transform has not been used
-            yet and their names differ from the names in its layout.
+        params: the parameters, a tree of tensors or a model, to compare the bytes with. For a sharded transform and its
+            state, pass this rank's parameters; this is required only before the first use of the transform, and only if
+            its layout (which rank holds which shard) has other names for them.
 
     Returns:
         A `Summary`, which prints as a table in a terminal and is shown as HTML in a notebook. The values of tensors

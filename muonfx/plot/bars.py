@@ -28,7 +28,7 @@ _NAMED = 0.11
 
 
 def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
-    """Draw the root mean square of the last update of each parameter, as measured by `muonfx.monitor`.
+    """Draw the root mean square of each parameter's last update, which `muonfx.monitor` has measured.
 
     Args:
         state: the state of a chain with one or more ``muonfx.monitor(..., ("rms",), by_leaf=True)``.
