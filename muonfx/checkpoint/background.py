@@ -58,7 +58,7 @@ class Saving:
         return self.path
 
     def failure(self) -> str | None:
-        """Return a sentence with the error of this save, which must have ended; None if it succeeded."""
+        """Return a sentence that describes the error of this finished save; None if the save succeeded."""
         error = self._future.exception()
         if error is None:
             return None
@@ -70,7 +70,7 @@ _savings: list[Saving] = []
 
 
 def start(path: Path, save: Callable[[], None]) -> Saving:
-    """Call ``save`` in a new thread after all earlier background saves have ended; return its `Saving`."""
+    """Start a thread that calls ``save`` when all earlier background saves have ended; return its handle."""
     earlier = _under_way()
 
     def run() -> None:
@@ -95,7 +95,7 @@ def _under_way() -> list[Future[None]]:
 
 
 def warn_of_failed_saves() -> None:
-    """Warn, once per save, of failed background saves on which `Saving.wait` was not called."""
+    """Warn of failed background saves on which `Saving.wait` was not called, of each save only once."""
     for saving in [saving for saving in _savings if saving.done]:
         _savings.remove(saving)
         if (failure := saving.failure()) is not None:

@@ -46,7 +46,7 @@ def check_step(step: object) -> None:
 
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
-    """Return a ``path`` argument as an absolute path; raise if it cannot name a folder. It need not exist."""
+    """Return the absolute path of a folder, which need not exist; raise if ``path`` cannot name a folder."""
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
     try:
@@ -65,15 +65,15 @@ def step_of(path: Path) -> int | None:
 
 
 def inspect(path: str | os.PathLike[str]) -> Index:
-    """Return the index of a checkpoint: step, extra values, transform, and the shape and dtype of each leaf.
+    """Return the description of a checkpoint: step, extra values, transform, and the shape and dtype of each leaf.
 
-    The index also has the versions of muonfx and torch. No tensor is read.
+    It also has the versions of muonfx and torch that wrote the checkpoint. No tensor is read.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
-        CorruptError: its index is damaged.
-        FormatError: it was written by a newer version of muonfx.
-        CheckpointError: the index cannot be read.
+        CorruptError: the file ``index.json`` of the checkpoint is damaged.
+        FormatError: the checkpoint was written by a newer version of muonfx.
+        CheckpointError: the file cannot be read.
 
     >>> import tempfile
     >>> index = mfx.checkpoint.inspect(
@@ -101,7 +101,7 @@ Result = TypeVar("Result")
 
 
 def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
-    """Open a checkpoint and return ``work(index, reader)``; start again if another save replaces it meanwhile."""
+    """Open a checkpoint and return ``work(index, reader)``; try again if a save replaces the checkpoint meanwhile."""
     for _ in range(TRIES):
         index = inspect(path)
         with suppress(ReplacedError), reading(path, index), Reader(path, index) as reader:
@@ -116,7 +116,7 @@ def replaced_often(path: Path) -> str:
 
 @contextmanager
 def reading(path: Path, index: Index) -> Generator[None]:
-    """In the ``with`` block, raise `ReplacedError` for `CorruptError` if the checkpoint no longer has this index."""
+    """In the ``with`` block, convert a `CorruptError` to a `ReplacedError` if another save replaced the checkpoint."""
     try:
         yield
     except CorruptError as error:
@@ -178,7 +178,7 @@ def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
 
 
 def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
-    """Return the path of the newest undamaged checkpoint in a folder: the one of the highest step.
+    """Return the path of the undamaged checkpoint with the highest step in a folder.
 
     Args:
         folder: the folder with the checkpoints, named by `step_path`.
@@ -188,7 +188,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
         The path of the checkpoint; None if the folder has no undamaged checkpoint.
 
     Raises:
-        FormatError: the newest checkpoint was written by a newer version of muonfx.
+        FormatError: the checkpoint with the highest step was written by a newer version of muonfx.
 
     Warns:
         UserWarning: a checkpoint of a higher step is damaged; the message describes the damage.
@@ -209,7 +209,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = None) -> list[Path]:
-    """Remove old checkpoints from a folder, and keep the ``keep`` undamaged checkpoints of the highest steps.
+    """Remove old checkpoints from a folder, except the ``keep`` undamaged checkpoints with the highest steps.
 
     A damaged checkpoint is removed only if it is older than every kept checkpoint. To remove a checkpoint, its index
     and the data files named in the index are deleted, and its folder if that is then empty. Symbolic links are ignored.
@@ -263,7 +263,7 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
 
 
 def remove_files(path: Path, files: Iterable[DataFile]) -> None:
-    """Delete data files of a replaced or removed checkpoint from its folder; files that are missing are ignored."""
+    """Delete the data files of an old checkpoint from its folder, and ignore missing files."""
     for file in files:
         (path / file.name).unlink(missing_ok=True)
 
@@ -310,7 +310,7 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def warn_of_later_steps(path: Path) -> None:
-    """Warn if the folder around a new checkpoint has later steps, because `latest` would return one of those."""
+    """Warn if the parent folder of a new checkpoint has checkpoints of later steps, which `latest` would return."""
     step = step_of(path)
     if step is not None:
         later = [other for other in checkpoints(path.parent) if (step_of(other) or 0) > step]

@@ -42,7 +42,7 @@ with suppress(ImportError):  # isal has the same values, in about a tenth of the
 
 
 class Part(NamedTuple):
-    """A box of a tensor (an interval of indices in each dim) that is written to a data file."""
+    """One entry of a data file: a box of a tensor (an interval of indices in each dim), its dtype, and its key."""
 
     key: str
     """Unique name of the box in the data file."""
@@ -51,14 +51,14 @@ class Part(NamedTuple):
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of the bytes of a dense CPU tensor; the caller must keep the tensor alive."""
+    """Return the memory of a dense CPU tensor as bytes, not copied; the caller must keep the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
-    """Return the CRC-32 of some bytes as eight hex digits, as the index of a checkpoint stores it."""
+    """Return the CRC-32 checksum of some bytes as text: eight hex digits."""
     return f"{crc32_of(data):08x}"
 
 
@@ -71,8 +71,8 @@ def check_byte_order() -> None:
 def write_data(path: Path, parts: Sequence[Part], values: Callable[[str], Tensor]) -> tuple[DataFile, dict[str, Chunk]]:
     """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
 
-    ``values(key)`` returns the values of the part with this key, and is called immediately before they are written. The
-    result is the description of the file, and a dict from key to the location of the part, with file number 0.
+    ``values(key)`` returns the tensor of the box with this key; it is called immediately before the tensor is written.
+    The result is the name and size of the file, and a dict from key to the position of the box in the file.
     """
     check_byte_order()
     # Largest element size first, so that each leaf begins at a multiple of its element size.
@@ -123,7 +123,7 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def _fill(file: FileIO, at: int, into: memoryview) -> None:
-    """Read from byte ``at`` of a file until ``into`` is full; with preadv, several threads may read one file."""
+    """Read bytes of a file, from byte ``at``, until ``into`` is full; several threads may do so at one time."""
     while into:
         if hasattr(os, "preadv"):
             got = os.preadv(file.fileno(), [into], at)
@@ -136,7 +136,7 @@ def _fill(file: FileIO, at: int, into: memoryview) -> None:
 
 
 class _Block(NamedTuple):
-    """A block of a leaf to read (at most 4 MiB): file number, first byte, destination, checksum, name of the leaf."""
+    """A block of at most 4 MiB to read from a data file: its position, checksum, destination, and tensor name."""
 
     file: int
     begin: int
@@ -146,7 +146,6 @@ class _Block(NamedTuple):
 
 
 def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_Block]:
-    """Return the blocks of a chunk (a stored box of the leaf ``name``) that fill ``into``, from number ``first`` on."""
     return [
         _Block(chunk.file, chunk.begin + place * BLOCK, into[at : at + BLOCK], chunk.crc32[place], name)
         for place, at in enumerate(range(0, len(into), BLOCK), first)
@@ -154,7 +153,7 @@ def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_
 
 
 class Reader:
-    """Reads leaves from the data files of a checkpoint, and verifies the checksum of all bytes that it reads."""
+    """Reads tensors from the data files of a checkpoint, and verifies the checksum of all bytes that it reads."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         check_byte_order()
@@ -180,13 +179,13 @@ class Reader:
             self._files = {}
 
     def check_files(self, numbers: Iterable[int] | None = None) -> Reader:
-        """Open data files by number (default: all), and check their sizes and headers; return the reader itself."""
+        """Open data files by number, or all of them, and check their sizes and headers; return the reader itself."""
         for number in range(len(self.index.files)) if numbers is None else sorted(numbers):
             self._file(number)
         return self
 
     def _file(self, number: int) -> FileIO:
-        """Return the open data file with this number; check its size and header when it is opened."""
+        """Return the data file with this number in the index, open; check its size and header when it is opened."""
         if number not in self._files:
             # The number of open files is limited, and each rank has written one file; no read is in progress.
             if len(self._files) >= _MOST_OPEN:
@@ -206,7 +205,7 @@ class Reader:
         return self._files[number][0]
 
     def _read_blocks(self, blocks: list[_Block]) -> None:
-        """Read blocks and verify their checksums, one file after another; blocks of one file are read in parallel."""
+        """Read blocks of at most 4 MiB and verify their checksums; blocks of one file are read in parallel."""
         blocks.sort(key=attrgetter("file", "begin"))
         for number, of_file in groupby(blocks, attrgetter("file")):
             file, path = self._file(number), self.folder / self.index.files[number].name
@@ -236,7 +235,7 @@ class Reader:
                     raise CorruptError(f"{path}: the leaf {name!r} is damaged in {where}")
 
     def read_into(self, destinations: Mapping[str, Tensor]) -> None:
-        """Read whole leaves into ``destinations``, a dict from leaf name to tensor; convert dtypes and devices."""
+        """Read whole tensors into the tensors of ``destinations``, a dict by leaf name; convert dtypes and devices."""
         blocks: list[_Block] = []
         for name, out in destinations.items():
             leaf = self.index.leaves[name]
@@ -249,9 +248,9 @@ class Reader:
         self._read_blocks(blocks)
 
     def read_box(self, name: str, leaf: Leaf, chunk: Chunk, box: Box, out: Tensor) -> None:
-        """Read a box of a chunk into ``out``, a tensor of its size; read only the blocks that contain its bytes.
+        """Read a part of a tensor into ``out``, which has its shape; read only the blocks that contain the part.
 
-        The offsets of ``box`` are relative to the chunk.
+        ``chunk`` is a stored box of the tensor ``name``. ``box`` is the part, with offsets relative to the stored box.
         """
         if not box.numel:
             return
@@ -280,5 +279,5 @@ class Reader:
 
 
 def _takes_bytes(out: Tensor, leaf: Leaf) -> bool:
-    """Return whether the bytes of a leaf in its file can be read directly into ``out``, without a conversion."""
+    """Return whether the stored bytes of a tensor can be read directly into ``out``, without a conversion."""
     return out.dtype == leaf.spec.dtype and out.device.type == "cpu" and out.is_contiguous()

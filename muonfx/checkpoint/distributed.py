@@ -54,7 +54,7 @@ __all__ = ["load_together", "save_together"]
 
 @contextmanager
 def _sendable() -> Generator[None]:
-    """Convert an error that torch may be unable to pickle for the other ranks to a `CheckpointError`."""
+    """In the ``with`` block, convert errors that torch may be unable to send to other ranks to `CheckpointError`."""
     try:
         yield
     except Exception as error:
@@ -65,7 +65,7 @@ def _sendable() -> Generator[None]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's default save planner for the leaves of one `Job`, with checks that all ranks agree."""
+    """DCP's default save planner for the tensors of one save, with checks that all ranks agree."""
 
     def __init__(self, job: Job, ranks: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -80,7 +80,7 @@ class _SavePlanner(DefaultSavePlanner):
             super().set_up_planner(self.job.leaves, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Raise unless all ranks save with equal arguments and leaves; then let DCP assign each box to a rank."""
+        """Check that all ranks save the same tensors with equal arguments; then let DCP assign each shard to a rank."""
         if len(all_plans) != self.ranks:  # torch saves on this rank alone, with a warning, if the group was destroyed
             raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before the save")
         _require_same([plan.storage_data for plan in all_plans], "save", "nothing was written")
@@ -98,13 +98,13 @@ class _SavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the values of one item of the save plan. The method of DCP does not support `FlatPiece`."""
+        """Return the tensor for one item of DCP's save plan; `FlatPiece` (a flat shard) is supported, too."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else super().lookup_object(index)
 
 
 class _Writer(StorageWriter):
-    """DCP storage that writes a data file on each rank, and the index on the rank with ``commits=True``."""
+    """DCP storage that writes a data file on each rank, and ``index.json`` on the rank with ``commits=True``."""
 
     def __init__(self, job: Job, *, commits: bool) -> None:
         self.job, self.commits = job, commits
@@ -112,7 +112,7 @@ class _Writer(StorageWriter):
         """The files of this save; None until this rank begins to write."""
 
     def abandon(self) -> bool | None:
-        """After communication has failed, clean up; return whether the save was committed, None if unknown."""
+        """Clean up after a communication error; return whether the new checkpoint is complete, None if unknown."""
         if self.draft is None:
             return False if self.commits else None
         written = self.draft.is_committed() if self.commits else self.draft.is_at_path()
@@ -122,19 +122,19 @@ class _Writer(StorageWriter):
         return written if self.commits or written else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing; DCP requires this method, and each save creates a new writer."""
+        """Do nothing. DCP calls this method before it uses a writer again, but each save makes a new writer."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing; DCP requires this method, and `prepare_global_plan` creates the folder."""
+        """Do nothing. DCP requires this method; `prepare_global_plan` creates the folder of the checkpoint."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Add the arguments of `save` on this rank to its plan, so that they are compared between ranks."""
+        """Add this rank's arguments of `save` to its DCP plan; `_SavePlanner` compares them between ranks."""
         job, head = self.job, self.job.head
         same = {"path": str(job.path), "step": head.step, "extra": head.extra, "keep": job.keep, "tx": head.fingerprint}
         return replace(plan, storage_data={name: repr(value) for name, value in same.items()})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On one rank, create the folder of the checkpoint, and assign a data file to each rank."""
+        """Create the folder of the checkpoint, and assign a data file to each rank. DCP calls this on one rank."""
         draft = self.draft = Draft(self.job.path)
         with draft.discard_on_error():
             draft.begin()
@@ -144,7 +144,7 @@ class _Writer(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the boxes that the plan assigns to this rank into its data file."""
+        """Write the shards in this rank's DCP plan to the rank's data file."""
         save_id, path = plan.storage_data
         draft = self.draft = self.draft or Draft(self.job.path, save_id)
         results: list[WriteResult] = []
@@ -171,7 +171,7 @@ class _Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank, write the index after all ranks have written their data files."""
+        """Write ``index.json``, which completes the checkpoint. DCP calls this on one rank, after all ranks wrote."""
         files: dict[DataFile, int] = {}
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
         for result in (result for rank in results for result in rank):
@@ -202,7 +202,7 @@ class _Writer(StorageWriter):
 
 
 def save_together(job: Job) -> None:
-    """Save a checkpoint together; every rank of the job's group calls this."""
+    """Save one checkpoint from all ranks of the process group ``job.group``; every rank must call this."""
     group = check_group(job.group, f"the save to {job.path}")
     try:
         wait_for_all(group, "checkpoint.save")
@@ -226,7 +226,7 @@ def save_together(job: Job) -> None:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's default load planner for the leaves of a `Target`, under their names in the checkpoint."""
+    """DCP's default load planner for the tensors that one load fills, under their names in the checkpoint."""
 
     def __init__(self, make_target: Callable[[], Target], where: str) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -244,22 +244,22 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the destination of one item of the load plan. The method of DCP does not support `FlatPiece`."""
+        """Return the tensor to fill for one item of DCP's load plan; `FlatPiece` (a flat shard) is supported, too."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else super().lookup_tensor(index)
 
 
 class _Reader(StorageReader):
-    """DCP storage that reads boxes of leaves from the data files, and verifies every byte that it reads."""
+    """DCP storage that reads parts of tensors from the data files, and verifies every byte that it reads."""
 
     def __init__(self, path: Any, stack: ExitStack, rules: Rules) -> None:
         self.path, self.stack, self.rules = path, stack, rules
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing; DCP requires this method, and each load creates a new reader."""
+        """Do nothing. DCP calls this method before it uses a reader again, but each load makes a new reader."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index of the checkpoint as DCP metadata."""
+        """Read ``index.json`` and return the names, shapes, dtypes and stored boxes of all tensors as DCP metadata."""
         try:
             self.path = folder_named(self.path)
             self.index = index = inspect(self.path)
@@ -274,10 +274,10 @@ class _Reader(StorageReader):
         return Metadata(found, planner_data=index)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing; DCP requires this method, and `prepare_local_plan` opens the files."""
+        """Do nothing. DCP requires this method; `prepare_local_plan` opens the data files."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Open the data files that this rank needs; add the save id and the arguments of `load` to its plan."""
+        """Open data files, and add values that must be equal on all ranks, as arguments of `load`, to the DCP plan."""
         # Open files stay readable when the checkpoint is replaced.
         with reading(self.path, self.index):
             self.reader = self.stack.enter_context(Reader(self.path, self.index))
@@ -285,20 +285,20 @@ class _Reader(StorageReader):
         return replace(plan, storage_data=(self.index.save_id, {"path": str(self.path), **self.rules.described()}))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise unless all ranks read the same save of the checkpoint with the same arguments of `load`."""
+        """Check that all ranks call `load` with equal arguments, and that no save replaced the checkpoint meanwhile."""
         _require_same([said for plan in plans for said in plan.storage_data[1:]], "load", "nothing was loaded")
         if len({plan.storage_data[0] for plan in plans}) > 1:
             raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
         return plans
 
     def chunk(self, item: ReadItem) -> Chunk:
-        """Return the stored chunk from which an item of the load plan is read."""
+        """Return the location, in the data files, of the stored box from which an item of DCP's load plan is read."""
         at = tuple(item.storage_index.offset or ())
         chunks = self.index.leaves[item.storage_index.fqn].chunks
         return next(chunk for chunk in chunks if chunk.box.offsets == at and chunk.box.numel)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the boxes in this rank's plan into their destinations."""
+        """Read the parts of tensors in this rank's DCP plan into the tensors to fill."""
         with reading(self.path, self.index):
             for item in plan.items:
                 name = item.storage_index.fqn
@@ -319,9 +319,10 @@ class _Reader(StorageReader):
 def load_together(
     path: str | os.PathLike[str], make_target: Callable[[], Target], rules: Rules, group: dist.ProcessGroup
 ) -> PyTree:
-    """Load a checkpoint over ranks; every rank of the group must call this.
+    """Load one checkpoint on all ranks of a process group; every rank must call this and receives its shards.
 
-    If the checkpoint is replaced during the load, the load starts again and calls ``make_target`` again.
+    ``make_target`` returns the tree to fill; if a save replaces the checkpoint during the load, it is called again.
+    ``rules`` are the arguments of `load` that allow differences, such as ``allow_missing``.
     """
     check_group(group, f"the load of {path}")
     wait_for_saves()  # a save in the background may use the same group
@@ -347,7 +348,7 @@ def load_together(
 
 
 def _require_same(arguments: list[dict[str, str]], action: str, outcome: str) -> None:
-    """Raise if an argument differs between ranks; ``arguments`` has a dict by name for each rank."""
+    """Raise if an argument differs between ranks; ``arguments[rank]`` is a dict from argument name to its repr."""
     for name in arguments[0]:
         ranks: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(arguments):
@@ -364,7 +365,7 @@ _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
 
 
 def check_group(group: Any, action: str) -> dist.ProcessGroup:
-    """Return the process group; raise unless it exists and contains this rank. ``action`` begins the message."""
+    """Return ``group``; raise unless it is a process group with this rank. ``action`` begins the error message."""
     try:
         found = dist.get_rank(group) if dist.is_initialized() else None
     except (ValueError, RuntimeError, TypeError, AttributeError):
@@ -382,7 +383,7 @@ def _ended(error: BaseException) -> str:
 
 
 def _raise(error: CheckpointException, path: str) -> NoReturn:
-    """Raise one error that lists the errors of all ranks; it is the same on every rank."""
+    """Raise one error, equal on every rank, whose message lists the errors of all ranks."""
     said: dict[str, list[int]] = {}
     for rank, (problem, _) in sorted(error.failures.items()):
         text = str(problem) if isinstance(problem, CheckpointError) else f"{path}: {problem}"
@@ -397,6 +398,5 @@ def _raise(error: CheckpointException, path: str) -> NoReturn:
 
 
 def _written(error: CheckpointException) -> bool | None:
-    """Return whether a failed save was committed, as reported by the rank that writes the index; None if unknown."""
     said = [getattr(problem, "written", False) for problem, _ in error.failures.values()]
     return next((written for written in said if written is not False), False)

@@ -17,7 +17,7 @@ class CheckpointError(RuntimeError):
 
 
 class NotFoundError(CheckpointError):
-    """There is no checkpoint at a path."""
+    """There is no checkpoint at the given path."""
 
 
 class FormatError(CheckpointError):
@@ -62,9 +62,9 @@ class MismatchError(CheckpointError, ValueError):
 
 
 def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
-    """Return at most ``most`` problems of each kind, and a line that counts the rest of the kind.
+    """Return the first ``most`` error texts of each kind, and for longer lists a line that counts the rest.
 
-    The kind of a problem is the word before its first colon, such as "missing".
+    The kind of an error text is the word before its first colon, such as "missing".
     """
     kinds: dict[str, list[str]] = {}
     for problem in problems:

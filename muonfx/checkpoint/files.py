@@ -28,7 +28,7 @@ _BUFFER = 1 << 20
 
 @contextmanager
 def fresh_file(path: Path) -> Generator[BinaryIO]:
-    """Create a file and yield it for writing; flush it to the disk at the end, or remove it after an error."""
+    """Create a file for the ``with`` block to write; flush it to the disk at the end, or remove it after an error."""
     try:
         file = FileIO(path, "xb")
     except FileNotFoundError:  # another process has removed the folder, which was still empty

@@ -63,9 +63,9 @@ class DataFile(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The location of a box of a leaf: number of the data file, first byte, the box, and the CRC-32 of each block.
+    """Where one box of a tensor (an interval of indices in each dim) is stored.
 
-    The box is an interval of indices in each dim. A block has 4 MiB, the last one less.
+    ``file`` is the number of the data file, ``begin`` the first byte. ``crc32`` has a checksum for every 4 MiB.
     """
 
     file: int
@@ -75,7 +75,7 @@ class Chunk(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A leaf of a saved tree: its global shape and dtype, and the chunks that together hold each element once."""
+    """One saved tensor: its global shape and dtype, and where its boxes are stored (a `Chunk` for each box)."""
 
     spec: Spec
     chunks: tuple[Chunk, ...]
@@ -87,7 +87,7 @@ class Index(Shown):
 
     Attributes:
         save_id: the random id of the save, which is part of the names of its files.
-        step: the number of steps taken; None if it was not given.
+        step: the number of steps taken; None if `save` was given none.
         extra: the JSON values that were passed to `save`.
         fingerprint: a hash of the structure of the transform, 16 hex digits; None if `save` was given no transform.
         chain: the code that constructs the transform; None if `save` was given no transform.
@@ -115,11 +115,11 @@ class Index(Shown):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all leaves at their global shapes."""
+        """The bytes of all saved tensors at their global shapes."""
         return sum(leaf.spec.nbytes for leaf in self.leaves.values())
 
     def report(self) -> Report:
-        """Return the index for printing: a heading with step, transform and versions, and a table of the leaves."""
+        """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors."""
         said = {
             "step": "-" if self.step is None else self.step,
             "chain": f"{self.chain} (fingerprint {self.fingerprint})" if self.fingerprint is not None else "-",
@@ -147,7 +147,7 @@ def unfinished_index_name(save_id: str) -> str:
 
 
 def is_own_name(name: str) -> bool:
-    """Return whether a file name has the form of a data file or of an unfinished index of some save."""
+    """Return whether a file name is one that `save` gives, to a data file or to an index before it is complete."""
     return _OWN_NAME.fullmatch(name) is not None
 
 
@@ -156,7 +156,7 @@ _OWN_NAME = re.compile(rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.esca
 
 @no_collection()
 def text_of(index: Index) -> bytes:
-    """Return the contents of ``index.json``; raise `CheckpointError` if they are longer than `read_index` accepts."""
+    """Return the bytes of ``index.json``; raise `CheckpointError` if they are more than `read_index` accepts."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -271,7 +271,7 @@ def _index(body: Any) -> Index:
 
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -> Leaf:
-    """Parse one leaf of an index; add the bytes of its chunks to ``ends``, the number of used bytes in each file."""
+    """Parse the entry of one tensor in an index; add its bytes to ``ends``, the used bytes of each data file."""
     dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")

@@ -52,8 +52,8 @@ def load(
     Args:
         path: the folder of the checkpoint.
         like: a state, which is not modified, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
-            are `DTensor` or `FlatPiece` (an interval of a flattened tensor), each rank reads its shards, and ``group``
-            is required.
+            are shards (`DTensor`, or `FlatPiece`, an interval of a flattened tensor), each rank reads its own, and
+            ``group`` is required.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
             checkpoint's. A `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded`
             made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it.
@@ -61,7 +61,7 @@ def load(
             leaves are copied from ``like``.
         allow_extra: patterns of leaves of the checkpoint that may be missing in ``like``, or True for all leaves.
         allow_other_chain: True to skip the comparison of fingerprints.
-        cast: a dict from patterns of leaves that may be rounded to their dtype in ``like``.
+        cast: a dict from pattern to dtype; matching leaves, which have this dtype in ``like``, may be rounded to it.
         rename: a dict from names in the checkpoint to names in ``like``. A key is a name, the first
             levels of names, or a pattern. Each ``*`` in a pattern matches any text, which replaces the ``*`` at the
             same place in the value: ``{"*/encoder.*": "*/model.encoder.*"}``. If several entries match a name, the
@@ -73,7 +73,7 @@ def load(
     Raises:
         NotFoundError: there is no checkpoint at the path.
         MismatchError: leaves are missing or unexpected, have another shape, or would be rounded to a narrower dtype; or
-            the checkpoint is of another transform. The message lists every mismatch and how to allow it.
+            another transform wrote the state. The message lists every mismatch and how to allow it.
         CorruptError: the checkpoint is damaged; the message names the file and the leaf.
         FormatError: it was written by a newer version of muonfx.
 
@@ -115,16 +115,16 @@ def load_params(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Read the parameters, stored by ``save(params=...)``, from a checkpoint into the structure of ``like``.
+    """Read the parameters that ``save(params=...)`` stored in a checkpoint, in the structure of ``like``.
 
     Args:
         path: the folder of the checkpoint.
         like: a tree of tensors, which is not modified; use meta tensors to load into host memory.
-        tx: a transform from `muonfx.sharding.sharded`, if ``like`` holds this rank's shards under the layout of ``tx``;
-            other transforms have no effect.
-        allow_missing: patterns of parameters that may be missing in the checkpoint, or True; see `load`.
-        allow_extra: patterns of parameters in the checkpoint that may be missing in ``like``, or True.
-        cast: a dict from patterns of parameters that may be rounded to their dtype in ``like``.
+        tx: needed only if ``like`` has this rank's shards: the transform from `muonfx.sharding.sharded`, which
+            defines the shards.
+        allow_missing: patterns of parameters that may be missing in the checkpoint, or True for all; see `load`.
+        allow_extra: patterns of parameters in the checkpoint that may be missing in ``like``, or True for all.
+        cast: a dict from pattern to dtype; matching parameters may be rounded to this dtype; see `load`.
         rename: a dict from names in the checkpoint to names in ``like``, as in `load`; both begin with "params/".
         device: the device of all parameters; None for the devices in ``like``.
         group: a process group, whose ranks must all call this function. None: this process reads alone, or, if ``tx``
@@ -179,7 +179,7 @@ def _load(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read a checkpoint into a dict from leaf name to tensor in host memory, and verify all checksums.
+    """Read a whole checkpoint, verify all checksums, and return a dict from leaf name to tensor in host memory.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.

@@ -36,7 +36,7 @@ _ROOT = "~"
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf, such as "momentum/trace/fc.weight", from its path, a tuple of keys."""
+    """Return the name of a leaf in a checkpoint, such as "momentum/trace/fc.weight", from its path in the tree."""
     if not path:
         return _ROOT
     entries = [_escaped(entry) for entry in path]
@@ -59,9 +59,9 @@ def _escaped(entry: object) -> str:
 
 
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """Return a (name, leaf) pair for each leaf of a tree, None leaves included.
+    """Return a list with the name and the value of each leaf of a tree, None leaves included.
 
-    Names begin with ``section``, if given. The prefixes that wrappers such as ``torch.compile`` add are removed.
+    Names begin with ``section``, such as "params", if given. Prefixes from wrappers like ``torch.compile`` are removed.
     """
     if section:
         found = [section + "".join(f"/{_escaped(entry)}" for entry in path) for path in tree.paths(values)]
@@ -79,7 +79,7 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """Return `named_leaves`; raise TypeError unless each leaf is a tensor, a shard of a tensor, or None."""
+    """Return a list of (name, leaf) pairs; raise TypeError unless each leaf is a tensor, a shard, or None."""
     named = named_leaves(values, section)
     for name, leaf in named:
         if leaf is not None and not isinstance(leaf, Tensor) and not hasattr(leaf, "__create_chunk_list__"):
@@ -111,6 +111,6 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def in_section(name: str, section: str) -> bool:
-    """Return whether a leaf name is in a section: "params" has the parameters, "" has the state (all other names)."""
+    """Return whether a name belongs to a parameter (``section="params"``) or to the state (``section=""``)."""
     of_params = name == PARAMS or name.startswith(PARAMS + "/")
     return of_params == (section == PARAMS)

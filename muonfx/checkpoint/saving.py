@@ -50,9 +50,9 @@ def save(
             pass this rank's shards as ``state`` and ``params``, on all ranks; the whole tensors are stored.
         params: parameters to store in the same checkpoint.
         step: the number of steps taken.
-        extra: JSON values, such as a seed, the position in the data, or losses; with a group, equal on all ranks.
-        keep: the number of checkpoints, of the highest steps, to keep in the parent folder (see `prune`). The path must
-            then be named by `step_path`. None: remove none.
+        extra: JSON values, such as a seed, the position in the data, or losses. With a group, all ranks pass the same.
+        keep: how many checkpoints to keep in the parent folder: those with the highest steps (see `prune`). The path
+            must then be named by `step_path`. None: remove none.
         group: a process group, whose ranks must all call this function; each rank writes its shards. Leaves may be
             `torch.distributed.tensor.DTensor` or `FlatPiece` (an interval of a flattened tensor); plain tensors must be
             equal on all ranks. The ranks must share a file system. None: this process writes alone, or, if ``tx`` is
@@ -62,14 +62,14 @@ def save(
         The absolute path of the checkpoint.
 
     Raises:
-        TypeError: a leaf is not a dense tensor, or ``extra`` is not JSON. Nothing was written.
+        TypeError: a leaf is not a dense tensor, or ``extra`` is not JSON; nothing was written.
         WriteError: writing failed, for example because the disk is full. The previous checkpoint is unchanged, unless
             the attribute ``written`` of the error is True: then the new checkpoint is complete.
 
     Warns:
-        UserWarning: the checkpoint was written, but another process saved to the path at the same time, obsolete files
-            cannot be removed, or `latest` will return a checkpoint of a later step. Or an earlier save in the
-            background failed and `Saving.wait` was not called on it.
+        UserWarning: the checkpoint was written, but another process saved to the path at the same time, old files
+            could not be removed, or the folder has a checkpoint of a later step, which `latest` will return. Also if
+            an earlier save in the background failed and `Saving.wait` was not called on it.
 
     Example:
         >>> import tempfile
@@ -107,19 +107,19 @@ def save_async(
     exits. If a save fails and `Saving.wait` is not called on it, the next save warns, or the error is printed at exit.
 
     Args:
-        path: as in `save`.
-        state: as in `save`.
-        tx: as in `save`.
-        params: as in `save`.
-        step: as in `save`.
-        extra: as in `save`.
-        keep: as in `save`.
+        path: the folder of the checkpoint, as in `save`.
+        state: a tree of tensors, as in `save`.
+        tx: the transform whose state is saved, as in `save`.
+        params: parameters to store in the same checkpoint.
+        step: the number of steps taken.
+        extra: JSON values, as in `save`.
+        keep: how many checkpoints to keep in the parent folder, as in `save`.
         group: as in `save`, but a sharded ``tx`` requires one. The group must support host memory (gloo), and nothing
             else may use it until the save is done: make one with ``dist.new_group(backend="gloo")``. Wait for the save
             before you destroy the group.
 
     Returns:
-        A `Saving`. Its method `Saving.wait` waits for the end of the save and raises errors that occurred in it.
+        A handle of the save, whose method `Saving.wait` waits for its end and raises the error of a failed save.
 
     Raises:
         TypeError: an argument is not valid, as in `save`. With a group, `Saving.wait` raises this error on all ranks.

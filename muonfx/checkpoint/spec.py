@@ -33,7 +33,7 @@ class StateSpec:
     `muonfx.spec` returns it, and `muonfx.checkpoint.load` accepts it in place of a state. Iteration gives the names.
 
     Attributes:
-        leaves: a dict from name to `muonfx.tree.Spec` (shape and dtype), in the order of the state; None is left out.
+        leaves: a dict from name to `muonfx.tree.Spec` (shape and dtype), in the order of the state; it omits None.
         fingerprint: a hash of the structure of the transform; None if the transform is not known.
         chain: the code that constructs the transform; None if the transform is not known.
 
@@ -75,12 +75,12 @@ class StateSpec:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all leaves at their global shapes, without replicas."""
+        """The bytes of the whole state: each leaf is counted once, at its global shape."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
     @classmethod
     def of(cls, state: PyTree) -> StateSpec:
-        """Return the names, shapes and dtypes of an existing state.
+        """Return the `StateSpec` (names, global shapes and dtypes of the leaves) of an existing state.
 
         Raises:
             TypeError: a leaf is not a tensor; the message names it.
@@ -91,27 +91,27 @@ class StateSpec:
         return spec_of_named(named_tensors(state), state)
 
     def of_chain(self, tx: Transform) -> StateSpec:
-        """Return a copy of this spec with a transform.
+        """Return a copy with the fingerprint of a transform (a hash of its structure).
 
-        When `load` gets this spec, it compares the fingerprint of the transform (a hash of its structure) with the
-        fingerprint in the checkpoint.
+        A `load` that receives the copy raises an error if the checkpoint has another fingerprint, because another
+        transform wrote it.
         """
         return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
 
     def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-        """Return a dict from the name of an inner transform to the dtype of its matrix products.
+        """Return a dict from transform name, such as "orthogonalize", to the dtype of its matrix products.
 
-        It is computed for parameters of the given dtype and device, and empty if the transform is not known.
+        The dtype may depend on the parameters, here of the given dtype and device. Empty if no transform is known.
         """
         return {} if self._tx is None else product_dtypes(strip_transparent(self._tx), [dtype], device)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
-        """Return a state with leaves from a dict by name; leaves that are not in the dict are None."""
+        """Return a state tree with the leaves in a dict by name; leaves without an entry in the dict are None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
 
 
 def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | None = None) -> StateSpec:
-    """Return the `StateSpec` of a tree; ``named`` is the result of `named_tensors` for it."""
+    """Return the `StateSpec` of the tree ``values``; ``named`` is a list of its (name, leaf) pairs."""
     leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
     found = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(name for name, _ in named))
     return found if tx is None else found.of_chain(tx)

@@ -28,12 +28,12 @@ Allow = bool | str | Collection[str]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern is the name of a leaf, the first levels of the name, or a glob that matches it."""
+    """Return whether a pattern matches a leaf name: it is the name, its first levels, or a glob like ``*/mu/*``."""
     return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
 
 
 def patterns_of(given: Allow) -> tuple[str, ...]:
-    """Return an ``allow_...`` argument of `load` as a tuple of patterns; True is the pattern ``*``."""
+    """Convert an ``allow_...`` argument of `load` to a tuple of patterns: True to ``("*",)``, False to ``()``."""
     if isinstance(given, bool):
         return ("*",) if given else ()
     return (given,) if isinstance(given, str) else tuple(given)
@@ -41,7 +41,7 @@ def patterns_of(given: Allow) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rules:
-    """The arguments of `load` that allow differences between a checkpoint and ``like``; see there."""
+    """The arguments of `load` that allow differences between a checkpoint and ``like``, such as ``allow_missing``."""
 
     allow_missing: tuple[str, ...]
     allow_extra: tuple[str, ...]
@@ -50,7 +50,7 @@ class Rules:
     rename: Rename
 
     def described(self) -> dict[str, str]:
-        """Return the arguments as texts, to compare them between ranks; every function has the same text."""
+        """Return a dict from argument name to text, to compare between ranks; all functions have the same text."""
 
         def text(given: object) -> str:
             if callable(given):
@@ -61,9 +61,9 @@ class Rules:
 
 
 def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
-    """Return a dict from each leaf name in ``want`` to its name in the checkpoint; None if it may be missing.
+    """Return a dict from leaf name in ``want``, the requested state, to the leaf's name in the checkpoint.
 
-    Raise `MismatchError` with all differences that the rules do not allow.
+    A leaf that is missing has None. Raise `MismatchError` with all differences that ``rules`` does not allow.
     """
     problems: list[str] = []
     advice: list[str] = []
@@ -124,7 +124,7 @@ def _any(patterns: Iterable[str], name: str) -> bool:
 def _renaming(
     index: Index, want: StateSpec, names: Mapping[str, str], missing: Sequence[str], extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """Suggest a ``rename`` argument that maps extra leaves of the checkpoint to missing leaves; empty if none fits."""
+    """Suggest a ``rename`` argument of `load` for an error message; return an empty dict if no renaming fits."""
     found = found_renaming(
         {name: index.leaves[written].spec.shape for name, written in extra.items()},
         {name: want[name].shape for name in missing},
@@ -176,7 +176,7 @@ def _shown(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """The tree that a `load` fills, and the rules for matching it with the leaves of a checkpoint."""
+    """The tree that one `load` fills, and the differences from the checkpoint that its caller allows."""
 
     like: Mapping[str, Any]
     """The leaves of the caller's tree by name: tensors, shards of tensors, or `Spec`s."""
@@ -197,7 +197,7 @@ class Target:
         *,
         whole: bool,
     ) -> Target:
-        """Check arguments of `load` and return their target; ``whole`` refuses a ``like`` with shards of tensors."""
+        """Return the target of a `load`, and check its arguments; with ``whole``, raise if ``like`` has shards."""
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):
@@ -213,9 +213,9 @@ class Target:
 
     @no_collection()
     def allocate(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Match the leaves with a checkpoint and allocate them; ``where`` is its path, for messages.
+        """Allocate the tensors of the tree, after a check that the checkpoint at the path ``where`` fits.
 
-        Return two dicts: all leaves by name, and the leaves to read by their names in the checkpoint.
+        Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint.
         """
         sources = match(index, self.want, self.rules, section=self.section, where=where)
         self._warn_of_products(index, where)
@@ -243,7 +243,7 @@ class Target:
                 )
 
     def _empty(self, leaf: Any) -> Any:
-        """Allocate a tensor or shard, with the shape and dtype of a leaf of ``like``, on the device of the target."""
+        """Allocate a tensor or shard with the shape and dtype of a leaf of ``like``, on the device for the result."""
         if isinstance(leaf, Spec):
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device or "cpu")
         if isinstance(leaf, Tensor):

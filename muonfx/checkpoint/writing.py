@@ -50,7 +50,7 @@ __all__ = ["Draft", "Job"]
 
 @dataclass(frozen=True)
 class Job:
-    """The checked arguments of one save; if one is not valid, ``problem`` is the error to raise on all ranks."""
+    """The checked arguments of one `save`; if an argument is not valid, ``problem`` is the error to raise."""
 
     path: Path
     head: Index = field(default_factory=Index)
@@ -76,7 +76,7 @@ class Job:
         group: ProcessGroup | None,
         copy: bool = False,
     ) -> Job:
-        """Check the arguments of `save`; with a group, store an error as ``problem``. ``copy`` copies to the CPU."""
+        """Check the arguments of `save`; ``copy`` copies tensors to the CPU. With a group, an error is raised later."""
         where, layout = Path(), tx.layout if isinstance(tx, Sharded) else None
         if layout is not None and group is None and layout.group is not None:
             if copy:  # training continues and communicates on the same group
@@ -134,7 +134,7 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 
 
 def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
-    """Return a dict from name to leaf; raise if a leaf cannot be written. ``whole`` refuses shards of tensors."""
+    """Return a dict from name to tensor; raise if one cannot be written, or, with ``whole``, if one is a shard."""
     found: dict[str, Any] = {}
     for tree, section in ((state, ""), (params, PARAMS)):
         if tree is not None:
@@ -155,7 +155,7 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
 
 
 def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the index fields ``fingerprint``, ``chain`` and ``products`` of a transform, cached in ``tx.derived``."""
+    """Return the fields of the index that describe a transform: ``fingerprint``, ``chain`` and ``products``."""
     dtypes = {name: leaf.dtype for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
     # The state's dtypes stand in for the dtypes of parameters that are not saved.
     held = frozenset([dtypes[name] for name in dtypes if in_section(name, PARAMS)] or dtypes.values())
@@ -183,7 +183,7 @@ def _copy(leaf: Any) -> Any:
 
 
 class Draft:
-    """The files of a save in progress on one rank, which `discard_on_error` removes if the save fails.
+    """The files that one rank writes in a save; `discard_on_error` removes them if the save fails.
 
     Every file name contains the id of its save, so two writers never write to the same file. The rename of the index
     decides which save is at the path. After it, the files that the replaced index names are removed, and no others:
@@ -199,7 +199,7 @@ class Draft:
         self._other_writer = self._made = self._tried = self._done = False
 
     def data_file(self, rank: int, ranks: int) -> Path:
-        """Return the path of a rank's data file; its name contains the id of the save."""
+        """Return the path of a rank's data file, whose name contains the rank and the id of the save."""
         return self.path / data_name(self.save_id, rank, ranks)
 
     def begin(self) -> None:
@@ -219,14 +219,14 @@ class Draft:
     def write(
         self, file: Path, parts: Sequence[Part], values: Callable[[str], Tensor]
     ) -> tuple[DataFile, dict[str, Chunk]]:
-        """Write a data file of this save; arguments and result are those of `write_data`."""
+        """Write a data file of this save with `write_data`, and return its result."""
         self._own.append(file)
         return write_data(file, parts, values)
 
     def commit(self, index: Index) -> None:
         """Write the index under a temporary name and rename it, which replaces the previous checkpoint.
 
-        After an error, `is_committed` returns whether the rename was done.
+        After an error, `is_committed` returns whether the new checkpoint replaced the previous one.
         """
         for file in index.files:
             if not (self.path / file.name).exists():
@@ -246,7 +246,7 @@ class Draft:
         sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
 
     def _identity(self) -> tuple[int, int] | None:
-        """Return a value that changes whenever the index at the path is replaced; None if the path has no index."""
+        """Return a pair of numbers that differ whenever ``index.json`` is replaced; None if there is no such file."""
         try:
             found = os.stat(self.path / INDEX)
         except (FileNotFoundError, NotADirectoryError):
@@ -254,7 +254,7 @@ class Draft:
         return found.st_ino, found.st_mtime_ns
 
     def tidy(self, keep: int | None) -> None:
-        """After the commit, remove the replaced checkpoint's files and all but ``keep`` checkpoints; warn on errors."""
+        """Remove the files of the replaced checkpoint, and old checkpoints except ``keep``; warn if that fails."""
         try:
             remove_files(self.path, self._replaced)
             if keep is not None:
@@ -273,12 +273,12 @@ class Draft:
             )
 
     def is_committed(self) -> bool | None:
-        """Return whether the index of this save was renamed into place; None if that cannot be known."""
+        """Return whether this save has completed its checkpoint (renamed the index); None if that cannot be known."""
         # A network file system may report an error for a rename that it has performed.
         return self.is_at_path() if self._tried and not self._done else self._done
 
     def is_at_path(self) -> bool | None:
-        """Return whether the index at the path was written by this save; None if the index cannot be read."""
+        """Return whether the checkpoint at the path is the one of this save; None if its index cannot be read."""
         try:
             return inspect(self.path).save_id == self.save_id
         except NotFoundError:
@@ -287,7 +287,7 @@ class Draft:
             return None
 
     def discard(self) -> None:
-        """Remove the files that this rank has written, after it is certain that no index will name them."""
+        """Remove the files that this rank has written in a failed save."""
         for file in self._own:
             with suppress(OSError):
                 file.unlink()
@@ -297,7 +297,7 @@ class Draft:
 
     @contextmanager
     def discard_on_error(self) -> Generator[None]:
-        """If the block fails before the commit, remove the files of the save; raise an OSError as `WriteError`."""
+        """Remove this save's files if the ``with`` block fails, and convert an `OSError` to a `WriteError`."""
         try:
             yield
         except BaseException as error:

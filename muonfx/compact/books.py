@@ -21,20 +21,20 @@ __all__ = ["FLOAT8", "Book", "Float8", "Grid", "Listed", "dynamic", "float8", "g
 
 @dataclass(frozen=True)
 class Book:
-    """A codebook: its levels and the dtype of its codes. Subclasses define how to find the nearest level."""
+    """A codebook: the magnitudes in [0, 1] (levels) that 8-bit codes represent, and the dtype of the codes."""
 
     signed: bool
     dtype: torch.dtype
     levels: tuple[float, ...]
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Return the code of the level nearest to each magnitude in [0, 1], before the cast to ``dtype``."""
+        """Round each magnitude in [0, 1] to the nearest level, and return its code, not yet cast to ``dtype``."""
         raise NotImplementedError
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round each magnitude at random to one of the two nearest levels, and return the level's index.
+        """Round each magnitude stochastically to the level below or above it; return the index of this level.
 
-        ``noise`` is uniform in [0, 1). The mean over the noise is the magnitude.
+        ``noise`` is uniform in [0, 1). The expected value of the chosen level is the magnitude.
         """
         levels = table(self.levels, magnitudes.device)
         below = (torch.bucketize(magnitudes, levels, right=True) - 1).clamp(0, len(self.levels) - 2)
@@ -42,14 +42,14 @@ class Book:
         return below + (noise < (magnitudes - low) / (high - low)).to(torch.int64)
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Decode codes to fp32 numbers in [-1, 1], the fractions of the scale of a block."""
+        """Decode 8-bit codes to fp32 numbers in [-1, 1]. The caller multiplies them by the scale of their block."""
         raise NotImplementedError
 
     def encode(self, fractions: Tensor, present: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the codes of fp32 fractions in [-1, 1], or in [0, 1] if unsigned.
+        """Return the 8-bit codes of fp32 numbers in [-1, 1]: elements of a tensor, divided by the scale of their block.
 
-        An unsigned codebook does not round elements to zero where ``present`` is True. With ``noise``, uniform in
-        [0, 1), rounding is stochastic.
+        An unsigned codebook requires [0, 1], and does not round elements to zero where ``present`` is True. With
+        ``noise``, uniform in [0, 1), rounding is stochastic.
         """
         magnitudes = fractions.abs()
         if not self.signed:
@@ -61,22 +61,22 @@ class Book:
 
 @dataclass(frozen=True)
 class Grid(Book):
-    """A codebook whose levels are evenly spaced after ``roots`` square roots. A code is the index of its level."""
+    """A codebook whose levels are ``(k / n) ** (2 ** roots)`` for the codes ``k`` from 0 to ``n``."""
 
     roots: int
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Return the index of the level that is nearest to each magnitude after ``roots`` square roots."""
+        """Return the index of the nearest level: take ``roots`` square roots of a magnitude, scale, and round."""
         return (_root(magnitudes, self.roots) * (len(self.levels) - 1)).round()
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Decode codes: divide them by the largest code, then square ``roots`` times."""
+        """Decode 8-bit codes to fp32 numbers: divide by the largest code, then square ``roots`` times."""
         return _square(codes.to(torch.float32) / (len(self.levels) - 1), self.roots)
 
 
 @dataclass(frozen=True)
 class Listed(Book):
-    """A codebook of arbitrary increasing levels. A code is the index of its level."""
+    """A codebook with any increasing list of levels (magnitudes in [0, 1]). A code is the index of its level."""
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
         """Return the index of the level nearest to each magnitude; a midpoint is rounded to the lower level."""
@@ -84,7 +84,7 @@ class Listed(Book):
         return torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Decode codes with a table. The code -128, which `encode` never returns, decodes to NaN."""
+        """Decode 8-bit codes to fp32 numbers with a table. The code -128, which `encode` never makes, becomes NaN."""
         if not self.signed:
             return _look_up(table(self.levels, codes.device), codes.to(torch.int32))
         negative = tuple(-level for level in reversed(self.levels[1:]))
@@ -94,20 +94,20 @@ class Listed(Book):
 
 @dataclass(frozen=True)
 class Float8(Book):
-    """A codebook of the finite numbers of an 8-bit float type, divided by the largest, and squared ``roots`` times."""
+    """A codebook from an 8-bit float type: its finite numbers, divided by the largest, then squared ``roots`` times."""
 
     roots: int
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Return ``roots`` square roots of magnitudes, scaled to the range of the float type; the later cast rounds."""
+        """Take ``roots`` square roots of magnitudes and scale them to the range of the float type, not yet rounded."""
         return _root(magnitudes, self.roots) * torch.finfo(self.dtype).max
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round at random as `Book.between` does, but return numbers of the float type instead of indices."""
+        """Round each magnitude stochastically to the level below or above it; return numbers of the float type."""
         return self.nearest(_look_up(table(self.levels, magnitudes.device), super().between(magnitudes, noise)))
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Decode codes: divide them by the largest number of the float type, then square ``roots`` times."""
+        """Decode 8-bit floats to fp32: divide by the largest number of the float type, then square ``roots`` times."""
         return _square(codes.to(torch.float32) / torch.finfo(self.dtype).max, self.roots)
 
 
@@ -150,7 +150,7 @@ FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def float8(format: str, *, signed: bool) -> Float8:
-    """Return the codebook of "e4m3" or "e5m2". Unsigned e4m3 stores square roots, as its range is too small."""
+    """Return the codebook of "e4m3" or "e5m2"; unsigned (for second moments), "e4m3" stores square roots."""
     dtype, roots = FLOAT8[format], 1 if format == "e4m3" and not signed else 0
     numbers = torch.arange(128, dtype=torch.uint8).view(dtype).to(torch.float32)
     levels = _square(numbers[numbers.isfinite()] / torch.finfo(dtype).max, roots)
@@ -161,12 +161,12 @@ _tables: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
 def _look_up(numbers: Tensor, places: Tensor) -> Tensor:
-    """Return ``numbers[places]``. Plain indexing with a 0-d tensor would read its value in a compiled graph."""
+    # Not ``numbers[places]``, which would read the value of a 0-d tensor in a compiled graph.
     return numbers.index_select(0, places.reshape(-1)).reshape(places.shape)
 
 
 def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as an fp32 vector on a device; it is cached, except in a trace or in inference mode."""
+    """Return numbers as an fp32 vector on a device; it is cached, except while torch traces or in inference mode."""
     watched = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
     if watched or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)

@@ -16,7 +16,7 @@ __all__ = ["Codec", "Encoded"]
 
 
 class Encoded(NamedTuple):
-    """The encoding of one tensor: its codes and the scales of its blocks."""
+    """One tensor in eight bits: a code for each element, and an fp32 scale for each block of elements."""
 
     codes: Tensor
     """8-bit codes in the shape of the tensor; the fp32 values themselves if the tensor is too small to encode."""
@@ -26,7 +26,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes tensors of at least ``min_size`` elements, in blocks of ``block``, with a codebook."""
+    """Encodes tensors of at least ``min_size`` elements in eight bits, in blocks with a scale, and decodes them."""
 
     book: Book
     block: int
@@ -37,14 +37,14 @@ class Codec:
         return prod(shape) < self.min_size
 
     def zeros(self, param: Tensor) -> Encoded:
-        """Return the encoding of a tensor of zeros, with the shape and device of a parameter."""
+        """Return a tensor of zeros in eight bits, with the shape and device of a parameter."""
         shape, device = param.shape, param.device
         blocks = 0 if self.keeps(shape) else -(-prod(shape) // self.block)
         dtype = torch.float32 if self.keeps(shape) else self.book.dtype
         return Encoded(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(blocks, device=device))
 
     def encode(self, values: Tensor, key: Tensor | None = None) -> Encoded:
-        """Return the encoding of a tensor. A 0-d int64 ``key`` seeds stochastic rounding; None rounds to nearest."""
+        """Encode a tensor in eight bits. A 0-d int64 ``key`` seeds stochastic rounding; None rounds to nearest."""
         x = values.detach().to(torch.float32)
         if self.keeps(x.shape):
             return Encoded(x.clone(memory_format=torch.contiguous_format), x.new_zeros(0))
@@ -58,7 +58,7 @@ class Codec:
         return Encoded(_flat(self.book.encode(fractions, usable & (rows > 0), noise), x.shape), scales)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the values of an encoded tensor as a new contiguous fp32 tensor."""
+        """Decode 8-bit codes and the scales of their blocks to a new contiguous fp32 tensor."""
         if self.keeps(codes.shape):
             return codes.clone(memory_format=torch.contiguous_format)
         return _flat(_rows(self.book.fractions(codes), self.block) * scales.unsqueeze(-1), codes.shape)

@@ -15,7 +15,7 @@ __all__ = ["QuantizedDtype", "fp8", "int8"]
 
 
 class Resolved(NamedTuple):
-    """The codecs (encoders and decoders of tensors) and the seed that the arguments of a quantized dtype define."""
+    """The codecs (which encode and decode tensors) of a quantized dtype, and its seed of stochastic rounding."""
 
     signed: Codec
     """The codec for values of either sign."""
@@ -28,8 +28,8 @@ class Resolved(NamedTuple):
 class QuantizedDtype(Recorded):
     """A dtype that stores a state in eight bits per element and an fp32 scale per block; made by `int8` or `fp8`.
 
-    It is a frozen value. It prints as the code that constructs it, and can be compared, hashed and pickled. It is part
-    of the fingerprint (a hash of the structure) of a transform that has it as an argument.
+    It is a frozen value. It prints as the code that constructs it, and can be compared, hashed and pickled. A
+    checkpoint records it, as part of the fingerprint (a hash of the structure) of the transform.
 
     >>> import muonfx as mfx
     >>> mfx.int8() == mfx.int8(block=2048), mfx.momentum(dtype=mfx.int8(block=256))
@@ -38,7 +38,7 @@ class QuantizedDtype(Recorded):
 
     @property
     def resolved(self) -> Resolved:
-        """The codecs (encoders and decoders of tensors) and the seed that the arguments define."""
+        """The codecs (which encode and decode tensors) and the rounding seed that the dtype's arguments define."""
         return self.built
 
 
@@ -85,7 +85,7 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
             more accurate.
         code: "linear" for signed levels ``scale * k / 127`` and unsigned levels ``scale * (k / 255)**4``, or "dynamic"
             for the codebook of Dettmers et al., whose levels are denser near zero. "dynamic" is more accurate for
-            Adam's first moments, because small elements are divided by small roots.
+            Adam's first moments, because Adam divides small first moments by small roots of second moments.
         min_size: tensors of fewer elements are stored in fp32.
         stochastic: round up or down at random, such that the mean is preserved. Rounding to nearest loses every change
             below half the distance between two levels, so use stochastic rounding for second moments and averaged
@@ -118,8 +118,8 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
 def fp8(block: int = 2048, *, format: Format = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
     """Return a dtype for optimizer state: 8-bit floats with an fp32 scale for each block of elements.
 
-    State tensors are encoded as by `int8`, but the levels are the finite numbers of a float type, divided by the
-    largest number. In torch 2.13, ``torch.save`` supports float8 tensors, but ``pickle.dumps``, ``torch.equal`` and
+    A state tensor is split into blocks with a scale each, as by `int8`, but each element is then stored as an 8-bit
+    float. In torch 2.13, ``torch.save`` supports float8 tensors, but ``pickle.dumps``, ``torch.equal`` and
     ``torch.promote_types`` do not.
 
     Args:

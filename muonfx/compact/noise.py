@@ -18,7 +18,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Map 32-bit numbers, stored in int64, one-to-one to 32-bit hashes."""
+    """Hash 32-bit numbers in an int64 tensor to 32-bit numbers; different numbers have different hashes."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
     return x ^ (x >> 15)
@@ -47,7 +47,7 @@ def key_of(text: str) -> int:
 
 
 def keys_of(prefix: str, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the seed of the rounding noise of each leaf: a 0-d int64 tensor on its device, from a hash of its name."""
+    """Return a list with a seed for each leaf, from a hash of ``prefix`` and its name, as a 0-d int64 tensor."""
     return [
         torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device)
         for name, leaf in zip(names, leaves, strict=True)

@@ -19,7 +19,7 @@ __all__ = ["QuantizedState", "Holder", "KeyedQuantizedState"]
 
 
 class QuantizedState(NamedTuple):
-    """A tree of state tensors in eight bits, such as momenta, rounded to the nearest levels of a codebook."""
+    """A tree of state tensors in eight bits, such as momenta; writing rounds to nearest."""
 
     codes: PyTree
     """For each parameter, 8-bit codes in its shape; fp32 values if it has fewer than ``min_size`` elements."""
@@ -28,7 +28,7 @@ class QuantizedState(NamedTuple):
 
 
 class KeyedQuantizedState(NamedTuple):
-    """A tree of state tensors in eight bits, such as momenta, rounded stochastically."""
+    """A tree of state tensors in eight bits, such as momenta; writing rounds stochastically."""
 
     codes: PyTree
     """As in `QuantizedState`."""
@@ -48,12 +48,12 @@ class Holder:
         self.role = role  # such as "mu": two trees of one parameter get different noise
 
     def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Return the encoding of a tree of zeros in the shapes of the parameters."""
+        """Return a tree of zeros in eight bits, in the shapes of the parameters."""
         at = Present(params)
         return self._fresh(at, [self.codec.zeros(param) for param in at.pick(params)])
 
     def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Return the encoding of a tree of tensors, rounded to the nearest levels."""
+        """Encode a tree of tensors in eight bits, rounded to nearest."""
         at = Present(values)
         return self._fresh(at, [self.codec.encode(value) for value in at.pick(values)])
 
@@ -65,14 +65,14 @@ class Holder:
         return KeyedQuantizedState(codes, scales, at.fill(keys))
 
     def read(self, at: Present, held: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
-        """Return the leaves of the encoded tree ``held`` at the positions ``at``, decoded to new fp32 tensors."""
+        """Decode the leaves at the positions ``at`` of the 8-bit tree ``held``; return a list of new fp32 tensors."""
         pairs = zip(at.pick(held.codes), at.pick(held.scales), strict=True)
         return [self.codec.decode(codes, scales) for codes, scales in pairs]
 
     def write(
         self, at: Present, values: list[Tensor], held: QuantizedState | KeyedQuantizedState
     ) -> QuantizedState | KeyedQuantizedState:
-        """Return the encoded tree with new values at the positions ``at``; all other leaves stay as in ``held``."""
+        """Return the 8-bit tree ``held`` in which ``values``, encoded, replace the leaves at the positions ``at``."""
         keys = at.pick(held.keys) if isinstance(held, KeyedQuantizedState) else [None] * len(values)
         leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
         codes = at.fill([leaf.codes for leaf in leaves], held.codes)

@@ -39,7 +39,7 @@ class TrainingArguments(Protocol):
 
 
 class MuonFactory:
-    """The factory of the Muon optimizer; a Trainer calls ``MuonFactory()(model, **arguments)``.
+    """Makes the Muon optimizer for a Trainer, which calls ``MuonFactory()(model, **arguments)``.
 
     >>> optimizer = MuonFactory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=0.01)
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
@@ -55,7 +55,7 @@ class MuonFactory:
             model: the model; the types of its modules decide which parameters Muon trains.
             zero: True if DeepSpeed will shard the parameters.
             eps: the epsilon of AdamW; None for the default of `muonfx.adamw`.
-            options: arguments of `muonfx.Muon`, also in the form that `muonfx.engines.parts` reads from a file.
+            options: arguments of `muonfx.Muon`, whose values may come from a JSON file; see `muonfx.engines.parts`.
         """
         made: torch.optim.Optimizer = deepspeed.Muon(model, **options) if zero else Muon(model, **with_parts(options))
         for group in made.param_groups:
@@ -65,7 +65,7 @@ class MuonFactory:
 
 
 def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], dict[str, Any]]:
-    """Return Muon in the form for a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
+    """Return Muon as the argument of a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
 
     The learning rate, the weight decay, and the betas and epsilon of AdamW come from the training arguments. The
     Trainer's scheduler changes the rates of Muon and AdamW; the log shows the rate of the first group, which is Muon's.
@@ -128,7 +128,7 @@ class MuonMixin:
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
     def create_optimizer(self, *given: Any, **more: Any) -> torch.optim.Optimizer:
-        """Set ``optimizer_cls_and_kwargs`` if it is None, and call the Trainer's ``create_optimizer``."""
+        """Choose Muon, unless ``optimizer_cls_and_kwargs`` is set, and call the Trainer's ``create_optimizer``."""
         if self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = muon(self.args, **self.muon_options)
         return cast("Any", super()).create_optimizer(*given, **more)

@@ -14,11 +14,11 @@ __all__ = ["with_parts"]
 
 
 def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `muonfx.Muon` that were read from a file, with transforms in place of mappings.
+    """Convert arguments of `muonfx.Muon` that were read from a JSON or YAML file: mappings become transforms.
 
     In the file, ``orthogonalize`` is a mapping of arguments of `muonfx.orthogonalize`. Its ``view`` (how a tensor
-    divides into matrices) is a pattern, or a mapping from globs of parameter names to patterns, as `muonfx.MatrixView`
-    accepts them. Lists in these mappings become tuples, and names of dtypes become dtypes. Other options are unchanged.
+    divides into matrices) is a pattern, or a mapping from globs of names to patterns, as in `muonfx.MatrixView`.
+    Lists in these mappings become tuples, and names of dtypes become dtypes. Other options are unchanged.
 
     Raises:
         TypeError: a mapping has an unknown argument; the message suggests a known one.

@@ -28,12 +28,12 @@ def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float
         lr: the learning rate of Muon.
         adamw_lr: the learning rate of AdamW; None for ``lr``.
         weight_decay: the decoupled weight decay of Muon and AdamW.
-        options: further arguments of `muonfx.Muon`, also in the form that `muonfx.engines.parts` reads from a file.
+        options: further arguments of `muonfx.Muon`, whose values may come from a JSON file; see `muonfx.engines.parts`.
 
     Returns:
-        A ``Config`` of a ``torchtitan.components.optimizer.OptimizersContainer``. Its ``build`` raises ValueError for
-        a field of torchtitan's own optimizers that differs from its default: ``param_groups``, ``implementation`` or
-        ``optimizer_factory_kwargs_by_name``.
+        A ``Config`` of a ``torchtitan.components.optimizer.OptimizersContainer``. Three fields that are for
+        torchtitan's own optimizers must keep their defaults, or ``build`` raises ValueError: ``param_groups``,
+        ``implementation`` and ``optimizer_factory_kwargs_by_name``.
 
     Raises:
         ModuleNotFoundError: torchtitan is not installed.

@@ -27,7 +27,7 @@ __all__ = ["LeafSummary", "Summary", "summary"]
 
 @dataclass(frozen=True)
 class LeafSummary:
-    """One row of a `Summary`: the path, shape, dtype, device and bytes of a leaf (a tensor or None)."""
+    """One row of a `Summary`: the path, shape, dtype, device and bytes of one tensor, or a None, in the tree."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...] | None
@@ -45,20 +45,20 @@ class LeafSummary:
 
     @property
     def name(self) -> str:
-        """Dotted path of the leaf, such as "momentum.trace.fc"."""
+        """The dotted path in the tree, such as "momentum.trace.fc"."""
         return ".".join(self.path)
 
 
 @dataclass(frozen=True, repr=False)
 class Summary(Shown):
-    """The tensors of a state, optimizer or model with their bytes; `summary` returns it, and it prints as a table.
+    """A table of the tensors in a state, an optimizer or a model, with their bytes; `summary` returns it.
 
-    ``str()`` returns plain text, and a notebook shows an HTML table. ``to_text(depth=1)`` omits deeper levels.
+    ``str()`` returns plain text, and a notebook shows HTML. ``to_text(depth=1)`` shows only the first level of paths.
 
     Attributes:
-        leaves: a `LeafSummary` for each leaf, in the order of the tree.
+        leaves: a `LeafSummary` for each leaf (tensor or None), in the order of the tree.
         ranks: the number of ranks that the leaves are sharded over; None if nothing is sharded.
-        params_nbytes: the bytes of the parameters, without shards and replicas; None if they are not known.
+        params_nbytes: the bytes of the whole parameters, each counted once; None if they are not known.
 
     >>> import torch
     >>> import muonfx as mfx
@@ -73,23 +73,23 @@ class Summary(Shown):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank holds."""
+        """The bytes of all tensors (or their shards) that this rank holds."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
     def total_nbytes(self) -> int:
-        """The bytes that all ranks hold together."""
+        """The bytes that all ranks hold together, replicas included."""
         return sum(leaf.total_nbytes for leaf in self.leaves)
 
     def by_dtype(self) -> dict[str, int]:
-        """Return a dict from dtype to the bytes of this dtype on this rank, in descending order of bytes."""
+        """Return a dict from dtype to the number of bytes on this rank, in descending order of bytes."""
         found: Counter[str] = Counter()
         for leaf in self.leaves:
             found[leaf.dtype] += leaf.nbytes
         return {dtype: nbytes for dtype, nbytes in found.most_common() if nbytes}
 
     def report(self) -> Report:
-        """Return the table for printing: a row for each leaf and each inner level of the tree, and totals."""
+        """Return the printed table: a row for each tensor and each level of the tree above it, and totals."""
         shown: dict[str, Callable[[LeafSummary], str]] = {
             "shape": lambda leaf: "-" if leaf.shape is None else format_shape(leaf.shape),
             "dtype": lambda leaf: leaf.dtype,
@@ -132,7 +132,7 @@ class Summary(Shown):
         return Report((Table(titles, rows(self.leaves, 0), right, footers), *self._compared()))
 
     def _compared(self) -> tuple[str, ...]:
-        """Return a sentence that compares the bytes with those of the parameters, or nothing if these are not known."""
+        """Return a tuple with a sentence like "2 times the 768 B of the parameters"; empty if these are not known."""
         if not self.params_nbytes:
             return ()
         one, every = self.nbytes / self.params_nbytes, self.total_nbytes / self.params_nbytes
@@ -154,9 +154,9 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
         what: a state or any other tree of tensors; a `TransformOptimizer`; a model, for its parameters; a transform,
             with ``params``, for the state that it would create, which is not allocated; or a pair of a transform and
             its state, which shows for a sharded state the owners (the ranks that hold each leaf).
-        params: the parameters, a tree of tensors or a model, to compare the bytes with. For the pair of a sharded
-            transform and its state, give the local parameters; they are needed only if the transform has not been used
-            yet and their names differ from the names in its layout.
+        params: the parameters, a tree of tensors or a model, to compare the bytes with. For a sharded transform and its
+            state, pass this rank's parameters; this is required only before the first use of the transform, and only if
+            its layout (which rank holds which shard) has other names for them.
 
     Returns:
         A `Summary`, which prints as a table in a terminal and is shown as HTML in a notebook. The values of tensors
@@ -221,7 +221,7 @@ def _check_what(what: object) -> None:
 
 
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
-    """Return a row for each leaf of a tree; DTensors and flat shards in it have their global shapes."""
+    """Return a row for each leaf of a tree; a DTensor or flat shard is shown with its global shape."""
     return [
         _leaf_of(path, leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None, local_of(leaf))
         for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)
@@ -231,7 +231,7 @@ def _plain_leaves(values: PyTree) -> list[LeafSummary]:
 def _leaf_of(
     path: Iterable[object], shape: Sequence[int] | None, here: object, total: int | None = None, owner: str = ""
 ) -> LeafSummary:
-    """Return the row of a leaf; ``here`` is this rank's part of it, and ``shape`` the shape of the whole leaf."""
+    """Return the row of one leaf; ``here`` is this rank's shard of it, and ``shape`` is its global shape."""
     data = here.data if isinstance(here, FlatPiece) else here
     words = tuple(map(str, path))
     if not isinstance(data, Tensor):
@@ -251,7 +251,7 @@ def _written(dtype: torch.dtype) -> str:
 
 
 def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> Summary:
-    """Summarize the state of a transform. ``local`` are this rank's parameters, for a transform that was never used."""
+    """Summarize the state of a transform. ``local`` are this rank's parameters, needed before the first use only."""
     if not isinstance(tx, Sharded):
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
     binding, inner, like = binding_of(tx, local)
@@ -287,7 +287,7 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], what: LeafPlacement | 
 
 
 def _ranks(ranks: Iterable[int | None], size: int) -> str:
-    """Return text that names ranks of a group of ``size``; None in ``ranks`` means all of them."""
+    """Return text that names the given ranks, in a group of ``size`` ranks; None in ``ranks`` means all ranks."""
     named = sorted(rank for rank in ranks if rank is not None)
     if None in ranks or len(named) == size:
         return "every rank"

@@ -27,7 +27,7 @@ _STYLE = Path(__file__).with_name("style.mplstyle")
 
 @contextmanager
 def style() -> Generator[None]:
-    """Apply the style of muonfx plots to figures that are created in this context.
+    """Apply the style of muonfx plots to figures that are created in a ``with`` block.
 
     The background is transparent, axes and text are gray, and colours have a medium lightness, so that pictures are
     legible on light and dark pages. The context manager also decorates functions: ``@mfx.plot.style()``.

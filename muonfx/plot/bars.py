@@ -28,7 +28,7 @@ _NAMED = 0.11
 
 
 def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
-    """Draw the root mean square of the last update of each parameter, as measured by `muonfx.monitor`.
+    """Draw the root mean square of each parameter's last update, which `muonfx.monitor` has measured.
 
     Args:
         state: the state of a chain with one or more ``muonfx.monitor(..., ("rms",), by_leaf=True)``.
@@ -77,11 +77,11 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
 
 
 def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes:
-    """Draw the memory of an optimizer state: a bar for each of its parts, split by dtype.
+    """Draw the memory of an optimizer state, with a bar for each part of the state, split by dtype.
 
     Args:
-        what: an argument of `muonfx.summary` (a state, an optimizer, a model, a pair of a transform and its state), or
-            its result.
+        what: a state, an optimizer, a model, or a pair of a transform and its state, as in `muonfx.summary`; or the
+            result of `muonfx.summary`.
         ax: the axes to draw on; None: a new figure.
 
     Returns:
@@ -123,7 +123,7 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
 
 
 def _parts(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
-    """Group the leaves by the first level of their paths that differs; each group becomes a bar."""
+    """Return a dict from the name of a bar to its leaves, grouped by the first level at which their paths differ."""
     depth = 0
     while len({leaf.path[: depth + 1] for leaf in leaves}) == 1 and all(len(leaf.path) > depth + 1 for leaf in leaves):
         depth += 1
@@ -214,7 +214,6 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
 
 
 def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
-    """Return a bar segment for each share of a plan: parameter, rank, operations, and whether all ranks compute it."""
     found: list[tuple[str, int, float, bool]] = []
     for run in plan.runs:
         for share in run.shares:
@@ -224,6 +223,6 @@ def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
 
 
 def _fitting(name: str, part: float) -> str:
-    """Shorten a parameter name to fit a segment as wide as ``part`` of the axis; keep the end of the name."""
+    """Shorten a parameter name, except its end, to fit a bar segment; ``part`` is its fraction of the axis."""
     room = max(3, int(part * 62))
     return name if len(name) <= room else "..." + name[-(room - 3) :] if room > 5 else name[-room:]

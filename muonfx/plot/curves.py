@@ -29,7 +29,7 @@ def plot_band(
     To compare optimizers, call it several times with one ``ax``.
 
     Args:
-        runs: a row for each run, such as a seed, and a column for each point, such as the loss at a step.
+        runs: a row for each run, such as one seed, and a column for each point, such as the loss at a step.
         x: the position of each point; None: 0, 1, 2 and so on.
         label: the name of the runs in a legend.
         ax: the axes to draw on; None: a new figure.

@@ -39,19 +39,19 @@ def read(
     names: Sequence[str] | None = None,
     step: int | None = None,
 ) -> PyTree:
-    """Return the state of a transform, converted from the state of another optimizer.
+    """Convert the state of another optimizer to the state of a transform.
 
     Args:
         format: the name of the other optimizer.
-        source: an optimizer, its ``state_dict()``, or a list of these that share the parameters of one model. Gather
+        source: an optimizer, its ``state_dict()``, or a list of these if several optimizers train one model. Gather
             sharded state first: replace each DTensor by its ``full_tensor()``, and collect the momenta of Keller
             Jordan's ``MuonWithAuxAdam``, which are distributed over ranks.
-        tx: the transform; `recipe` returns the transform that continues as the other optimizer would.
+        tx: the transform that will use the state. `recipe` makes one with the same updates as the other optimizer.
         params: the parameters by name, such as ``dict(model.named_parameters())``. If ``source`` is an optimizer of
             these tensors, its parameters get their names from here.
         names: the names of the parameters in the order of the optimizer, for a state dict without names.
-        step: the number of steps taken. Required if the transform counts steps, and the source has no count or
-            different counts.
+        step: the number of steps taken. Required if the transform counts steps, and the source has no step count or
+            has different step counts for different parameters.
 
     Returns:
         A new state of ``tx`` with copies of the tensors, in the dtypes of ``tx.init(params)``.
@@ -83,15 +83,15 @@ def read(
 def write(
     format: FormatName, state: PyTree, target: Any, params: PyTree, *, names: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return a state dict for another optimizer, converted from the state of a transform.
+    """Convert the state of a transform to a state dict for another optimizer.
 
     Args:
         format: the name of the other optimizer.
-        state: the state of a chain with momentum, Adam or Lion; for "moonlight" and "dion", of a
+        state: the state of a chain with momentum, Adam or Lion. For "moonlight" and "dion", the momentum must be
             ``momentum(heavy_ball=True)``.
-        target: the optimizer or its ``state_dict()``, whose groups and hyperparameters are kept.
-        params: as in `read`.
-        names: as in `read`.
+        target: the optimizer or its ``state_dict()``. The result has its parameter groups and hyperparameters.
+        params: the parameters by name, such as ``dict(model.named_parameters())``.
+        names: the names of the parameters in the order of the optimizer, for a state dict without names.
 
     Returns:
         The argument of ``optimizer.load_state_dict``.
@@ -125,7 +125,7 @@ def write(
 def recipe(
     format: FormatName, source: Any, params: PyTree, *, names: Sequence[str] | None = None, **options: Any
 ) -> Transform:
-    """Return a chain that computes the same updates as another optimizer.
+    """Return a chain of transforms that computes the same updates as another optimizer.
 
     The hyperparameters are the current values in its parameter groups. One format differs slightly: Moonlight's AdamW
     adds eps before the bias correction of the second moment, and muonfx adds it afterwards. The relative difference of
@@ -133,9 +133,9 @@ def recipe(
 
     Args:
         format: the name of the other optimizer.
-        source: as in `read`.
-        params: as in `read`.
-        names: as in `read`.
+        source: the optimizer, its ``state_dict()``, or a list of these, as in `read`.
+        params: the parameters by name, such as ``dict(model.named_parameters())``.
+        names: the names of the parameters in the order of the optimizer, for a state dict without names.
         **options: arguments of `muonfx.orthogonalize`: ``dtype=``, which is bf16 in most other implementations, and
             ``coefficients="quintic"`` for a ``dion.Muon`` that was made with ``use_polar_express=False``.
 
@@ -143,8 +143,8 @@ def recipe(
         A chain. If parameters need different chains, a `muonfx.partition` of several chains.
 
     Raises:
-        ValueError: a setting has no equivalent in muonfx, such as ``amsgrad``, ``cautious_wd`` or another eps of
-            ``torch.optim.Muon``; or as for `read`.
+        ValueError: a setting has no equivalent in muonfx, such as ``amsgrad``, ``cautious_wd`` or an eps of
+            ``torch.optim.Muon`` other than its default; or the format or a name is unknown.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, 4))
@@ -172,7 +172,7 @@ def recipe(
 
 
 class _Entry(NamedTuple):
-    """The group and state of one parameter in another optimizer; ``number`` is its key in the ``state_dict()``."""
+    """One parameter of the other optimizer: its group and state, and its number in the optimizer's ``state_dict()``."""
 
     name: str
     kind: str
@@ -188,7 +188,7 @@ def _format(format: str) -> Format:
 
 
 def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Sequence[str] | None) -> list[_Entry]:
-    """Return an entry for each parameter of an optimizer, of its ``state_dict()``, or of a list of these."""
+    """Return the name, parameter group and state of each parameter in ``source``, the optimizer to convert."""
     found: list[_Entry] = []
     for given in source if isinstance(source, Sequence) else [source]:
         own = names

@@ -27,9 +27,9 @@ Options = Mapping[str, Any]
 
 
 class Keys(NamedTuple):
-    """The keys under which an optimizer stores a parameter's momentum or first moment, second moment, and step count.
+    """The keys of one parameter's state in another optimizer, such as "exp_avg", "exp_avg_sq" and "step" in AdamW.
 
-    A key is None if the optimizer does not store the value.
+    ``first`` is the key of the momentum or first moment. A key is None if the optimizer does not store the value.
     """
 
     first: str
@@ -39,7 +39,7 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How one optimizer stores its state, and which chain computes its updates."""
+    """How one other optimizer stores its state, and which chain of transforms computes the same updates."""
 
     title: str
     keys: Mapping[str, Keys]  # by kind: "muon", "adamw" or "lion"
@@ -67,10 +67,10 @@ def _muon_chain(
     lr_scaling: ShapeRule | None,
     **more: Any,
 ) -> Transform:
-    """Return a Muon chain with the hyperparameters of a parameter group.
+    """Return a Muon chain with the hyperparameters of a parameter group of the other optimizer.
 
-    ``options`` and ``more`` are arguments of `orthogonalize`, and ``options`` take precedence. Its view is given to
-    `scale_by_shape` too.
+    ``options`` and ``more`` are keyword arguments for `orthogonalize`. Where both have an argument, ``options`` is
+    used.
     """
     orthogonal = orthogonalize(**{**more, **options})
     return chain(
@@ -131,7 +131,7 @@ def _keller_kind(group: Group, values: Values) -> str:
 
 
 def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
-    """Return the chain for a parameter of this shape in a group of Keller Jordan's Muon."""
+    """Return the chain of transforms that updates a parameter of this shape as Keller Jordan's Muon does."""
     if kind == "adamw":
         return _adamw(group, group["betas"], group["eps"], group["weight_decay"])
     if len(shape) > 3:

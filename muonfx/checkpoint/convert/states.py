@@ -27,7 +27,7 @@ __all__ = ["Leaf", "filled", "flat", "gathered"]
 
 @dataclass(frozen=True)
 class Leaf:
-    """The state that an optimizer has for one parameter; ``kind`` is "muon", "adamw" or "lion"."""
+    """One parameter's moments and step count in another optimizer; ``kind`` is "muon", "adamw" or "lion"."""
 
     kind: str
     first: Tensor | None = None  # the momentum or first moment; None before the first step
@@ -36,7 +36,7 @@ class Leaf:
 
 
 def flat(params: PyTree) -> dict[str, Tensor]:
-    """Return a dict from dotted name to parameter, without None leaves; a flat dict keeps its order."""
+    """Return the parameters of a tree as a dict from dotted name to tensor, without None leaves."""
     if tree.is_flat(params):
         return {name: leaf for name, leaf in params.items() if leaf is not None}
     pairs = zip(tree.names(params), tree.leaves(params), strict=True)
@@ -52,7 +52,7 @@ _STATES: dict[type, tuple[str, tuple[str, ...]]] = {
 
 
 def _walk(node: object, path: str, visit: Callable[[Any, str], Any]) -> Any:
-    """Return a state in which ``visit(node, path)`` has replaced each momentum, Adam, Lion and schedule state."""
+    """Return a copy of a state tree; ``visit(node, path)`` replaces each momentum, Adam, Lion and schedule state."""
     if type(node) in _STATES:
         return visit(node, path)
     if isinstance(node, ScheduledState):
@@ -69,10 +69,10 @@ def _walk(node: object, path: str, visit: Callable[[Any, str], Any]) -> Any:
 
 
 def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_ball: bool, step: int | None) -> PyTree:
-    """Return the state of a transform, filled from leaves by parameter name.
+    """Return the state of a transform with the values that another optimizer has for each parameter.
 
-    ``heavy_ball`` is True if the momenta of the source are sums of gradients. ``step`` is the number of steps if the
-    source does not count them.
+    ``leaves`` is a dict from parameter name to these values. ``heavy_ball`` is True if the other optimizer's momenta
+    are sums of gradients, not averages. ``step`` is the number of steps if the other optimizer does not count them.
     """
     for part in within(tx):
         if part.arguments.get("heavy_ball", heavy_ball) != heavy_ball:
@@ -116,7 +116,7 @@ def _codes_of(held: PyTree, path: str) -> PyTree:
 
 
 def _agreed(where: str, steps: Mapping[str, int], given: int | None, wrong: list[str]) -> int:
-    """Return the step count that all parameters share, or ``given`` if there is none; add problems to ``wrong``."""
+    """Return the step count that all parameters share, or ``given`` if none has one; add error texts to ``wrong``."""
     different = sorted(set(steps.values()))
     if len(different) == 1:
         return different[0]
@@ -153,7 +153,7 @@ def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
-    """Return a dict from parameter name to a copy of its `Leaf` in the state of a transform; inverse of `filled`."""
+    """Return a dict from parameter name to a copy of its moments and step count in the state of a transform."""
     found: dict[str, Leaf] = {}
 
     def visit(node: Any, path: str) -> Any:

@@ -27,14 +27,14 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Write a checkpoint with the trained parameters in full precision and the state of the optimizer.
+    """Write a checkpoint with the trained parameters in full precision and the optimizer state.
 
-    It loads under any ZeRO stage and number of ranks. A checkpoint of DeepSpeed requires the number of ranks that wrote
-    it, and a universal checkpoint of DeepSpeed supports only the state of Adam. All ranks call this together, and each
-    writes its shards.
+    `load` reads it under any ZeRO stage and number of ranks. DeepSpeed's own checkpoints require the number of ranks
+    that wrote them, and its universal checkpoints support only Adam's state. All ranks must call this together, and
+    each rank writes its shards.
 
     Args:
-        engine: the first result of ``deepspeed.initialize``.
+        engine: the DeepSpeed engine, which is the first result of ``deepspeed.initialize``.
         path: the folder of the checkpoint, on a file system that all ranks share.
         step: the number of steps taken.
         extra: JSON values. The counters and the scheduler of DeepSpeed are not written; to keep them, pass, for
@@ -61,13 +61,13 @@ def save(
 
 
 def load(engine: Any, path: str | os.PathLike[str]) -> None:
-    """Load a checkpoint of `save` into the model and the optimizer, under any ZeRO stage and number of ranks.
+    """Load a checkpoint that `save` wrote into the model and the optimizer, under any ZeRO stage and number of ranks.
 
     Learning rates, counters and the scheduler are not changed; `muonfx.checkpoint.inspect` returns the ``step`` and
-    ``extra`` of the checkpoint. All ranks call this together.
+    ``extra`` of the checkpoint. All ranks must call this together.
 
     Args:
-        engine: as for `save`, before or after its first step.
+        engine: the DeepSpeed engine, as for `save`, before or after its first step.
         path: the folder of the checkpoint.
 
     Raises:
@@ -118,9 +118,9 @@ def _group_of(units: Iterable[Unit]) -> dist.ProcessGroup | None:
 
 
 def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], Any]:
-    """Return the parameters by name and the optimizer state, merged from the flat tensors that DeepSpeed gives us.
+    """Return a dict from name to parameter, and the optimizer state, merged from all flat tensors of DeepSpeed.
 
-    The leaves are whole tensors, or shards with their positions (`FlatPiece`).
+    Each `Unit` holds the part for one flat tensor. The leaves of the results are whole tensors, or this rank's shards.
     """
     params: dict[str, Any] = {}
     parts: list[list[Any]] = []
@@ -132,7 +132,7 @@ def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], 
 
 
 def _merged(leaves: Iterable[Tensor | FlatPiece | None]) -> Tensor | FlatPiece | None:
-    """Return the one value that is not None, or the maximum of several, such as step counters of flat tensors."""
+    """Return the one value that is not None; of several, such as the step counts of flat tensors, the maximum."""
     found = [leaf for leaf in leaves if leaf is not None]
     if len(found) < 2:
         return found[0] if found else None

@@ -22,10 +22,10 @@ CONFIG_TYPE = "muonfx.Muon"
 
 
 def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
-    """Return a transform as the client optimizer for ``deepspeed.initialize(model=model, optimizer=...)``.
+    """Return a client optimizer for ``deepspeed.initialize(model=model, optimizer=...)`` that applies a transform.
 
-    The configuration must allow a client optimizer with ``"zero_allow_untested_optimizer": true`` and, if the optimizer
-    is offloaded, ``"zero_force_ds_cpu_optimizer": false``. Stage, precision, accumulation, clipping, schedulers,
+    The configuration of DeepSpeed must contain ``"zero_allow_untested_optimizer": true`` and, if the optimizer is
+    offloaded, ``"zero_force_ds_cpu_optimizer": false``. Stage, precision, accumulation, clipping, schedulers,
     sub-groups and ``zero.Init`` are configured as for any other optimizer.
 
     Args:
@@ -35,7 +35,7 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
             flat tensor at a time; DeepSpeed clips gradients itself.
 
     Returns:
-        The optimizer, with one parameter group for each label, as in `muonfx.TransformOptimizer`.
+        The optimizer, with one parameter group for each label, such as "muon" and "adamw".
 
     Raises:
         TypeError: ``model`` is not a module, or ``tx`` is not a transform.
@@ -57,11 +57,11 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
     Args:
         model: as for `optimizer`.
         lr: the learning rate of Muon.
-        options: further arguments of `muonfx.Muon` that define the update, not the layout or the use of memory, also
-            in the form that `muonfx.engines.parts` reads from a JSON file.
+        options: further arguments of `muonfx.Muon` that define the update, not the layout or the use of memory. Values
+            read from a JSON file are accepted; see `muonfx.engines.parts`.
 
     Raises:
-        TypeError, ValueError: as `optimizer` and `muonfx.Muon`.
+        TypeError, ValueError: an argument is not valid; see `optimizer` and `muonfx.Muon`.
 
     >>> [group["label"] for group in Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).param_groups]
     ['muon', 'adamw']
@@ -71,7 +71,7 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
 
 
 def require_own_step(config: Mapping[str, Any]) -> None:
-    """Raise unless DeepSpeed, under this configuration, steps with the optimizer that is passed to it."""
+    """Raise if DeepSpeed, under this configuration, would replace the optimizer that is passed to it."""
     if "optimizer" in config:
         raise ValueError(
             f'DeepSpeed\'s config: found an "optimizer" of the type {config["optimizer"].get("type")!r}, which would '
@@ -92,8 +92,8 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
 
     DeepSpeed accepts by name only its own optimizers and those of torch. This function removes the entry
     ``"optimizer": {"type": "muonfx.Muon", "params": {...}}`` from a copy of the configuration, makes the optimizer with
-    `Muon`, and passes it to DeepSpeed. "params" contains arguments of `muonfx.Muon`, as `muonfx.engines.parts` reads
-    them. The two options that a client optimizer requires are set unless the configuration has them.
+    `Muon`, and passes it to DeepSpeed. "params" contains arguments of `muonfx.Muon`. The two options that a client
+    optimizer requires (see `optimizer`) are set unless the configuration has them.
 
     Args:
         model: as for `optimizer`.

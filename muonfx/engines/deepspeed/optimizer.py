@@ -22,7 +22,7 @@ __all__ = ["ZeroOptimizer"]
 
 
 class ZeroOptimizer(GroupOwner):
-    """The client optimizer, which applies a transform to DeepSpeed's flat tensors; `optimizer` returns it.
+    """The client optimizer that `optimizer` returns; it applies a transform to DeepSpeed's flat tensors.
 
     Raises:
         ValueError: at the first step, if DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as
@@ -74,7 +74,7 @@ class ZeroOptimizer(GroupOwner):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the tensors that DeepSpeed has stored in ``param_groups``; all ranks call this together."""
+        """Update the flat tensors that DeepSpeed has put into ``param_groups``; all ranks must call this together."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -92,7 +92,7 @@ class ZeroOptimizer(GroupOwner):
         return loss
 
     def _is_initialization(self) -> bool:
-        """Return whether this step only allocates the state: DeepSpeed's step on zero gradients (stage 0, bf16)."""
+        """Return whether this is the step with zero gradients that DeepSpeed takes only to allocate the state."""
         own = set(self._params.values())
         given = [param for group in self.param_groups for param in group["params"]]
         are_copies = all(unit.pieces.layout is None for unit in self._units.values()) and own.isdisjoint(given)
@@ -110,9 +110,9 @@ class ZeroOptimizer(GroupOwner):
                 )
 
     def all_units(self) -> list[Unit]:
-        """Return a `Unit` (parameters and state) for each flat tensor of all groups; all ranks call this together.
+        """Return a list with a `Unit` (parameters and their state) for each flat tensor that DeepSpeed steps on.
 
-        Units are created here if no step has created them.
+        Before the first step, this method creates them. All ranks must call it together.
         """
         self._require_same_trained()
         units: list[Unit] = []
@@ -126,7 +126,7 @@ class ZeroOptimizer(GroupOwner):
 
     @torch.no_grad()
     def update_working_copy(self) -> None:
-        """Copy the full-precision parameters to the model, rounded to its dtype; at stage 3, this rank's shards."""
+        """Copy the full-precision parameters into the model's parameters, and round them to the dtype of the model."""
         for unit in self.all_units():
             for name, piece in unit.pieces.views(unit.pieces.flat).items():
                 held = getattr(self._params[name], "ds_tensor", None)
@@ -148,11 +148,11 @@ class ZeroOptimizer(GroupOwner):
         return [self._units[flat] for flat in flats]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict with its dtypes; DeepSpeed calls this with the state of this rank.
+        """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.
 
         Raises:
-            ValueError: the groups have other parameters, or a group lacks a hyperparameter; nothing was loaded. The
-                state of another transform is an error at the next step.
+            ValueError: the groups have other parameters, or a group lacks a hyperparameter; nothing was loaded. If the
+                state belongs to another transform, the next step raises an error.
         """
         saved: list[dict[str, Any]] = state_dict["param_groups"]
         own = [group["param_names"] for group in self.param_groups]

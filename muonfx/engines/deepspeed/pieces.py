@@ -20,7 +20,7 @@ __all__ = ["Located", "Pieces", "flats_of", "locate", "shape_of", "stage_3_of", 
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dict from name to parameter, for the parameters of a model that require grad."""
+    """Return a dict from name to parameter, with the parameters of a model that require grad."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -32,7 +32,7 @@ def shape_of(param: Tensor) -> tuple[int, ...]:
 
 
 def stage_3_of(params: Iterable[Tensor]) -> Any:
-    """Return DeepSpeed's own optimizer, which holds these parameters, at ZeRO stage 3; None at other stages."""
+    """Return DeepSpeed's own optimizer that holds these parameters at ZeRO stage 3; None at other stages."""
     return next(filter(None, (getattr(param, "_z3_optimizer", None) for param in params)), None)
 
 
@@ -62,22 +62,22 @@ class Pieces(NamedTuple):
     """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
 
     def as_leaf(self, name: str, value: Tensor) -> Tensor | FlatPiece:
-        """Return a shard of a parameter or of its state as a `FlatPiece` (with its position); at stage 0, unchanged."""
+        """Return a shard of a parameter or of its state with its position (a `FlatPiece`); at stage 0, ``value``."""
         if self.layout is None:
             return value
         return FlatPiece(self.layout.specs[name].shape, self.at[name].begin, value.reshape(-1))
 
     def views(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Return a dict from parameter name to a torch view of its shard in a flat tensor, such as a gradient."""
+        """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared."""
         if self.layout is None:
             return dict(zip(self.names, flat, strict=True))
         return {n: flat[0].narrow(0, at.start, at.length).view(self.shapes[n]) for n, at in self.at.items()}
 
 
 def locate(flat: Tensor, params: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Pieces:
-    """Locate the shards of ``params`` in a flat tensor of ZeRO stage 1, 2 or 3; all its ranks call this together.
+    """Find where the shards of ``params`` are in a flat tensor of ZeRO stage 1, 2 or 3.
 
-    ``like`` has all parameters of the model by name, as meta tensors.
+    ``like`` has all parameters of the model by name, as meta tensors. All ranks of the flat tensor call this together.
     """
     engine = stage_3_of(params.values())
     cut = _cut_buffer(flat, params) if engine is None else _cut_parameters(flat, params, engine)
@@ -96,7 +96,7 @@ def locate(flat: Tensor, params: Mapping[str, Tensor], like: Mapping[str, Tensor
 
 
 class _Cut(NamedTuple):
-    """Where the ranks of a group hold some parameters: the intervals of all ranks, and the positions on this rank."""
+    """Which interval of each parameter each rank holds, and where this rank's intervals are in its flat tensor."""
 
     cuts: dict[str, Intervals]
     at: dict[str, Located]
@@ -104,7 +104,7 @@ class _Cut(NamedTuple):
 
 
 def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
-    """Locate shards at stages 1 and 2, where DeepSpeed concatenates parameters and partitions the result."""
+    """Find where each rank holds each parameter at stages 1 and 2, which partition the concatenated parameters."""
     own = dict.fromkeys(params, Located(0, 0, 0))
     for name, param in params.items():
         mapping: Any = getattr(param, "_hp_mapping", None)
@@ -132,7 +132,7 @@ def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
 
 
 def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> _Cut:
-    """Return where each parameter's shard is in a flat buffer of ZeRO stage 3, which concatenates a rank's shards."""
+    """Find where each rank holds each parameter at stage 3, where ``flat`` concatenates the shards of this rank."""
     place = next(i for i, mine in enumerate(engine.fp32_partitioned_groups_flat) if mine is flat)
     name_of = {id(param): name for name, param in params.items()}
     members: list[Any] = engine.fp16_groups[place]
@@ -150,14 +150,14 @@ def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> 
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the flat tensors that hold some parameters at stage 3, one for each DeepSpeed sub-group."""
+    """Return the flat tensors in which DeepSpeed holds these parameters at stage 3, one for each sub-group."""
     wanted = {id(param) for param in params}
     pairs = zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True)
     return [flat for flat, members in pairs if id(members[0]) in wanted]
 
 
 def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first parameter whose values differ from its located shard; None if all agree."""
+    """Return the name of the first parameter whose values are not at the place found for its shard; None if all are."""
     for name, piece in pieces.views(pieces.flat).items():
         held = getattr(params[name], "ds_tensor", None)
         begin = 0 if held is not None else pieces.at[name].begin

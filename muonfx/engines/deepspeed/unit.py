@@ -26,7 +26,7 @@ States = dict[Tensor, Any]
 
 
 class Unit:
-    """A flat tensor (at stage 0, the whole parameters of a group), its state in ``optimizer.state``, and its step."""
+    """One flat tensor that DeepSpeed steps on (at stage 0, all parameters of a group), with its optimizer state."""
 
     def __init__(self, tx: Transform, like: Mapping[str, Tensor], pieces: Pieces, states: States) -> None:
         self.pieces, self._tx = pieces, tx
@@ -52,11 +52,11 @@ class Unit:
         return self._now if layout is None else sharded(self._now, layout)
 
     def _among_all(self, some: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Return a dict with all parameter names of the model; None for parameters that are not in ``some``."""
+        """Return ``some`` with an entry for every parameter of the model: None for those that it lacks."""
         return {name: some.get(name) for name in self._names}
 
     def _lay_out(self, state: PyTree, states: States) -> None:
-        """Store a new state in ``optimizer.state``; leaves with the shape of a shard are copied into flat tensors."""
+        """Store a new optimizer state in ``optimizer.state``, with tensors shaped like shards copied into flat ones."""
         local = self.pieces.views(self.pieces.flat)
         leaves, self._treedef = tree.flatten(state)
         for x in self.pieces.flat:
@@ -86,7 +86,7 @@ class Unit:
                     view.copy_(mine[name])
 
     def _check(self, states: States) -> None:
-        """Raise unless a loaded ``optimizer.state`` has the keys and shapes of the state; cast it to its dtypes."""
+        """Raise unless a loaded ``optimizer.state`` fits the transform in keys and shapes; cast it to its dtypes."""
         found: list[object] = [states.get(x) for x in self.pieces.flat]
         if all(now is before for now, before in zip(found, self._checked, strict=True)):
             return
@@ -110,7 +110,7 @@ class Unit:
         self._checked = [states[x] for x in self.pieces.flat]
 
     def _read(self, states: States) -> PyTree:
-        """Return the state of the transform, built from the tensors in ``optimizer.state``."""
+        """Return the state tree of the transform, built from the tensors in ``optimizer.state``."""
         whole = dict(zip(self.pieces.names, self.pieces.flat, strict=True)) if self.pieces.layout is None else {}
         found: list[Tensor | None] = []
         for entry in self._leaves:
@@ -123,13 +123,12 @@ class Unit:
         return tree.unflatten(self._treedef, found)
 
     def _views_of(self, key: str, kept: Tensor) -> dict[str, Tensor]:
-        """Return the shards of a flat state tensor by parameter name, cached until the tensor is replaced."""
         if key not in self._views or self._views[key][0] is not kept:
             self._views[key] = kept, self.pieces.views([kept])
         return self._views[key][1]
 
     def _write(self, before: PyTree, after: PyTree, states: States) -> None:
-        """Write the state after a step to ``optimizer.state``, in the memory of the state before it where possible."""
+        """Write the state after a step to ``optimizer.state``; reuse the memory of the state before the step."""
         for entry, old, new in zip(self._leaves, tree.leaves(before), tree.leaves(after), strict=True):
             if entry is None or new is old:
                 continue
@@ -141,7 +140,7 @@ class Unit:
                 old.copy_(new)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
-        """Update the parameters and their state in ``states`` by one step, with the hyperparameters in ``numbers``."""
+        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name."""
         self._check(states)
         if numbers is not self._values:
             self._now = with_hyperparams(self._tx, fitted(hyperparams(self._tx), [numbers])[0]).prepare_all()
@@ -161,9 +160,9 @@ class Unit:
         self._write(state, after, states)
 
     def to_global(self, states: States) -> tuple[dict[str, Any], list[Any]]:
-        """Return the parameters by name, and a list of state leaves with None for parameters of other flat tensors.
+        """Return a dict from name to parameter, and a list of the leaves of the optimizer state.
 
-        Each leaf is a whole tensor, or a shard with its position (`FlatPiece`).
+        Each is a whole tensor or a shard with its position (`FlatPiece`); None for parameters of other flat tensors.
         """
         self._check(states)
         params = self.pieces.views([x.detach() for x in self.pieces.flat])

@@ -29,8 +29,8 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muo
 
     Args:
         model: the model, sharded by LLaMA-Factory.
-        optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon`, such as
-            ``orthogonalize: {coefficients: keller}``, in the form that `muonfx.engines.parts` reads.
+        optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon` as values of a YAML file, such as
+            ``orthogonalize: {coefficients: keller}``; see `muonfx.engines.parts`.
         given: further arguments of LLaMA-Factory; ``learning_rate`` is used if ``optim_config`` has no ``lr``.
 
     Raises:
