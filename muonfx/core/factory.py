@@ -149,10 +149,10 @@ def transform(
 
 
 def with_memory(constructor: Callable[Concatenate[Memory, P], InitAndUpdate]) -> Callable[P, InitAndUpdate]:
-    """Pass a cache to a constructor as its first argument; callers of the decorated factory do not see it.
+    """Decorate a constructor so that it receives a cache (a dict) as its first argument.
 
-    The cache is a dict for results that depend on names, shapes and dtypes only. All transforms that differ only in
-    numbers share it, so it is kept if ``torch.func`` or `with_hyperparams` rebuilds a transform at every step.
+    Callers of the factory do not pass the cache. It holds results that depend on names, shapes and dtypes only. All
+    transforms that differ only in numbers share it, also if ``torch.func`` or `with_hyperparams` rebuilds them.
     """
     _, *rest = inspect.signature(constructor).parameters.values()
     marked: Any = constructor
