@@ -114,7 +114,7 @@ def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.devic
     Args:
         tx: a transform.
         dtype: the dtype of the tensors.
-        device: the device of the tensors. None: the device of tensors that are given, and the default device otherwise.
+        device: the device of the tensors. None: a tensor keeps its device, and a float gets the default device.
 
     Example:
         >>> import muonfx as mfx
