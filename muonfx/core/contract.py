@@ -126,7 +126,7 @@ class Transform(Recorded):
         return {**self.arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
 
     def build(self) -> Any:
-        """Call the constructor and return its pair ``(init, update)``. With schedules, every update calls it again."""
+        """Call the constructor and return its ``(init, update)``. With a schedule, every update calls it again."""
         schedules = self.schedules
         if not schedules:
             return super().build()
@@ -327,7 +327,7 @@ class Transform(Recorded):
         return found
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
-        """Call the ``update`` function without checks. It receives only those of the extras that it accepts."""
+        """Call the ``update`` function without checks, with only the extras (named arguments) that it accepts."""
         names, takes_all, *_ = self.extras
         given = extras
         if extras and not takes_all:

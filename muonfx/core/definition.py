@@ -30,7 +30,7 @@ _SCALAR = _BY_STEP | {"float", "None"}
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A decorated constructor, such as `momentum`, with its parsed signature and the arguments of the decorator."""
+    """The function behind a factory such as `momentum`, with its parsed signature and the decorator's arguments."""
 
     constructor: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
@@ -242,7 +242,7 @@ class Declaration:
 
 
 def sum_over_leaves(scalars: PyTree) -> Tensor:
-    """Return the sum of a tree of equally shaped tensors, such as one squared norm for each leaf, in one process."""
+    """Return the sum of a tree of equally shaped tensors, such as one squared norm for each leaf."""
     found = list(tree.tensors(scalars))
     if not found:
         return torch.zeros(())

@@ -51,7 +51,7 @@ NOTHING = Donation()
 
 
 def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -> tuple[Donation, PyTree, PyTree]:
-    """Copy donated tensors that share memory, and return ``(donate, updates, state)``. A trace donates nothing."""
+    """Copy donated tensors that share memory; return ``(donate, updates, state)``. Donate nothing while tracing."""
     if not (donate.updates or donate.state):
         return donate, updates, state
     if functorch_is_active() or is_traced():
@@ -103,7 +103,7 @@ def _in_memory(leaf: Tensor) -> Tensor:
 
 
 def check_writable(what: str, params: PyTree) -> None:
-    """Raise ValueError if elements of one parameter share memory, which makes an in-place update wrong."""
+    """Raise ValueError if a parameter's elements share memory, as after ``expand()``, so in-place updates fail."""
     for place, leaf in enumerate(tree.leaves(params)):
         if type(leaf) in PLAIN and leaf.is_contiguous():
             continue

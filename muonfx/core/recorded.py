@@ -59,7 +59,7 @@ def _map(value: Any, function: Callable[[str, Any], object], name: str = "") -> 
 
 
 def _split(value: Any, parts: list[object]) -> object:
-    """Replace each number and recorded value in an argument by a hole, and append it to the list ``parts``."""
+    """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``parts``."""
 
     def keep(name: str, item: object) -> object:
         if not isinstance(item, Recorded | Tensor):
@@ -74,7 +74,7 @@ def _split(value: Any, parts: list[object]) -> object:
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Fill the holes of an argument with ``parts``, in order. The inverse of `_split`."""
+    """Put ``parts`` back in place of the placeholders in an argument, in order. The inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
     if type(skeleton) in (tuple, list):
@@ -85,7 +85,7 @@ def _join(skeleton: Any, parts: Iterator[object]) -> Any:
 
 
 def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
-    """Return the dotted names of the holes that `_split` left in an argument; with ``holes=False``, of all leaves."""
+    """Return the dotted names of an argument's placeholders (see `_split`); with ``holes=False``, of all leaves."""
     found: list[str] = []
     _map(skeleton, lambda name, item: found.append(name.removeprefix(".")) if item is _HOLE or not holes else None)
     return found
@@ -96,7 +96,7 @@ R = TypeVar("R", bound="Recorded")
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A transform or schedule without its numbers and inner transforms: its factory and all other arguments."""
+    """A transform or schedule without its numbers and inner transforms: its factory and the other arguments."""
 
     kind: type[Recorded]
     factory: Factory

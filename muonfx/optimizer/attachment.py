@@ -358,12 +358,12 @@ def own_groups(optimizer: Optimizer) -> None:
 class OwnedGroup(dict[str, Any]):
     """A param group (a dict) whose class marks it as created by a muonfx optimizer.
 
-    Any other optimizer that steps on it raises, even if the first is deleted. torch.compile cannot trace the class.
+    Another optimizer that steps on it raises, even if the muonfx one is deleted. torch.compile cannot trace the class.
     """
 
 
 class GroupOwner(Optimizer):
-    """Base class of muonfx optimizers. An optimizer that steps on their param groups without wrapping them raises."""
+    """Base class of optimizers whose param groups no other optimizer may step on, except a wrapper of this one."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)

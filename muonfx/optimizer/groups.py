@@ -30,7 +30,7 @@ NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
 
 
 class Hyperparam(NamedTuple):
-    """An entry of a param group, such as "lr" or "betas", and the numbers of the transform that it sets."""
+    """An entry of a param group, such as "lr" or "betas", and the transform's numbers that the entry sets."""
 
     key: str
     """The key in the group, such as "betas"."""
@@ -98,7 +98,7 @@ class GroupNumbers:
         }
 
     def read(self, group: Group) -> dict[str, Number]:
-        """Return a group's current hyperparameters by dotted name, and make keys of the same number agree.
+        """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
 
         If no number has changed, return the same dict object as in the last call.
         """
@@ -288,7 +288,7 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
 
 
 def _signs(node: Node, name: str) -> frozenset[int]:
-    """Return the signs, relative to its gradient, that a parameter's update may have after a node (a transform)."""
+    """Return the possible signs (1 same, -1 reversed, 0 unknown) of a parameter's update after a node (a transform)."""
     called = [_signs(one, name) for one in node.called if name in one.names]
     return combine_signs(node.tx, called)
 

@@ -176,7 +176,7 @@ def path_of(entries: tuple[object, ...]) -> str:
 
 
 class StateEntries:
-    """Fills ``optimizer.state``: each state tensor is shown under its parameter, and step counts under all."""
+    """Fills ``optimizer.state``: each tensor is shown under its parameter, and step counts under all parameters."""
 
     def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
         self.slots: list[tuple[Tensor | None, str]] = []
@@ -187,7 +187,7 @@ class StateEntries:
         self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
-        """Write the state tensors that have changed to ``entries`` (``optimizer.state``), converted by ``show``."""
+        """Write changed state tensors to ``entries`` (``optimizer.state``), converted by ``show(index, tensor)``."""
         leaves = tree.leaves(state)
         for place, (new, shown) in enumerate(zip(leaves, self._leaves, strict=True)):
             if new is not shown:
@@ -272,7 +272,7 @@ def for_groups(
 
 
 def _keeps_a_number(node: Node) -> bool:
-    """Return True if the state of a node (a transform) has a float tensor that belongs to no parameter."""
+    """Return True if the state of a node (a transform) has a float tensor that belongs to no single parameter."""
     state = node.tx.functions.init(node.like)
     pairs = zip(tree.leaves(state), parameters_of(state, node.like), strict=True)
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
