@@ -50,7 +50,6 @@ def __dir__() -> list[str]:
 
 
 def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = math.isfinite) -> Any:
-    """Return a number if it is finite and ``fits(value)``, else raise; a tensor always passes."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         if isinstance(value, Tensor) or type(value) is object or type(value).__module__.startswith("torch"):
             return value  # a tensor, a pytree library's placeholder for a leaf, or a symbolic number
@@ -61,7 +60,7 @@ def _number(name: str, value: object, expected: str = "finite", fits: Callable[[
 
 
 def finite(name: str, value: object) -> float:
-    """Return an argument if it is a finite number or a tensor; otherwise raise.
+    """Check that an argument is a finite number, and return it. A tensor is returned unchecked.
 
     >>> finite("factor", float("nan"))
     Traceback (most recent call last):
@@ -71,7 +70,7 @@ def finite(name: str, value: object) -> float:
 
 
 def at_least(name: str, value: object, low: float) -> float:
-    """Return an argument if it is a finite number of at least ``low``, or a tensor; otherwise raise.
+    """Check that an argument is a finite number of at least ``low``, and return it. A tensor is returned unchecked.
 
     >>> at_least("steps", 0, low=1)
     Traceback (most recent call last):
@@ -81,7 +80,7 @@ def at_least(name: str, value: object, low: float) -> float:
 
 
 def in_unit_interval(name: str, value: object) -> float:
-    """Return an argument if it is a number in [0, 1), such as a decay, or a tensor; otherwise raise.
+    """Check that an argument, such as a decay, is in [0, 1), and return it. A tensor is returned unchecked.
 
     >>> in_unit_interval("decay", 1.0)
     Traceback (most recent call last):
@@ -91,7 +90,7 @@ def in_unit_interval(name: str, value: object) -> float:
 
 
 def positive(name: str, value: object) -> float:
-    """Return an argument if it is a finite number above 0, or a tensor; otherwise raise.
+    """Check that an argument is a finite number above 0, and return it. A tensor is returned unchecked.
 
     >>> positive("max_norm", 0.0)
     Traceback (most recent call last):
@@ -125,7 +124,7 @@ def whole_number(name: str, value: object, *, least: int = 0) -> None:
 
 
 def state_dtype(name: str, value: object) -> None:
-    """Raise unless an argument can set the dtype of a state: "auto", a real floating-point torch dtype, or None.
+    """Raise TypeError unless a dtype argument is "auto", a real floating-point torch dtype, or None.
 
     >>> state_dtype("dtype", torch.int64)
     Traceback (most recent call last):
@@ -141,7 +140,7 @@ _LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (os.path.
 
 
 def warn_caller(message: str) -> None:
-    """Issue a UserWarning that points to the user's line: the innermost caller outside muonfx and torch."""
+    """Issue a UserWarning that points to the user's own line, the innermost caller outside muonfx and torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -149,7 +148,7 @@ def warn_caller(message: str) -> None:
 
 
 def shown_name(name: str) -> str:
-    """Return the quoted name of a leaf for a message, or "the tree's only leaf" if the name is empty."""
+    """Return the quoted name of a leaf for a message. An empty name gives "the tree's only leaf"."""
     return repr(name) if name else "the tree's only leaf"
 
 
@@ -162,7 +161,7 @@ _USABLE_KINDS = frozenset({(dtype, torch.strided, False) for dtype in _DTYPES})
 
 
 def is_usable(leaf: object) -> bool:
-    """Return True for None and for a dense tensor of dtype float64, float32, bfloat16 or float16.
+    """Return True if a leaf is None, or a dense tensor of dtype float64, float32, bfloat16 or float16.
 
     >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
     (True, False, False)
@@ -175,7 +174,7 @@ def is_usable(leaf: object) -> bool:
 
 
 def all_usable(leaves: Collection[Any]) -> bool:
-    """Return True if `is_usable` is true of every leaf; fast for plain tensors."""
+    """Return True if every leaf is None or a dense floating-point tensor, as `is_usable` tests for one leaf."""
     if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):
         return all(map(is_usable, leaves))
     kinds = {(leaf.dtype, leaf.layout, leaf.is_nested) for leaf in leaves if leaf is not None}
@@ -205,7 +204,7 @@ def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
 
 
 def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
-    """Return a TypeError for a leaf that is not a tensor; for a model or an iterator, with code that works."""
+    """Return the TypeError to raise if the leaf ``name`` of a tree ``what``, such as "params", is not a tensor."""
     advice = ""
     if isinstance(leaf, nn.Module | Iterator):
         code = "{name: p.grad for name, p in model.named_parameters()}"
@@ -287,9 +286,9 @@ def _specs(leaves: Sequence[Any]) -> list[LeafSpec]:
 
 
 def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:
-    """Raise unless updates are floating-point tensors, with the structure and shapes of the parameters if given.
+    """Check updates, and return the parameters' leaves, tree structure, and (shape, dtype) pairs.
 
-    Return the leaves, structure, and shapes with dtypes of the parameters; without parameters, those of the updates.
+    Raise unless updates are floating point and fit the parameters. If ``params`` is None, describe the updates instead.
 
     >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):
@@ -331,7 +330,7 @@ def _check_shapes(updates: PyTree, leaves: Sequence[Any], like: Sequence[Any]) -
 
 
 class ExpectedState(NamedTuple):
-    """The structure, and the shape and dtype of each leaf, that `check_state_like` requires of a state."""
+    """The structure of a correct state, with the shape and dtype of each leaf, for `check_state_like`."""
 
     whole: PyTree
     structure: tree.Structure
@@ -339,13 +338,13 @@ class ExpectedState(NamedTuple):
 
     @classmethod
     def of(cls, state: PyTree) -> ExpectedState:
-        """Return the structure, shapes and dtypes of a correct state, which may be on the meta device."""
+        """Return the structure, shapes and dtypes of a correct state. Its tensors may be on the meta device."""
         leaves, treedef = tree.flatten(state)
         return cls(state, treedef, _specs(leaves))
 
 
 def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_dtypes: bool) -> None:
-    """Raise unless the state of the transform ``name`` has the expected structure, shapes and dtypes.
+    """Raise unless a transform's state has the expected structure, shapes and (``with_dtypes=True``) dtypes.
 
     >>> expected = ExpectedState.of({"trace": torch.zeros(2)})
     >>> check_state_like("momentum", {"trace": torch.zeros(3)}, expected, with_dtypes=True)
@@ -372,9 +371,10 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
 
 
 def warn_of_growing_graphs(what: str, params: PyTree, leaves: Sequence[object], others: PyTree) -> None:
-    """Warn if parameters, but no other input, have an autograd graph, because it grows with every step.
+    """Warn if parameters were not detached, so that their autograd graph grows with every step.
 
-    ``what`` names the caller, ``leaves`` are those of ``params``, and ``others`` is a tree of all other inputs.
+    There is no warning if one of ``others`` (a tree of all other inputs) requires gradients. ``what`` names the caller,
+    and ``leaves`` are the leaves of ``params``.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> with warnings.catch_warnings(record=True, action="always") as caught:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def no_state(params: PyTree) -> EmptyState:
-    """Return `EmptyState`: the ``init`` of a transform without state."""
+    """Return an `EmptyState`. This is the ``init`` function of transforms without state."""
     return EmptyState()
 
 
@@ -44,7 +44,7 @@ def identity():
 
 @transform(locality=Locality.ELEMENT, position="either_sign")
 def set_to_zero():
-    """Replace all updates by zeros, for example to freeze the parameters of a label in `partition`.
+    """Replace all updates by zeros, for example to freeze the parameters that have one label in `partition`.
 
     >>> set_to_zero().update({"w": torch.ones(2)}, EmptyState())[0]
     {'w': tensor([0., 0.])}
@@ -84,17 +84,17 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
 
 
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
-    """Return the members of a chain by name; for any other transform, return None."""
+    """Return a dict from name to member if a transform is a `chain`; otherwise return None."""
     return dict(zip(part_names(tx), tx.children, strict=True)) if tx.declaration.combinator.in_sequence else None
 
 
 def widest(transforms: Any) -> Locality:
-    """Return the largest locality of some transforms: the locality of a chain or a sum of them."""
+    """Return the largest `Locality` among several transforms, which is the locality of a chain of them."""
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
 def is_new(new: PyTree, old: PyTree) -> bool:
-    """Return True if no tensor of the tree ``new`` is also a tensor of the tree ``old``."""
+    """Return True if the trees ``new`` and ``old`` have no tensor object in common."""
     given = tree.ids(old)
     return not [leaf for leaf in tree.ids(new) if leaf in given]  # torch.compile cannot trace `isdisjoint` of ids
 
@@ -111,7 +111,7 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     ``scale_2``). Corresponds to ``chain`` and ``named_chain`` of Optax.
 
     Args:
-        *transforms: transforms, or pairs ``(name, transform)`` to choose the name. A chain of none returns its updates
+        *transforms: transforms, or pairs ``(name, transform)`` to choose the name. An empty chain returns its updates
             unchanged.
 
     Raises:
@@ -203,7 +203,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Add two updates in at least float32 and round once, to the dtype of the first; None counts as zero."""
+    """Add two updates in float32 or wider, and round the sum to the dtype of the first. None counts as zero."""
     if a is None or b is None:
         return b if a is None else a
     wide = wide_dtype(a.dtype, b.dtype)

@@ -92,26 +92,26 @@ class Transform(Recorded):
         return self.tree().to_html()
 
     def names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the dotted names of the numbers and transforms in one argument; in ``*transforms``, as in `chain`."""
+        """Return the names of the numbers and transforms within one argument, such as the members of a chain."""
         given = self.factory.definition.parameters[argument]
         if given.kind is given.VAR_POSITIONAL:
             return list(entries_of(self.arguments[argument], self.factory.__name__))
         return super().names_of_parts(argument)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
-        """Return a copy of this transform, with ``function`` applied to each transform among its arguments."""
+        """Return a copy in which each transform ``t`` among the arguments is replaced by ``function(t)``."""
         return self._from(
             self.new_structure(), [function(part) if isinstance(part, Transform) else part for part in self.parts]
         )
 
     @property
     def stays_outermost(self) -> bool:
-        """True for a sharded transform: ``wrapper(sharded(tx))`` then becomes ``sharded(wrapper(tx))``."""
+        """True for the result of `sharded`: ``wrapper(sharded(tx))`` is converted to ``sharded(wrapper(tx))``."""
         return False
 
     @Lazy
     def schedules(self) -> dict[str, Schedule]:
-        """A dict from argument name to schedule, for the arguments that are schedules in place of numbers."""
+        """A dict from argument name to `Schedule`, for arguments with a schedule in place of a number."""
         if not [part for part in self.parts if isinstance(part, Schedule)]:
             return {}
         kinds = self.factory.definition.plain
@@ -122,18 +122,18 @@ class Transform(Recorded):
         }
 
     def arguments_at(self, count: int) -> dict[str, Any]:
-        """Return the arguments at step ``count``, with the value of each schedule at this step as a number."""
+        """Return a dict of the arguments, with each schedule replaced by its value at step ``count``."""
         return {**self.arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
 
     def build(self) -> Any:
-        """Call the constructor and return its ``(init, update)``; with schedules, every update calls it again."""
+        """Call the constructor and return its ``(init, update)``. With a schedule, every update calls it again."""
         schedules = self.schedules
         if not schedules:
             return super().build()
         return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
 
     def _check_schedules(self) -> None:
-        """Call the constructor with the schedules' values at steps 0 to a million, so that invalid ones raise now."""
+        """Raise if a schedule gives an invalid number at one of the steps 0, 1, 10, 100, ..., a million."""
         for count in (0, *(10**power for power in range(7))) if self.schedules else ():
             arguments = self.arguments_at(count)
             if count and any(math.isinf(arguments[name]) for name in self.schedules):
@@ -145,7 +145,7 @@ class Transform(Recorded):
 
     @of_structure
     def locality(self) -> Locality:
-        """The part of the tree that the transform reads to compute one element of its output: a `Locality`."""
+        """How much of the tree one element of an update depends on: the element, its matrix, its leaf or all leaves."""
         declared = self.declaration.locality
         found = declared if isinstance(declared, Locality) else self._call(declared, self.arguments_at(0))
         if not isinstance(found, Locality):
@@ -165,17 +165,19 @@ class Transform(Recorded):
         return self._call(declared, self.arguments) if callable(declared) else declared
 
     def resolve(self, params: PyTree) -> Transform:
-        """Return an equal transform in which all choices that depend on names and full shapes of parameters are made.
+        """Return an equal transform that can run on shards, without the full shapes of the parameters.
 
-        For example, a predicate over parameters becomes a mask. The transforms among its arguments are not resolved.
+        For example, a predicate that selects parameters is replaced by a mask, computed for ``params`` with full
+        shapes. The transforms among the arguments stay as they are.
         """
         declared = self.declaration.resolve
         return self if declared is None else cast("Transform", declared(self, params))
 
     def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-        """Return an equal transform that takes stacks of matrices as leaves of shape ``(number, rows, columns)``.
+        """Return an equal transform for stacked matrices, and a dict from each stack's name to (rows, columns).
 
-        `shapes` maps names of leaves to shapes. The second result maps each stack to ``(rows, columns)``.
+        ``shapes`` maps the names of leaves to shapes. The returned transform takes each leaf that is a stack of
+        matrices with the shape ``(number, rows, columns)``.
         """
         declared = self.declaration.on_stacks
         if declared is not None:
@@ -185,7 +187,7 @@ class Transform(Recorded):
 
     @of_structure
     def name_patterns(self) -> tuple[NamePatterns, ...]:
-        """The globs over parameter names in the arguments of this transform and of the transforms that it calls."""
+        """The globs, such as ``*.bias``, by which this transform or an inner transform selects parameters by name."""
         declared = self.declaration.name_patterns
         found = list(declared(self)) if declared is not None else []
         for part in self.children:
@@ -194,19 +196,19 @@ class Transform(Recorded):
 
     @Lazy
     def functions(self) -> definition.Functions:
-        """The pair ``(init, update)`` that the constructor returned, without checks of their inputs."""
+        """The pair ``(init, update)`` that the constructor returned. These functions do not check their inputs."""
         return definition.Functions(*self.built)
 
     @of_structure
     def extras(self) -> Extras:
-        """The extras (named arguments of ``update``) that this transform or a transform that it calls accepts."""
+        """The extras (named arguments such as ``value=loss``) that ``update`` of this or an inner transform accepts."""
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
         return definition.extras_of(
             self.functions.update, [part.extras for part in self.children], calls_none=calls_none
         )
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Check the extras of a call of ``update`` (its named arguments, such as ``value=loss``).
+        """Check that ``update`` accepts these extras (named arguments such as ``value=loss``) and that none is missing.
 
         Raises:
             TypeError: a required extra is missing, or no transform accepts a given extra. The message lists the
@@ -217,16 +219,16 @@ class Transform(Recorded):
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if a TREE transform can run on shards, because it takes an extra such as ``sum_over_leaves``."""
+        """True if an extra, such as ``sum_over_leaves``, lets ``update`` run on shards although it reads all leaves."""
         return not definition.ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure
     def keeps_donation_promise(self) -> bool:
-        """True if this transform and all that it calls take the argument ``donate``, and so follow `Donation`."""
+        """True if ``update`` of this and all inner transforms has the argument ``donate``, so inputs can be donated."""
         return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
 
     def prepare(self) -> None:
-        """Call the constructor now, so that bad arguments raise early, and cache what a traced update reads."""
+        """Call the constructor now. Bad arguments then raise early, and a compiled update uses the cached results."""
         if not torch.compiler.is_compiling():
             self._check_schedules()
         super().prepare()
@@ -306,7 +308,7 @@ class Transform(Recorded):
     def _expected_state(
         self, leaves: list[Any], treedef: Structure, specs: list[checks.LeafSpec]
     ) -> checks.ExpectedState | None:
-        """Return what a state must look like, from ``init`` on the meta device; None if a leaf is None."""
+        """Return the structure, shapes and dtypes of a correct state, or None if some leaf of the updates is None."""
         # A state may contain copies of numeric arguments, so their shapes matter.
         numbers = tuple([part.shape for part in self.tensors]) if self.tensors else ()
         if any(numbers):
@@ -325,7 +327,7 @@ class Transform(Recorded):
         return found
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
-        """Call the update function with the extras that it accepts, without the checks of `update`."""
+        """Call the ``update`` function without checks, with only the extras (named arguments) that it accepts."""
         names, takes_all, *_ = self.extras
         given = extras
         if extras and not takes_all:
@@ -349,14 +351,14 @@ class Transform(Recorded):
 
 
 def within(tx: Transform) -> Iterator[Transform]:
-    """Yield a transform and all transforms that it calls, directly or indirectly."""
+    """Yield a transform, then every transform that it calls, directly or indirectly."""
     yield tx
     for part in tx.children:
         yield from within(part)
 
 
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
-    """Return the members of a chain by name: an explicit name, or the transform's name with a suffix if it repeats."""
+    """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2"."""
     entries: dict[str, Transform] = {}
     for place, entry in enumerate(transforms):
         explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
@@ -380,7 +382,7 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
 
 
 def require_transform(name: str, value: object) -> None:
-    """Raise TypeError unless an argument is a `Transform`, with advice if it is an uncalled factory or a model."""
+    """Raise TypeError unless an argument is a `Transform`. The message has advice for a model or a factory."""
     if isinstance(value, Transform):
         return
     kind = type(value).__name__

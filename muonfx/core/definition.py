@@ -1,4 +1,4 @@
-"""The definition of a factory: its constructor, the options of `transform`, and checks of ``init`` and ``update``."""
+"""Declarations of transforms: constructors with parsed signatures, the options of `transform`, and their checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SCALAR = _BY_STEP | {"float", "None"}
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """The definition of a factory: the decorated constructor, its parsed signature and the decorator's arguments."""
+    """The function behind a factory such as `momentum`, with its parsed signature and the decorator's arguments."""
 
     constructor: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
@@ -51,13 +51,13 @@ class Definition:
     """Further options of the decorator; for `transform`, a `Declaration`."""
 
     def as_float(self, name: str, value: Any) -> object:
-        """Return an argument, converted from int to float if the annotation of its parameter is float."""
+        """Convert the argument ``name`` from int to float if its parameter is annotated float, and return it."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
         return float(value) if is_int and "float" in self.plain[name] else value
 
 
 class Factory(Protocol):
-    """A decorated constructor: a function that returns a `Recorded` value, such as a `Transform`."""
+    """A function made by a decorator, such as `momentum`. A call returns a `Recorded` value, such as a `Transform`."""
 
     definition: Definition
     __name__: str
@@ -66,7 +66,7 @@ class Factory(Protocol):
     __signature__: inspect.Signature
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Return the value that records this call."""
+        """Create and return a value that stores the arguments of this call."""
         ...
 
 
@@ -78,7 +78,7 @@ def make_factory(
     name: str | None = None,
     transparent: bool = False,
 ) -> Any:
-    """Return a factory that creates values of a class `kind`, with the constructor's name, signature and docstring."""
+    """Turn a constructor into a factory: a function with the same signature that returns values of class ``kind``."""
 
     @functools.wraps(constructor)
     def call(*args: object, **kwargs: object) -> Any:
@@ -104,7 +104,7 @@ def make_factory(
 
 
 class Lazy(Generic[V]):
-    """A cached property: computed at the first read and stored as an attribute, but not while torch.compile traces."""
+    """A property that is computed at the first read and then cached. Nothing is cached while torch.compile traces."""
 
     def __init__(self, compute: Callable[[Any], V]) -> None:
         self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
@@ -132,7 +132,7 @@ class _OfStructure(Lazy[V]):
 
 
 def of_structure(compute: Callable[[Any], V]) -> V:
-    """Cache a property for all values of one `Structure`, which are the values that differ only in numbers."""
+    """Decorate a method as a cached property. Transforms that differ only in numbers share the cached result."""
     return cast("V", _OfStructure(compute))
 
 
@@ -159,7 +159,7 @@ LeafCost = Callable[[str, tuple[int, ...], torch.dtype], float]
 
 
 class Locality(IntEnum):
-    """The part of the tree that a transform reads to compute one element of the updates that it returns.
+    """How much of the tree a transform reads to compute one element of its output: from one element to all leaves.
 
     The sharding layer relies on it: an ELEMENT transform runs on shards, and a MATRIX transform receives whole
     matrices. The values are ordered, so the locality of a chain is the maximum over its members.
@@ -180,7 +180,7 @@ class Locality(IntEnum):
 
 @dataclass(frozen=True)
 class Combinator:
-    """How a wrapper (a transform with transforms as arguments) calls them; an option of `muonfx.transform`.
+    """How a wrapper (a transform with transforms as arguments) calls its arguments. An option of `transform`.
 
     Raises:
         TypeError: ``own_locality`` is neither a `Locality` nor None.
@@ -206,7 +206,7 @@ class Combinator:
 
 @dataclass(frozen=True)
 class Declaration:
-    """The options of `muonfx.transform` as a value; its docstring describes each field."""
+    """The options of the decorator `transform` as one value. The docstring of `transform` describes each field."""
 
     locality: Locality | Callable[..., Locality] = Locality.TREE
     combinator: Combinator = Combinator()
@@ -242,7 +242,7 @@ class Declaration:
 
 
 def sum_over_leaves(scalars: PyTree) -> Tensor:
-    """Sum the tensors of a tree, which have one shape: the extra ``sum_over_leaves`` of an update in one process."""
+    """Return the sum of a tree of equally shaped tensors, such as one squared norm for each leaf."""
     found = list(tree.tensors(scalars))
     if not found:
         return torch.zeros(())
@@ -250,7 +250,7 @@ def sum_over_leaves(scalars: PyTree) -> Tensor:
 
 
 class Functions(NamedTuple):
-    """The functions that a constructor returned, without the checks of `Transform.init` and `Transform.update`."""
+    """The functions ``(init, update)`` that a constructor returned, without the checks that `Transform` adds."""
 
     init: Callable[[PyTree], PyTree]
     update: Callable[..., tuple[PyTree, PyTree]]
@@ -297,9 +297,10 @@ def check_functions(owner: str, built: object) -> None:
 
 
 def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_none: bool) -> Extras:
-    """Return the `Extras` of an update function, from its signature and the extras of the transforms that it calls.
+    """Return the extras (named arguments such as ``value=loss``) that an update function accepts.
 
-    If the function calls no transforms (`calls_none`) and has ``**extras``, it may read any extra.
+    They follow from its signature and, if it has ``**extras``, from the transforms that it calls. If it calls none
+    (``calls_none``), ``**extras`` accepts any name.
     """
     named, required, takes_all = set[str](), set[str](), False
     for parameter in inspect.signature(update).parameters.values():
@@ -316,7 +317,7 @@ def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_
 
 
 def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
-    """Raise TypeError if an extra is missing or not accepted by `within`: a transform and all that it calls."""
+    """Raise TypeError if an extra (a named argument of ``update``) is missing, or if no transform accepts it."""
     tx = within[0]
     missing = sorted(tx.extras.required - extras.keys())
     if missing:

@@ -36,7 +36,7 @@ class Donation(NamedTuple):
 
     @classmethod
     def of(cls, donate: bool | Donation) -> Donation:
-        """Convert the argument ``donate`` of ``update`` to a `Donation`; a bool applies to updates and state.
+        """Convert the argument ``donate`` of ``update`` to a `Donation`. A bool applies to both updates and state.
 
         Raises:
             TypeError: ``donate`` is neither a bool nor a `Donation` of bools.
@@ -51,7 +51,7 @@ NOTHING = Donation()
 
 
 def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -> tuple[Donation, PyTree, PyTree]:
-    """Return the inputs with copies of donated leaves that share memory; donate nothing while tracing."""
+    """Copy donated tensors that share memory; return ``(donate, updates, state)``. Donate nothing while tracing."""
     if not (donate.updates or donate.state):
         return donate, updates, state
     if functorch_is_active() or is_traced():
@@ -66,7 +66,7 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
 
 
 def copied_where_shared(given: list[Any], others: list[Any]) -> list[Any]:
-    """Return the list ``given``, with a copy of each tensor that shares memory with another tensor of either list."""
+    """Return the list ``given`` with clones of the tensors that share memory with a tensor of either list."""
     leaves = [*given, *others]
     if not (functorch_is_active() or is_traced()):
         shared = _sharing(leaves)
@@ -79,7 +79,6 @@ def copied_where_shared(given: list[Any], others: list[Any]) -> list[Any]:
 
 
 def _copied(given: PyTree, places: set[int]) -> PyTree:
-    """Return a tree with copies of the leaves at some indices."""
     if not places:
         return given
     leaves, treedef = tree.flatten(given)
@@ -87,7 +86,7 @@ def _copied(given: PyTree, places: set[int]) -> PyTree:
 
 
 def _sharing(leaves: Sequence[Any]) -> set[int]:
-    """Return the indices of tensors that share memory with another tensor, or have overlapping elements."""
+    """Return the indices of tensors that share memory with another tensor, or whose own elements overlap."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     held = [leaves[place] for place in places]
     if not PLAIN.issuperset(map(type, held)):
@@ -96,7 +95,7 @@ def _sharing(leaves: Sequence[Any]) -> set[int]:
 
 
 def _in_memory(leaf: Tensor) -> Tensor:
-    """Return the plain tensor with the elements of a leaf, such as the local tensor of a DTensor."""
+    """Return the plain tensor that stores the elements of a leaf, such as the local tensor of a DTensor."""
     while type(leaf) not in PLAIN and hasattr(leaf, "__tensor_flatten__"):
         inner: Any = leaf
         leaf = getattr(inner, inner.__tensor_flatten__()[0][0])
@@ -104,7 +103,7 @@ def _in_memory(leaf: Tensor) -> Tensor:
 
 
 def check_writable(what: str, params: PyTree) -> None:
-    """Raise ValueError if a parameter has elements that share memory, so that it cannot be updated in place."""
+    """Raise ValueError if a parameter's elements share memory, as after ``expand()``, so in-place updates fail."""
     for place, leaf in enumerate(tree.leaves(params)):
         if type(leaf) in PLAIN and leaf.is_contiguous():
             continue

@@ -81,9 +81,9 @@ def transform(
         reads_params: whether ``init`` or ``update`` reads the values of the parameters: a bool, or a function of the
             constructor's arguments. If False, sharded parameters are not gathered for it: ``init`` may receive NaN
             values, and ``update`` may receive ``params=None``.
-        resolve: ``(transform, params) -> transform``. Returns an equal transform whose choices by names and full shapes
-            are already made, for example with a mask in place of a predicate, so that it also works on shards. The
-            state must not change.
+        resolve: ``(transform, params) -> transform``. Returns an equal transform that also works on shards, without the
+            full shapes of the parameters. For example, a mask replaces an argument that selects parameters by shape.
+            The state must not change.
         rounds_to: ``(transform, dtype, device) -> dtype``. Returns the dtype to which updates are rounded before all
             other work. They may then be sent between ranks in this dtype. It has at most the precision of ``dtype``.
         on_stacks: ``(transform, shapes) -> (transform, matrices)``. ``shapes`` maps names to shapes. ``matrices`` maps
@@ -108,9 +108,9 @@ def transform(
             - "turns": it reverses the sign of updates without being a learning rate, as a negative scale does.
             - "either_sign": the sign of its updates is unknown.
         cost: ``(transform, device, dtype) -> function``. The returned function maps the name, shape and dtype of a leaf
-            to the operations of its update, by which matrices are assigned to ranks. ``device`` is a device type, and
-            ``dtype`` the dtype in which matrix products with the option "auto" are computed. The result must be the
-            same on all ranks.
+            to the number of operations of its update. Matrices are assigned to ranks by these numbers, which must be
+            the same on all ranks. ``device`` is a device type, and ``dtype`` the dtype in which matrix products with
+            the option "auto" are computed.
         short_names: the keys of the numeric arguments in the param groups of `TransformOptimizer`:
             ``{"eps": "eps", "betas": ("b1", "b2")}``. A tuple combines several arguments. Arguments without a short
             name have their dotted name as key, as in `muonfx.hyperparams`.
@@ -149,10 +149,10 @@ def transform(
 
 
 def with_memory(constructor: Callable[Concatenate[Memory, P], InitAndUpdate]) -> Callable[P, InitAndUpdate]:
-    """Pass a cache to a constructor as its first argument; callers of the decorated factory do not see it.
+    """Decorate a constructor so that it receives a cache (a dict) as its first argument.
 
-    The cache is a dict for results that depend on names, shapes and dtypes only. All transforms that differ only in
-    numbers share it, so it is kept if ``torch.func`` or `with_hyperparams` rebuilds a transform at every step.
+    Callers of the factory do not pass the cache. It holds results that depend on names, shapes and dtypes only. All
+    transforms that differ only in numbers share it, also if ``torch.func`` or `with_hyperparams` rebuilds them.
     """
     _, *rest = inspect.signature(constructor).parameters.values()
     marked: Any = constructor

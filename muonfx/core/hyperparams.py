@@ -82,10 +82,10 @@ def stack(transforms: Sequence[R]) -> R:
         transforms: transforms that differ only in their numeric arguments, for example in the learning rate.
 
     Returns:
-        A transform in which each numeric argument is a tensor of shape ``(len(transforms),)``: float64 for floats.
+        A transform in which each numeric argument is a tensor of shape ``(len(transforms),)``. Floats become float64.
 
     Raises:
-        ValueError: no transform was given, or the transforms differ in other than numeric arguments.
+        ValueError: no transform was given, or the transforms differ in more than their numeric arguments.
 
     Example:
         >>> import muonfx as mfx
@@ -114,7 +114,7 @@ def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.devic
     Args:
         tx: a transform.
         dtype: the dtype of the tensors.
-        device: the device of the tensors. None: the device of tensors that are given, and the default device otherwise.
+        device: the device of the tensors. None: a tensor keeps its device, and a float gets the default device.
 
     Example:
         >>> import muonfx as mfx
@@ -132,7 +132,7 @@ def _tensor(value: object) -> Tensor:
 
 
 def check_numbers(value: Recorded) -> None:
-    """Raise ValueError if a numeric argument of a transform, or of a transform that it calls, has dims."""
+    """Raise ValueError if a numeric argument of a transform, or of an inner transform, is a tensor with dims."""
     for name, kinds in sorted(value.factory.definition.plain.items()):
         number = value.arguments[name] if "float" in kinds else None
         if isinstance(number, Tensor) and number.ndim:

@@ -1,8 +1,8 @@
-"""Names and texts of arguments: for fingerprints, the same in every process and version; for ``repr``, as Python code.
+"""Texts of arguments: stable texts for the fingerprints in checkpoints, and Python code for ``repr``.
 
-A fingerprint of a transform is a hash of such texts and is stored in checkpoints. A text must therefore not depend on
-the file that defines a muonfx function, a memory address, or the order of a set. Nor may it depend on whether a script
-is run (as ``__main__``) or imported.
+A fingerprint is a hash of a transform's texts and must be the same in every process. A text must therefore not depend
+on the file that defines a muonfx function, a memory address, or the order of a set. Nor may it depend on whether a
+script is run (as ``__main__``) or imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def public_name(value: Any) -> str:
-    """Return the dotted name of a function, class or factory, such as "muonfx.momentum" (without submodules)."""
+    """Return the dotted name of a function, class or factory without submodules, such as "muonfx.momentum"."""
     declared = getattr(getattr(value, "definition", None), "name", None)
     if declared is not None:
         return str(declared)
@@ -44,7 +44,7 @@ def public_name(value: Any) -> str:
 
 
 def _name_of_script(module: str) -> str:
-    """Return the name under which another script would import the running script, whose module is ``__main__``."""
+    """Return the name by which another module could import the script that runs as ``__main__``."""
     script = sys.modules.get(module)
     spec = getattr(script, "__spec__", None)
     if spec is not None and spec.name not in ("__main__", "__mp_main__"):
@@ -54,7 +54,7 @@ def _name_of_script(module: str) -> str:
 
 
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
-    """Return a text of a non-numeric argument for fingerprints; `nested` returns the texts of items of containers."""
+    """Return an argument as text for fingerprints, equal in every process. ``nested`` converts items of containers."""
     within = nested or text_of
     if isinstance(value, Tensor):
         return "*"
@@ -87,7 +87,7 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
 
 
 def _plain_keys(held: Mapping[Any, Any]) -> list[Any]:
-    """Return the keys of a dict; if they are parameter names, without prefixes such as "_orig_mod."."""
+    """Return the keys of a dict as a list. Parameter names lose wrapper prefixes such as "_orig_mod."."""
     keys = list(held)
     if not all(isinstance(key, str) for key in keys):
         return keys
@@ -96,13 +96,12 @@ def _plain_keys(held: Mapping[Any, Any]) -> list[Any]:
 
 
 def _text_of_code(code: CodeType) -> str:
-    """Return a text of the bytecode of a function, with the names and constants that it uses."""
     constants = [_text_of_code(item) if inspect.iscode(item) else text_of(item) for item in code.co_consts]
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"
 
 
 def code_of_value(value: object) -> str:
-    """Return Python code that creates an argument, as a ``repr`` shows it."""
+    """Return Python code that creates an argument, for the ``repr`` of a transform."""
     if isinstance(value, Tensor):
         try:
             return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
@@ -125,7 +124,7 @@ def code_of_value(value: object) -> str:
 
 
 def _name_in_package(value: Any) -> str:
-    """Return the shortest dotted name within muonfx of a function or class; for others, ``__qualname__``."""
+    """Return the shortest name by which muonfx exports a function or class; for others, ``__qualname__``."""
     package, *parts = (value.__module__ or "").split(".")  # None for a function in a bare exec()
     if package == __name__.partition(".")[0]:
         module = sys.modules[package]
@@ -137,7 +136,7 @@ def _name_in_package(value: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return True if two arguments are equal. Tensors are compared by values, shape and dtype, also within lists."""
+    """Return True if two arguments are equal. Tensors, also within lists, must agree in values, shape and dtype."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.equal(a, b))
     if type(a) in (tuple, list) and type(a) is type(b):

@@ -19,9 +19,9 @@ _OBSERVERS = {"observer", "last_observer"}
 
 
 def check_order(chain: str, members: Mapping[str, Transform]) -> None:
-    """Raise ValueError if the order of a chain's members gives wrong updates; warn if it is probably a mistake.
+    """Raise ValueError if a chain's transforms are in a wrong order; warn if the order is probably a mistake.
 
-    `chain` is the name of the chain for the message. `members` maps names to transforms.
+    Two learning rates are an example. ``chain`` names the chain in messages, and ``members`` maps names to transforms.
     """
     placed = [list(_positioned(name, member)) for name, member in members.items()]
     # A transform without a position may be followed by any other.
@@ -37,7 +37,7 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
 
 
 class _Placed(NamedTuple):
-    """A transform with its declared position, and the name of the chain's member that it is or belongs to."""
+    """A transform within a chain, with the name of the chain member that contains it and its declared position."""
 
     member: str
     tx: Transform
@@ -45,7 +45,7 @@ class _Placed(NamedTuple):
 
 
 def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
-    """Yield the transforms that a member of a chain consists of, with their positions, inner transforms first."""
+    """Yield the transforms of one chain member with their declared positions, inner transforms first."""
     for part in tx.children:
         yield from _positioned(member, part)
     position = tx.position
@@ -54,7 +54,7 @@ def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
 
 
 def _error(earlier: _Placed, later: _Placed) -> str:
-    """Return an error message if two transforms in this order give wrong updates, else an empty string."""
+    """Return an error message if the order of two transforms in a chain is wrong, else an empty string."""
     (first_place, first_tx, first), (place, tx, position) = earlier, later
     if first == position == "learning_rate":
         return (
@@ -77,7 +77,7 @@ def _error(earlier: _Placed, later: _Placed) -> str:
 
 
 def _doubt(earlier: _Placed, later: _Placed) -> str:
-    """Return a warning if two transforms in this order are probably a mistake, else an empty string."""
+    """Return a warning if the order of two transforms in a chain is probably a mistake, else an empty string."""
     (first_place, first_tx, first), (place, tx, position) = earlier, later
     if first == "learning_rate" and position == "sets_size":
         return (
@@ -94,12 +94,12 @@ def _doubt(earlier: _Placed, later: _Placed) -> str:
 
 
 def signs(tx: Transform) -> frozenset[int]:
-    """Return the possible signs of a transform's updates relative to the gradient: 1 same, -1 reversed, 0 unknown."""
+    """Return the possible signs of updates relative to the gradient: a set of 1 (same), -1 (reversed), 0 (unknown)."""
     return combine_signs(tx, map(signs, tx.children))
 
 
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
-    """Return the possible signs of a transform's updates, given those of each transform that it calls (see `signs`)."""
+    """Return the possible `signs` of a transform's updates, given those of each transform that it calls."""
     found = frozenset({_own_sign(tx)})
     if tx.declaration.combinator.in_sequence:
         steps = list(inner)
@@ -112,7 +112,7 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
 
 
 def _own_sign(tx: Transform) -> int:
-    """Return -1 if a transform's own work reverses the sign of updates, 1 if not, and 0 if unknown."""
+    """Return -1 if a transform itself reverses the sign of updates, 1 if it keeps the sign, and 0 if unknown."""
     position = tx.position
     if position in ("learning_rate", "turns"):
         return -1

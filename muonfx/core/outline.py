@@ -17,7 +17,7 @@ _LONGEST = 40
 
 
 def outline(tx: Any) -> Report:
-    """Return a table with a row for a transform and for each transform that it calls, directly or indirectly."""
+    """Return a table with one row for a transform and one for each transform that it calls, at any depth."""
     return Report((Table(("transform", "locality", "arguments"), [_row(tx, tx.name)]),))
 
 
@@ -31,9 +31,9 @@ def _row(tx: Any, title: str) -> Row:
 
 
 def _shown_arguments(tx: Recorded) -> Iterator[str]:
-    """Yield ``name=value`` for each numeric argument of a transform, and for others that differ from their defaults.
+    """Yield ``name=value`` for a transform's numbers, and for other arguments that differ from their defaults.
 
-    Arguments that contain transforms are left out, since these have their own rows.
+    Arguments that contain transforms are left out, because these transforms have their own rows.
     """
     for name, parameter in tx.factory.definition.parameters.items():
         value = tx.arguments[name]

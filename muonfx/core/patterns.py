@@ -1,4 +1,4 @@
-"""Globs over parameter names in the arguments of transforms, and the warning of globs that match no parameter."""
+"""Checks that globs over parameter names, in the arguments of transforms, match at least one parameter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["NamePatterns", "warn_of_unmatched"]
 
 
 class NamePatterns(NamedTuple):
-    """The globs over parameter names in one argument of a transform, for the option ``name_patterns`` of `transform`.
+    """Globs over parameter names in one argument of a transform, such as the keys of a `MatrixView`.
 
-    ``NamePatterns("view", (("*.q",), ("*.k", "*.key")))`` means that ``*.q`` must match a name, and ``*.k`` or
-    ``*.key`` too.
+    ``NamePatterns("view", (("*.q",), ("*.k", "*.key")))`` requires a name that matches ``*.q``, and a name that matches
+    ``*.k`` or ``*.key``.
     """
 
     argument: str

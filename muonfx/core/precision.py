@@ -16,9 +16,9 @@ from muonfx.polar import kernels
 
 
 def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
-    """Return the dtype of matrix products on a device, such as "bfloat16", by the dotted name of each transform.
+    """Return a dict from the name of each transform to the dtype of its matrix products, such as "bfloat16".
 
-    `held` are the dtypes of the parameters. Transforms without matrix products are left out.
+    ``held`` are the dtypes of the parameters. Transforms without matrix products are left out.
     """
     # For float64 parameters, "auto" is float64. For all others it is one dtype.
     dtype = torch.float64 if set(held) == {torch.float64} else torch.float32
@@ -30,13 +30,13 @@ def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.dev
 
 
 def kernel_products(tx: Transform, device: torch.device) -> dict[str, str]:
-    """Return "triton", or "batched" if these kernels fail, for each transform with ``products="triton"``, by name."""
+    """Map the name of each transform with ``products="triton"`` to "triton", or to "batched" if Triton kernels fail."""
     asking = [name for name, own in _named_parts(tx) if own.arguments.get("products") == "triton"]
     return dict.fromkeys(asking, "batched" if asking and kernels.failure(device) else "triton")
 
 
 def _named_parts(tx: Transform, name: str = "") -> Iterator[tuple[str, Transform]]:
-    """Yield a transform and all transforms that it calls, with their dotted names."""
+    """Yield (dotted name, transform) pairs for a transform and all transforms that it calls."""
     yield name or tx.name, tx
     for own, part in zip(part_names(tx), tx.parts, strict=True):
         if isinstance(part, Transform):

@@ -34,7 +34,7 @@ from muonfx.tree.arguments import bind, check_plain, did_you_mean
 
 
 class _Hole:
-    """The placeholder for a part in a skeleton; there is only one instance."""
+    """The placeholder for a number, transform or schedule that is stored apart from the other arguments."""
 
     def __repr__(self) -> str:
         return "*"
@@ -47,7 +47,6 @@ _HOLE = _Hole()
 
 
 def _map(value: Any, function: Callable[[str, Any], object], name: str = "") -> Any:
-    """Return nested tuples, lists and dicts with ``function(dotted_name, leaf)`` in place of each leaf."""
     if type(value) in (tuple, list):
         return type(value)([_map(item, function, f"{name}.{index}") for index, item in enumerate(value)])
     if type(value) is dict:
@@ -60,7 +59,7 @@ def _map(value: Any, function: Callable[[str, Any], object], name: str = "") -> 
 
 
 def _split(value: Any, parts: list[object]) -> object:
-    """Return an argument with a hole in place of each number or recorded value, and append these to `parts`."""
+    """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``parts``."""
 
     def keep(name: str, item: object) -> object:
         if not isinstance(item, Recorded | Tensor):
@@ -75,7 +74,7 @@ def _split(value: Any, parts: list[object]) -> object:
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Return an argument with parts in place of the holes that `_split` has left: the inverse of `_split`."""
+    """Put ``parts`` back in place of the placeholders in an argument, in order. The inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
     if type(skeleton) in (tuple, list):
@@ -86,7 +85,7 @@ def _join(skeleton: Any, parts: Iterator[object]) -> Any:
 
 
 def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
-    """Return the dotted names of the holes that `_split` has left; with ``holes=False``, of all leaves."""
+    """Return the dotted names of an argument's placeholders (see `_split`); with ``holes=False``, of all leaves."""
     found: list[str] = []
     _map(skeleton, lambda name, item: found.append(name.removeprefix(".")) if item is _HOLE or not holes else None)
     return found
@@ -97,7 +96,7 @@ R = TypeVar("R", bound="Recorded")
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A recorded value without its parts: equal for transforms that differ only in numbers."""
+    """A transform or schedule without its numbers and inner transforms: its factory and the other arguments."""
 
     kind: type[Recorded]
     factory: Factory
@@ -125,7 +124,7 @@ class Structure:
 
 
 class Recorded:
-    """An immutable value that is defined by a factory, such as `momentum`, and the arguments of its call."""
+    """Base class of `Transform` and `Schedule`: an immutable value that stores the call that created it."""
 
     structure: Structure
     factory: Factory
@@ -137,7 +136,7 @@ class Recorded:
 
     @classmethod
     def record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
-        """Return the value for a call of a factory, after checking the arguments against its annotations."""
+        """Check the arguments of a factory call against its annotations, and return a value that stores them."""
         definition = factory.definition
         parameters = definition.parameters
         bound = bind(factory.__name__, inspect.Signature(list(parameters.values())), args, kwargs)
@@ -154,14 +153,14 @@ class Recorded:
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     def names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the dotted names of the parts (numbers and recorded values) in one argument, in order."""
+        """Return the dotted names of the numbers and recorded values (such as transforms) within one argument."""
         skeleton = self.structure.skeleton[argument]
         if type(skeleton) not in (tuple, list, dict):
             return [argument] if skeleton is _HOLE else []
         return _names_in(skeleton if type(skeleton) is dict else {argument: skeleton})
 
     def parts_in(self, argument: str) -> list[Any]:
-        """Return the parts (numbers and recorded values) in one argument, in order."""
+        """Return the numbers and recorded values (such as transforms) within one argument, in order."""
         found: list[Any] = []
         _split(self.arguments[argument], found)
         return found
@@ -177,7 +176,7 @@ class Recorded:
         return value
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Register each subclass as a pytree node, with optree and with ``torch.utils._pytree``."""
+        """Register the subclass as a pytree node with optree and ``torch.utils._pytree``."""
         super().__init_subclass__(**kwargs)
         optree.register_pytree_node(
             cast("Any", cls),  # optree's type hints require a collection, but any class works
@@ -199,7 +198,7 @@ class Recorded:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """A dict from the name of each argument of the factory call to its value, including defaults."""
+        """A dict with all arguments of the call that created this value, by name, including defaults."""
         parts, found = iter(self.parts), dict(self.structure.skeleton)
         for name, skeleton in found.items():
             if skeleton is _HOLE:
@@ -209,7 +208,7 @@ class Recorded:
         return found
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Call a function that has the factory's signature, with a dict of arguments by name."""
+        """Call a function that has the factory's signature, with arguments from a dict by name."""
         positional: list[object] = []
         named: dict[str, object] = {}
         for name, kind in self.factory.definition.kinds:
@@ -236,35 +235,35 @@ class Recorded:
 
     @Lazy
     def built(self) -> Any:
-        """The result of the constructor for the recorded arguments; for a transform, ``(init, update)``."""
+        """The result of the constructor for these arguments; for a transform, the pair ``(init, update)``."""
         return self.build()
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors among the numeric arguments, of this value and of values within it, in the order of leaves."""
+        """The numeric arguments that are tensors, also those of inner transforms, in the order of pytree leaves."""
         inner = [part.tensors if isinstance(part, Recorded) else (part,) for part in self.parts]
         return tuple([number for numbers in inner for number in numbers if isinstance(number, Tensor)])
 
     @functools.cached_property
     def treedef(self) -> PyTreeSpec:
-        """The optree structure of this value, equal for values that differ only in numbers."""
+        """The optree structure of this value. Values that differ only in numbers have equal structures."""
         return optree.tree_structure(cast("Any", self), none_is_leaf=True, namespace=NAMESPACE)
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
-        """A cache for results that other modules compute from this value."""
+        """A dict in which other modules cache results that follow from this value."""
         return {}
 
     def new_structure(self) -> Structure:
-        """Return a copy of the structure without cached results."""
+        """Return a copy of ``structure`` without its cached results."""
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
 
     def prepare(self) -> None:
-        """Call the constructor now, so that bad arguments raise early and tracing uses the cached result."""
+        """Call the constructor now. Bad arguments then raise early, and compiled code uses the cached result."""
         _ = self.built
 
     def prepare_all(self) -> Self:
-        """Call `prepare` of all values within this value, then of this value, once, and return it."""
+        """Call `prepare` once for all inner transforms and schedules, then for this value, and return this value."""
         if "_prepared" not in self.__dict__:
             for part in self.parts:
                 if isinstance(part, Recorded):
@@ -288,7 +287,7 @@ class Recorded:
         return self._call(self.factory, {**self.arguments, **changes})
 
     def __repr__(self) -> str:
-        """Return code that creates an equal value, without the arguments that equal their defaults."""
+        """Return Python code that creates an equal value. Arguments that equal their defaults are left out."""
         written: list[str] = []
         named = False
         for name, parameter in self.factory.definition.parameters.items():
@@ -314,7 +313,7 @@ class Recorded:
         return hash((self.factory.__module__, self.factory.__qualname__, len(self.parts)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle structure and parts, not the functions, which the constructor creates again at first use."""
+        """Pickle the arguments, not the functions. The constructor creates the functions again at first use."""
         return Recorded._from, (self.new_structure(), self.parts)
 
     @functools.cached_property
@@ -328,7 +327,7 @@ class Recorded:
 
 
 def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the pairs (dotted name, number) of a value's numeric arguments and of those of values within it."""
+    """Return (dotted name, number) pairs for the numeric arguments of a transform and of its inner transforms."""
     found: list[tuple[str, Any]] = []
     for name, part in zip(part_names(value), value.parts, strict=True):
         found += parts_of(part, prefix + dotted(name)) if isinstance(part, Recorded) else [(prefix + name, part)]
@@ -336,7 +335,7 @@ def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def with_numbers(value: R, numbers: Iterator[object]) -> R:
-    """Return a copy of a value with other numbers, in the order of its leaves; unchanged inner values are reused."""
+    """Return a copy of a transform or schedule with new numeric arguments, in the order of its pytree leaves."""
     parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value.parts]
     if all(map(operator.is_, parts, value.parts)):
         return value
@@ -344,19 +343,19 @@ def with_numbers(value: R, numbers: Iterator[object]) -> R:
 
 
 def strip_transparent(value: Any) -> Any:
-    """Return the value that a transparent value, such as ``offload(tx)``, represents; other values are unchanged."""
+    """Return ``tx`` for a transparent wrapper such as ``offload(tx)``. Return other values unchanged."""
     while isinstance(value, Recorded) and value.factory.definition.transparent:
         (value,) = value.parts
     return value
 
 
 def dotted(name: str) -> str:
-    """Return the prefix of the dotted names within a part: the name of the part and a dot, or an empty string."""
+    """Return ``name`` with a dot appended, as prefix for names within it. An empty name gives an empty prefix."""
     return f"{name}." if name else ""
 
 
 def part_names(value: Recorded) -> tuple[str, ...]:
-    """Return the dotted names of a value's own parts (numbers and recorded values), in order."""
+    """Return the dotted names of a transform's own numbers and inner transforms, in order."""
     derived = value.structure.derived
     if "part_names" not in derived:
         skeleton, is_transparent = value.structure.skeleton, value.factory.definition.transparent
@@ -386,7 +385,7 @@ _NUMBER = "*"
 
 
 def _default_text(definition: Definition, name: str) -> str:
-    """Return the fingerprint text of the default of an argument; ``"*"``, as for a number, if it has none."""
+    """Return an argument's default as text for the fingerprint; ``"*"``, as for a number, if it has none."""
     parameter = definition.parameters[name]
     if parameter.kind is parameter.VAR_POSITIONAL:
         return "()"

@@ -53,7 +53,7 @@ Scalar = float | Tensor
 
 
 class Schedule(Recorded):
-    """A hyperparameter as a function of the step, as returned by `linear_schedule` and its siblings.
+    """A hyperparameter that is a function of the step, such as the result of `linear_schedule`.
 
     To write a schedule, use the decorator `schedule`.
 
@@ -78,7 +78,7 @@ class Schedule(Recorded):
     def __call__(self, count: Tensor) -> Tensor: ...
 
     def __call__(self, count: int | Tensor) -> Any:
-        """Return the value at a step: a float for an int, a 0-d tensor for a 0-d tensor. Step 0 is the first."""
+        """Return the value at a step, where 0 is the first: a float for an int, a 0-d tensor for a 0-d tensor."""
         function = self.built
         if isinstance(count, Tensor):
             return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))
@@ -272,7 +272,7 @@ def join_schedules(schedules: list[Schedule], boundaries: list[int]):
 
 
 def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor], Tensor]:
-    """Return the function of the step that `join_schedules` records, without checking the arguments."""
+    """Return a function of the step that evaluates several schedules in sequence. Arguments are not checked."""
 
     def value(count: Tensor) -> Tensor:
         result = schedules[0](count)
@@ -293,10 +293,10 @@ class ScheduledState(NamedTuple):
 
 
 def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
-    """Return the ``init`` and ``update`` of a transform with schedules.
+    """Return the functions ``(init, update)`` of a transform that has schedules among its arguments.
 
-    At each step, `build` is called with a dict from argument name to the number of this step, and returns the
-    functions that compute the update.
+    At each step, ``build`` receives a dict from argument name to the number of this step, and returns the functions
+    that compute the update.
     """
 
     def functions_at(count: Tensor) -> InitAndUpdate:

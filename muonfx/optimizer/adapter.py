@@ -195,11 +195,11 @@ class TransformOptimizer(FollowingOptimizer):
         self._attachment.bind(dict(pairs), models_of([param_group]))
 
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
-        """Return the transform to use after parameters are added; `Muon` extends its labels here."""
+        """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self.tx
 
     def _add_by_route(self, group: Group, pairs: list[tuple[str, Tensor]]) -> None:
-        """Split a group so that the same transforms update all parameters of a part, and add the parts as groups."""
+        """Split a new group by the transforms that update its parameters, and add each part as a param group."""
         others = {key: value for key, value in group.items() if key != "params"}
         if not pairs:
             super().add_param_group({"label": None, "lr": 0.0, **others, "params": [], "param_names": []})
@@ -211,9 +211,9 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def groups_without_rate(self) -> tuple[int, ...]:
-        """The indices of ``param_groups`` whose ``lr`` is not read: their transforms have a schedule, or no rate.
+        """The indices of the ``param_groups`` whose ``lr`` has no effect.
 
-        These groups have an ``lr`` of 0, because PyTorch's schedulers require the key in every group.
+        Their transforms use a schedule or no learning rate. PyTorch's schedulers require the key, so its value is 0.
         """
         groups = enumerate(self._attachment.groups)
         return tuple([place for place, one in groups if "lr" not in one.numbers.keys])
@@ -222,20 +222,20 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def tx(self) -> Transform:
-        """The transform that was passed to the optimizer, extended if parameters were added to `Muon`.
+        """The transform that this optimizer was created with, extended if parameters were added to `Muon`.
 
-        Its numbers are the initial ones; the current hyperparameters are in ``param_groups``.
+        Its numbers are the initial ones. The current hyperparameters are in ``param_groups``.
         """
         return self._stepping.tx
 
     @property
     def transform(self) -> Transform:
-        """The transform that runs on the tensors of the optimizer: `tx`, or ``sharded(tx, layout)`` over ranks."""
+        """The transform that updates the parameters: `tx` in one process, ``sharded(tx, layout)`` over ranks."""
         return self._stepping.transform
 
     @property
     def transform_state(self) -> PyTree:
-        """The state of `transform`, as its ``init`` and ``update`` return it. The next step overwrites its tensors."""
+        """The current state of `transform`, as its ``update`` takes it. The next step overwrites the tensors."""
         return self._stepping.shown(self._live["state"])
 
     # ----------------------------------------------------------------------------------------------------- stepping
@@ -251,7 +251,7 @@ class TransformOptimizer(FollowingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:
-        """Update the parameters once from their ``.grad``. If it is None, the parameter and its state do not change.
+        """Update the parameters once from their ``.grad``. A parameter without gradient and its state do not change.
 
         Args:
             closure: a function that recomputes the loss and its gradients, and returns the loss. Called first.

@@ -1,4 +1,4 @@
-"""The parameters to which an optimizer has bound its state: it finds replaced ones, and excludes other optimizers."""
+"""Detection of parameters that were replaced after an optimizer was created, or are stepped on by another optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FSDP1 = (
 
 
 def models_of(params: Any) -> list[nn.Module]:
-    """Return the models that an optimizer was given as its argument `params`, or as "params" of groups in it."""
+    """Return the models in the argument ``params`` of an optimizer: ``params`` itself, or "params" of its groups."""
     items: Any = [{"params": params}] if isinstance(params, nn.Module) else params
     return [item["params"] for item in items if isinstance(item, dict) and isinstance(item.get("params"), nn.Module)]
 
@@ -57,19 +57,19 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
 
 
 class _Slot(NamedTuple):
-    """The module and the attribute name of a parameter in a model; the module is not kept alive."""
+    """The module that has a parameter, as a weak reference, and the parameter's attribute name in it."""
 
     module: weakref.ref[nn.Module]
     leaf: str
 
     def now(self) -> Tensor | None:
-        """Return the current parameter of the module under this name."""
+        """Return the parameter that the module has under this name now, or None if the module was deleted."""
         module = self.module()
         return None if module is None else module._parameters.get(self.leaf)
 
 
 class _Bound(NamedTuple):
-    """A parameter with its shape, device and sharding at the time when its state was created or moved."""
+    """A parameter, with the shape, device and sharding that it had when its state was created or last moved."""
 
     param: Tensor
     shape: torch.Size
@@ -80,7 +80,7 @@ class _Bound(NamedTuple):
 
 
 class Attachment:
-    """The groups and parameters to which an optimizer has bound its state, and the models that contain them."""
+    """Records for which tensors and param groups an optimizer has state, and which models contain them."""
 
     def __init__(
         self, models: Iterable[nn.Module], known: nn.Module | None, named: Mapping[str, Tensor], *, alone: bool
@@ -97,17 +97,17 @@ class Attachment:
         self.bind(named, models)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without models and parameters, which a copy must bind again."""
+        """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
         return {**self.__dict__, "_models": [], "_bound": {}, "_named": {}, "_listed": None}
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models with parameters of the optimizer that still exist."""
+        """The models that contain the optimizer's parameters, without models that have been deleted."""
         return [model for ref, _ in self._models if (model := ref()) is not None]
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The bound parameters by name, in the order of the groups."""
+        """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
         if self._listed is not self.groups:
             self._named = {name: self._bound[name].param for one in self.groups for name in one.names}
             self._listed = self.groups
@@ -116,7 +116,7 @@ class Attachment:
     # ------------------------------------------------------------------------------------------------------- groups
 
     def is_current(self, groups: list[Group]) -> bool:
-        """Return True if no parameter was replaced, resized or moved, in the groups or in the models."""
+        """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
         if not self._has(groups):
             return False
         for param, shape, device, _, slot in self._bound.values():
@@ -130,7 +130,7 @@ class Attachment:
         return True
 
     def _has(self, groups: list[Group]) -> bool:
-        """Return True if these groups are the bound ones and still have the bound parameters."""
+        """Return True if these are the recorded param groups, with the recorded parameters and names."""
         if len(groups) != len(self.groups):
             return False
         named = self.named
@@ -143,7 +143,7 @@ class Attachment:
         return True
 
     def follow(self, groups: Any, stepping: Stepping, *, may_repeat: bool = False) -> None:
-        """Update "param_names" and the hyperparameters of the groups after the user or an engine has edited them."""
+        """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit."""
         if self._has(groups):
             return
         if may_repeat:  # as ``param_groups.extend(param_groups)`` makes them
@@ -163,7 +163,7 @@ class Attachment:
         self.note(groups, stepping)
 
     def note(self, groups: Iterable[Group], stepping: Stepping) -> None:
-        """Bind these groups: later steps read the hyperparameters in them."""
+        """Record the param groups from which later steps read the hyperparameters."""
         former = {id(one.group): one.numbers for one in self.groups}
         of_names = {name: one.numbers for one in self.groups for name in one.names}
         found: list[BoundGroup] = []
@@ -177,7 +177,7 @@ class Attachment:
         self.groups = found
 
     def _names_in(self, groups: list[Group]) -> list[list[str]]:
-        """Return the parameter names of each group; a new tensor takes the name of the tensor that it replaces."""
+        """Return one list of parameter names per group. A new tensor gets the name of the tensor that it replaces."""
         known = {
             now: name
             for name, bound in self._bound.items()
@@ -210,7 +210,7 @@ class Attachment:
     # --------------------------------------------------------------------------------------------------- parameters
 
     def bind(self, named: Mapping[str, Tensor], models: Iterable[nn.Module] = ()) -> None:
-        """Record the tensors whose state the optimizer has, and further `models` that contain them."""
+        """Record the named tensors for which the optimizer now has state, and further models that contain them."""
         self._models += [(weakref.ref(model), False) for model in models]
         slots: dict[Tensor, _Slot] | None = None
         for name, param in named.items():
@@ -225,7 +225,7 @@ class Attachment:
         self.on_meta = any(bound.param.is_meta for bound in self._bound.values())
 
     def _slots(self) -> dict[Tensor, _Slot]:
-        """Return the module and attribute name of each parameter of the models."""
+        """Return a dict from each parameter of the models to its module and attribute name."""
         found: dict[Tensor, _Slot] = {}
         for module in (module for model in self.models for module in model.modules()):
             for leaf, param in module._parameters.items():
@@ -234,7 +234,7 @@ class Attachment:
         return found
 
     def replaced(self, before: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
-        """Return, by name, the tensors that have replaced a parameter or moved; `before` are those in the groups."""
+        """Return a dict from name to tensor, for parameters that were replaced or moved since `bind` recorded them."""
         later = self._in_models(before)
         now = {**before, **later}
         is_late = at_step and any(before[name].grad is not None for name in later)
@@ -255,11 +255,11 @@ class Attachment:
         return moved
 
     def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
-        """Return True if each tensor has the device, dtype and sharding of the parameter that it replaces."""
+        """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self._bound[name].placement == _placement(param) for name, param in replaced.items())
 
     def _in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return, by name, the tensors that have replaced parameters in the models."""
+        """Return a dict from name to new tensor, for parameters that were replaced in the models."""
         found: dict[str, Tensor] = {}
         for name, param in named.items():
             bound = self._bound[name]
@@ -285,7 +285,7 @@ class Attachment:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def check(self, named: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
-        """If gradients are missing, raise or warn if the models train other tensors than the optimizer has."""
+        """Raise or warn if gradients are missing, but model parameters that are not in the optimizer have gradients."""
         if self.on_meta:
             check_real(self.named)
         all_present = type(None) not in set(map(type, updates.values()))
@@ -319,7 +319,7 @@ class Attachment:
             )
 
     def _strangers(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return, by name, the parameters of the models that have a gradient and are not in the optimizer."""
+        """Return a dict of the models' parameters, by name, that have a gradient but are not in the optimizer."""
         ours = {id(param) for param in named.values()}
         # In a model that only provides names (`model=`), consider only parameters whose names the optimizer has.
         return {
@@ -337,7 +337,7 @@ def _placement(param: Tensor) -> tuple[object, ...]:
 
 
 def check_real(named: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for parameters on the meta device, which have no values to update."""
+    """Raise ValueError if a parameter is on the meta device, because it has no values to update."""
     if meta := [name for name, param in named.items() if param.is_meta]:
         raise ValueError(
             f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: allocate and load them "
@@ -350,31 +350,31 @@ _owners: WeakSet[Optimizer] = WeakSet()
 
 
 def own_groups(optimizer: Optimizer) -> None:
-    """Make another optimizer raise if it steps on this optimizer's groups, unless it wraps this optimizer."""
+    """Make every other optimizer raise if it steps on this optimizer's param groups, unless it wraps this optimizer."""
     _register()
     _owners.add(optimizer)
 
 
 class OwnedGroup(dict[str, Any]):
-    """A parameter group of a muonfx optimizer.
+    """A param group (a dict) whose class marks it as created by a muonfx optimizer.
 
-    Its class shows which package made it, also after that optimizer is deleted. torch.compile cannot trace it.
+    Another optimizer that steps on it raises, even if the muonfx one is deleted. torch.compile cannot trace the class.
     """
 
 
 class GroupOwner(Optimizer):
-    """Base of optimizers with groups on which no other optimizer may step, unless it has this one as an attribute."""
+    """Base class of optimizers whose param groups no other optimizer may step on, except a wrapper of this one."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         own_groups(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, marked so that another optimizer raises if it steps on it."""
+        """Add a param group, marked so that another optimizer that steps on it raises."""
         super().add_param_group(OwnedGroup(param_group))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, and mark its groups."""
+        """Restore a copied or unpickled optimizer, and mark its param groups as its own."""
         super().__setstate__(state)
         self.param_groups = [OwnedGroup(group) for group in self.param_groups]
         own_groups(self)

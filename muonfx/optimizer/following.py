@@ -1,4 +1,4 @@
-"""The base class of `TransformOptimizer`: it moves the state if parameters are replaced, and copies it with them."""
+"""The base class of `TransformOptimizer`, which moves the optimizer state if parameters are replaced, and copies it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from muonfx.sharding.plan.assignment import Settings
 
 
 class FollowingOptimizer(Optimizer):
-    """An optimizer whose state follows its parameters, if the tensors in the groups or in the model are replaced."""
+    """An optimizer that moves its state to the new tensors if parameters are replaced in its groups or its model."""
 
     # _live has the state, and the `StateEntries` that show it in `optimizer.state`. It is a dict, because torch.compile
     # replays writes to a dict but not assignments to an optimizer's attributes.
@@ -31,7 +31,7 @@ class FollowingOptimizer(Optimizer):
     bucket_bytes: int | None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of the optimizer that a copy or a pickle needs; over ranks, raise TypeError."""
+        """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._attachment.follow(self.param_groups, self._stepping)  # a copy finds the tensors by "param_names"
@@ -62,7 +62,7 @@ class FollowingOptimizer(Optimizer):
         return stepping_for(tx, named, layout, settings, self.bucket_bytes)
 
     def _start(self, before: Stepping | None = None) -> None:
-        """Create the state for the current parameters, with the values of the old state if `before` is its stepping."""
+        """Create the optimizer state for the current parameters. With ``before``, copy the former state's values."""
         self._attachment.note(self.param_groups, self._stepping)
         state = self._stepping.init(self._named(), self._attachment.groups)
         if before is not None:
@@ -72,7 +72,7 @@ class FollowingOptimizer(Optimizer):
         self._stepping.share(state)
 
     def _show_all(self) -> None:
-        """Fill ``optimizer.state`` with the tensors of the state."""
+        """Fill ``optimizer.state`` with the current state tensors of every parameter."""
         named = self._named()
         self.state.clear()
         for param in named.values():
@@ -82,7 +82,7 @@ class FollowingOptimizer(Optimizer):
 
     @contextmanager
     def _all_or_nothing(self) -> Generator[None]:
-        """A context in which an error restores the groups and the stepping."""
+        """Return a context manager that restores the param groups if an error is raised in its block."""
         stepping, bound = self._stepping, self._attachment.groups
         groups = [(group, group["param_names"], group["params"]) for group in self.param_groups]
         try:
@@ -95,7 +95,7 @@ class FollowingOptimizer(Optimizer):
             raise
 
     def _rebind(self, moment: Literal["step", "save", "clear", "else"] = "else") -> None:
-        """If parameters were replaced in the groups or the model, use the new tensors, and move their state to them."""
+        """If parameters were replaced in the groups or the model, use the new tensors and move the state to them."""
         # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
         # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
         if self._attachment.is_current(self.param_groups):
@@ -129,6 +129,6 @@ class FollowingOptimizer(Optimizer):
         self._attachment.bind(named)
 
     def _put(self, named: Mapping[str, Tensor]) -> None:
-        """Replace the parameters in all parameter groups by the tensors that ``named`` has for their names."""
+        """Put new tensors into all param groups: ``named`` maps each name in "param_names" to its tensor."""
         for group in self.param_groups:
             group["params"] = [named[name] for name in group["param_names"]]

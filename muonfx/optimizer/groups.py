@@ -30,7 +30,7 @@ NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
 
 
 class Hyperparam(NamedTuple):
-    """A hyperparameter in a param group: one number of the transform ("lr"), or a tuple of several ("betas")."""
+    """An entry of a param group, such as "lr" or "betas", and the transform's numbers that the entry sets."""
 
     key: str
     """The key in the group, such as "betas"."""
@@ -42,7 +42,7 @@ class Hyperparam(NamedTuple):
     """True if other keys have the same numbers, as "momentum" repeats the first of "betas" for schedulers."""
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
-        """Return the numbers in a value of this key, or raise if it has another length or type."""
+        """Return the numbers in a param group's value for this key. Raise if their count or type is wrong."""
         values = value if isinstance(value, Sequence) else (value,)
         if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
             wanted = f"{len(self.names)} numbers" if self.is_tuple else "a number"
@@ -54,7 +54,7 @@ class Hyperparam(NamedTuple):
 
 
 class GroupNumbers:
-    """Reads and writes the numbers of one param group, some of which have several keys."""
+    """Reads and writes the hyperparameters of one param group, in which two keys may hold the same number."""
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
         self.hyperparams = tuple(hyperparams)
@@ -64,11 +64,11 @@ class GroupNumbers:
 
     @property
     def names(self) -> list[str]:
-        """The dotted names of the group's numbers in the transform."""
+        """The dotted names of the hyperparameters in the transform, such as "momentum.decay"."""
         return [name for one in self.hyperparams if not one.is_mirror for name in one.names]
 
     def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
-        """Return a group's numbers by dotted name; if two keys of one number differ, the changed value is used."""
+        """Return a group's hyperparameters by dotted name. If two keys set the same one, the changed value counts."""
         found: dict[str, Number] = {}
         said: dict[str, str] = {}
         for one in self.hyperparams:
@@ -87,20 +87,20 @@ class GroupNumbers:
         return found
 
     def complete(self, given: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
-        """Return all numbers of a new group by dotted name: the given ones, and for the others `defaults`."""
+        """Return a new group's hyperparameters by dotted name, from ``defaults`` if ``given`` lacks them."""
         return {name: defaults[name] for name in self.names} | self.parse(given, mirrors=False)
 
     def entries(self, numbers: Mapping[str, Number]) -> Group:
-        """Return the group's keys and values for numbers that are given by dotted name."""
+        """Return the entries of a param group, such as ``lr`` and ``betas``, for numbers given by dotted name."""
         return {
             one.key: tuple(numbers[name] for name in one.names) if one.is_tuple else numbers[one.names[0]]
             for one in self.hyperparams
         }
 
     def read(self, group: Group) -> dict[str, Number]:
-        """Return the current numbers of a group by dotted name, and write them under all keys of each number.
+        """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
 
-        If no number has changed, the result is the same object as in the last call.
+        If no number has changed, return the same dict object as in the last call.
         """
         if self._entries and all(map(is_, map(group.get, self._entries), self._entries.values())):
             return self._last
@@ -124,7 +124,7 @@ class GroupNumbers:
 
 
 class BoundGroup(NamedTuple):
-    """A param group with the names of its parameters at the last step, and the reader of its hyperparameters."""
+    """A param group, its parameter names at the last step, and the object that reads its hyperparameters."""
 
     group: Group
     names: list[str]
@@ -132,7 +132,7 @@ class BoundGroup(NamedTuple):
 
 
 def scalar(name: str, value: Any) -> Any:
-    """Return a hyperparameter; a tensor of one element becomes a 0-d view, and a larger one raises ValueError."""
+    """Return a hyperparameter. A tensor of one element becomes a 0-d view, and a larger one raises ValueError."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -141,7 +141,7 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
-    """Convert the numbers of each group to the types and shapes of the transform's own numbers (`defaults`)."""
+    """Convert the numbers of each group to the types and shapes of the transform's own numbers, ``defaults``."""
     # One 0-d view of each tensor: groups that share a tensor have equal numbers, and a scheduler may write into it.
     views: dict[int, Number] = {}
 
@@ -160,7 +160,7 @@ def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]
 
 
 def equal(a: object, b: object) -> bool:
-    """Return True for equal numbers, and for one and the same tensor. Values of tensors are not read."""
+    """Return True if two numbers are equal, or if both are one tensor object. Tensor values are not compared."""
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
@@ -168,7 +168,7 @@ def equal(a: object, b: object) -> bool:
 
 
 class Route(NamedTuple):
-    """The list of transforms that update a parameter; equal for all parameters of one group."""
+    """The list of transforms that update a parameter. All parameters of one param group have the same list."""
 
     places: tuple[int, ...]
     """The indices of these transforms among all transforms of the lowered program (`Program.transforms`)."""
@@ -183,13 +183,13 @@ class Route(NamedTuple):
 
 
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return ``optimizer.defaults``, which OneCycleLR reads: each value is that of the first group that has its key."""
+    """Return ``optimizer.defaults``, as OneCycleLR needs it: each key with the value of the first group that has it."""
     usual = ("lr", "weight_decay", "momentum")
     return {key: group[key] for key in usual for group in reversed(groups) if key in group}
 
 
 def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
-    """Return a dict from each parameter of some models to its name."""
+    """Return a dict from each parameter of the models to its name."""
     return {param: name for model in models for name, param in model.named_parameters()}
 
 
@@ -204,7 +204,7 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if two tensors have one name, or one tensor has two names."""
+    """Raise ValueError if two parameters have the same name, or if one tensor is given under two names."""
     seen = set[str]()
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
@@ -216,7 +216,7 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:
-    """Convert a model, named parameters, or tensors whose names are in `known`, to (name, tensor) pairs."""
+    """Convert a model, named parameters or tensors to (name, tensor) pairs. ``known`` maps unnamed tensors to names."""
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     if isinstance(params, Mapping):
@@ -240,7 +240,7 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
 
 
 def routes_of(program: Program) -> dict[str, Route]:
-    """Return a dict from each parameter's name to its `Route`: the transforms of a program that update it."""
+    """Return a dict from parameter name to `Route` (the list of transforms that update the parameter)."""
     nodes = tuple(program.transforms())
     met: dict[str, list[int]] = {}
     for place, node in enumerate(nodes):
@@ -273,7 +273,7 @@ def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
 
 
 def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
-    """Warn of trained parameters whose updates would have the sign of the gradient, and so increase the loss."""
+    """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
     trained = [name for name, param in params.items() if param.requires_grad and not routes[name].is_left_out]
     # Check one parameter of each route: the same transforms update the others.
     one_of = {routes[name].places: name for name in trained}
@@ -288,13 +288,13 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
 
 
 def _signs(node: Node, name: str) -> frozenset[int]:
-    """Return the signs, relative to its gradient, that a parameter's update may have after a node's transform."""
+    """Return the possible signs (1 same, -1 reversed, 0 unknown) of a parameter's update after a node (a transform)."""
     called = [_signs(one, name) for one in node.called if name in one.names]
     return combine_signs(node.tx, called)
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
-    """Return the hyperparameters of the transforms of some nodes, with unambiguous keys for a param group."""
+    """Return the hyperparameters of several nodes (transforms), each with its own key for a param group."""
     owns = [node.own for node in nodes]
     claims = Counter(key for own in owns for key in own.short_names)
     alike = Counter(key for own in owns for key in own.keys)
@@ -314,7 +314,7 @@ def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
 
 
 def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route]) -> list[list[tuple[str, Tensor]]]:
-    """Split (name, tensor) pairs into one list for each route, in the order of ``param_groups``."""
+    """Split (name, tensor) pairs into one list per route (the list of transforms that update a parameter)."""
     parts: dict[Route, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
         parts.setdefault(routes[name], []).append((name, param))
@@ -328,7 +328,7 @@ NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
 def groups_by_route(
     tx: Transform, routes: Mapping[str, Route], given: Group, pairs: list[tuple[str, Tensor]]
 ) -> list[Group]:
-    """Split a given group by the routes of its parameters, and return the parts with all of their hyperparameters."""
+    """Split a group so that the same transforms update all parameters of a part, and fill in all hyperparameters."""
     parts = [(routes[part[0][0]], part) for part in split_by_route(pairs, routes)]
     known = {one.key for route, _ in parts for one in route.hyperparams if not one.is_mirror}
     if unknown := sorted(given.keys() - known - NOT_HYPERPARAMS):
@@ -351,7 +351,7 @@ def groups_by_route(
 
 
 def warn_of_unread_rates(groups: Sequence[Group]) -> bool:
-    """Warn of the first group whose "lr" was set although no transform reads it; return True after a warning."""
+    """Warn of the first param group with an "lr" that no transform reads. Return True after a warning."""
     for place, group in enumerate(groups):
         if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
             warnings.warn(

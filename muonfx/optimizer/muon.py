@@ -40,7 +40,7 @@ class Muon(TransformOptimizer):
             Tensors need no names if ``model`` is given.
         lr: the learning rate of Muon. It is multiplied by a factor for the shape of each matrix (``lr_scaling``).
         weight_decay: the decoupled weight decay of Muon's parameters.
-        momentum: the decay of Muon's moving average of gradients, which is of Nesterov type.
+        momentum: the decay of Muon's moving average of gradients (Nesterov momentum).
         orthogonalize: the transform that orthogonalizes this average. It sets the options of the iteration and the view
             of each parameter (how its tensor divides into matrices). For a fused projection:
             ``muonfx.orthogonalize(coefficients="keller", view=muonfx.MatrixView("(qkv=3 out) in -> qkv out in"))``.
@@ -56,10 +56,10 @@ class Muon(TransformOptimizer):
             to such a dict. Without a model, the function receives the named parameters. None: `muonfx.default_labels`.
             To put own rules before the default ones: ``labels=lambda model: muonfx.default_labels(model, rules)``. To
             choose by names only: ``labels=muonfx.select.default_labels_by_name``.
-        layout: as in `TransformOptimizer`.
+        layout: the shards of plain tensors in a distributed run, as in `TransformOptimizer`. DTensors need none.
         model: the model that has ``params``, if ``params`` is not the model itself. The labels then use its modules.
-        donate_grads: as in `TransformOptimizer`.
-        bucket_bytes: as in `TransformOptimizer`.
+        donate_grads: if True, a step may overwrite the gradients to save memory, as in `TransformOptimizer`.
+        bucket_bytes: the approximate bytes of parameters that are updated at a time, as in `TransformOptimizer`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
@@ -152,7 +152,7 @@ class Muon(TransformOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to train, with labels chosen as at construction; see `TransformOptimizer.add_param_group`."""
+        """Add parameters to train, and label them as at construction. See `TransformOptimizer.add_param_group`."""
         with _either_part_may_be_empty():
             super().add_param_group(param_group)
 
@@ -170,7 +170,7 @@ class Muon(TransformOptimizer):
 
 
 def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None) -> Labels:
-    """Return the label of each parameter. A function of labels is called with the model, or with the parameters."""
+    """Return the label ("muon", "adamw" or None) of each parameter, from a dict or a function of the model."""
     names = [name for name, _ in named_pairs(params)]
     if labels is None:
         labels = default_labels
@@ -187,7 +187,7 @@ def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: 
 
 @contextmanager
 def _either_part_may_be_empty() -> Generator[None]:
-    """Ignore the warning of `partition` that no parameter has the label "muon", or "adamw"."""
+    """Suppress the warning of `partition` that no parameter has the label "muon", or "adamw"."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
         yield

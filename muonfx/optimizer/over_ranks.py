@@ -1,4 +1,4 @@
-"""Steps of an optimizer over ranks: one sharded step on the local tensors of all parameters."""
+"""Optimizer steps over several ranks: each runs one sharded update on the local tensors of all parameters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GATHERING = "gathering the optimizer's state from its owners"
 def stepping_for(
     tx: Transform, params: Mapping[str, Tensor], layout: Layout | None, settings: Settings, bucket_bytes: int | None
 ) -> Stepping:
-    """Return the object that runs an optimizer's steps: over ranks for a layout or DTensors, else in one process."""
+    """Return the object that runs an optimizer's steps: over ranks with a layout or DTensors, else in one process."""
     any_dtensor = next((name for name, param in params.items() if is_dtensor(param)), None)
     if layout is None and any_dtensor is None:
         bucket_bytes = bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
@@ -72,7 +72,7 @@ def stepping_for(
 
 
 class Gathering:
-    """An asynchronous copy to all ranks of state that only one rank holds: the rank that orthogonalizes a matrix."""
+    """An asynchronous copy, to all ranks, of state that only one rank has: the rank that orthogonalizes a matrix."""
 
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
@@ -92,14 +92,14 @@ class Gathering:
             self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
 
     def wait(self) -> dict[int, Tensor]:
-        """Wait for the copy, and return the full tensors by their index in the state."""
+        """Wait for the copy. Return a dict from the index of a tensor in the state to the full tensor."""
         with collective(GATHERING):
             self._work.wait()
         return self._wholes
 
 
 class SteppingOverRanks(Stepping):
-    """Creates the state of sharded parameters and runs the steps of an optimizer, together on all ranks."""
+    """Creates the optimizer state and runs the steps for sharded or replicated parameters, on all ranks together."""
 
     is_over_ranks = True
 
@@ -115,11 +115,11 @@ class SteppingOverRanks(Stepping):
 
     @property
     def transform(self) -> Transform:
-        """The sharded transform that runs on the tensors of the optimizer."""
+        """The sharded transform that updates the optimizer's parameters."""
         return sharded(self.tx, self.layout, **self._settings._asdict())
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
-        """Return the initial state of this rank's shards, after the ranks have compared their settings."""
+        """Return the initial state of this rank's shards. The ranks first compare their settings."""
         local = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._inner, local)
         self._serial = next_serial(self.layout)
@@ -135,7 +135,7 @@ class SteppingOverRanks(Stepping):
         return state
 
     def _is_hidden(self, what: LeafPlacement) -> bool:
-        """Return True if only one rank holds some of a leaf, and no DTensor placed like the parameter can show it."""
+        """Return True if only one rank has some of a state tensor, and no DTensor like the parameter's can show it."""
         if all(share.owner is None for share in what.shares):
             return False
         if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
@@ -157,7 +157,7 @@ class SteppingOverRanks(Stepping):
         return None if what.local is None or what.share is None else _part(what, whole).view(what.local)
 
     def whole(self, place: int, leaf: Any) -> Any:
-        """Return the full tensor of leaf `place`. All ranks must call this together, because it gathers shards."""
+        """Gather the state tensor with index ``place`` and return it in full. All ranks must call this together."""
         what = self._about[place]
         if what is None or what.name is None:
             return leaf
@@ -168,7 +168,7 @@ class SteppingOverRanks(Stepping):
         return Gathering(self.layout, self._device, {place: (what, leaf)}).wait()[place]
 
     def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
-        """Return leaf `place` in the form for ``optimizer.state``: a DTensor, or a tensor with its interval."""
+        """Convert the state tensor with index ``place`` to its form in ``optimizer.state``, such as a DTensor."""
         what = self._about[place]
         if what is None or what.name is None:
             return leaf
@@ -179,13 +179,13 @@ class SteppingOverRanks(Stepping):
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
     def shown(self, state: PyTree) -> PyTree:
-        """Return the state in the form that ``update`` of `transform` takes: DTensors if the parameters are."""
+        """Return the state in the form that the sharded ``update`` takes: DTensors if the parameters are DTensors."""
         return state_to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
 
     # ------------------------------------------------------------------------------------------------- persistence
 
     def share(self, state: PyTree) -> None:
-        """Under DDP, start to copy the state that only owners hold to all ranks, so that each can save all of it."""
+        """Under DDP, start to copy state that only one rank has to all ranks, so that each rank can save all of it."""
         # This state is small compared with the updates sent to replicas, and the copy overlaps with the next forward.
         if self._gathering is not None:
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
@@ -195,7 +195,7 @@ class SteppingOverRanks(Stepping):
             self._gathering = Gathering(self.layout, self._device, found)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Return, for a state dict, the leaves that only owners hold: full tensors under DDP, else sharded DTensors."""
+        """Return the state tensors that only one rank has, by index, as full tensors or DTensors to save."""
         if self._gathering is not None:
             return self._gathering.wait()
         if not self._owned or not self.layout.dtensors:
@@ -217,7 +217,7 @@ class SteppingOverRanks(Stepping):
         return found
 
     def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
-        """Return the values to copy into leaf `place`: this rank's part, a full tensor, or a DTensor to gather."""
+        """Return the values to load into the state tensor with index ``place``, or an error message."""
         what = self._about[place]
         if what is None or what.name is None or not what.owned or isinstance(value, IntervalTensor):
             return on_this_rank(leaf, value)
@@ -232,7 +232,7 @@ class SteppingOverRanks(Stepping):
         return shard_error(value, spec.mesh) or own
 
     def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
-        """Copy saved values into the state. With sharded parameters, an error on one rank is raised on all."""
+        """Copy saved values into the state. If parameters are sharded, an error on one rank is raised on all ranks."""
         if self._many and not self._is_replicated:
             assert self.layout.group is not None
             wait_for_all(self.layout.group, "load_state_dict()")
@@ -258,12 +258,12 @@ class SteppingOverRanks(Stepping):
         self._now = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run a step together with all ranks. A `problem` of one rank is raised on all before anything is changed."""
+        """Run a step together with all ranks. If one rank has a ``problem``, all ranks raise before any change."""
         _, after = step_sharded(self.binding, self._now, call, problem=problem, serial=self._serial)
         self.share(after)
         return after
 
 
 def _part(what: LeafPlacement, whole: Tensor) -> Tensor:
-    """Return this rank's interval of the full, flattened tensor of a leaf that only owners hold."""
+    """Flatten a full state tensor, and return the interval of it that this rank holds."""
     return whole.reshape(-1)[slice(*((0, 0) if what.share is None else interval_of(what, what.share)))]

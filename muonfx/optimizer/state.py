@@ -1,4 +1,4 @@
-"""The checks of a saved ``state_dict`` against an optimizer, and the list of tensors to copy from it."""
+"""Checks of a saved ``state_dict`` against an optimizer, and the choice of the tensors to copy from it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def read_state_dict(
     take: Take,
     rename: Rename | None,
 ) -> tuple[list[Group], list[Load]]:
-    """Check a saved state dict (`given`) against the groups and ``optimizer.state`` of an optimizer.
+    """Check a saved state dict (``given``) against an optimizer, and return its groups and the tensors to load.
 
-    Return the saved groups in the order of its groups, and the tensors to load; raise ValueError with all differences.
+    ``own`` are the optimizer's groups and ``state`` is ``optimizer.state``. Raise ValueError with all differences.
     """
     given = _renamed_groups(own, _named_by_path(own, given), rename or {})
     saved = _saved_groups(own, given["param_groups"])
@@ -69,7 +69,7 @@ def read_state_dict(
 
 
 def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict of ``torch.distributed.checkpoint.state_dict`` with its "params" (paths) as "param_names"."""
+    """Return a state dict in which names under "params", as torch.distributed.checkpoint saves, are "param_names"."""
     # Paths are in the order of the loading optimizer, but "param_names" are in the order of the saving optimizer.
     saved: list[Group] = list(given.get("param_groups", ()))
     paths = [path for old in saved for path in old.get("params", ())]
@@ -88,7 +88,7 @@ def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mappi
 
 
 def _renamed_groups(own: Sequence[BoundGroup], given: Mapping[str, Any], rename: Rename) -> Mapping[str, Any]:
-    """Return a state dict with this optimizer's parameter names, found by `rename` and without wrappers' prefixes."""
+    """Return a state dict with this optimizer's parameter names, after ``rename`` and without wrapper prefixes."""
     if not {"state", "param_groups"} <= given.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
     saved: list[Group] = list(given["param_groups"])
@@ -117,7 +117,7 @@ def _renamed_groups(own: Sequence[BoundGroup], given: Mapping[str, Any], rename:
 
 
 def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
-    """Return saved groups in the order of this optimizer's groups, matched by the sets of their parameter names."""
+    """Match saved groups to this optimizer's groups by their parameter names, and return them in its order."""
     by_names = {frozenset(old["param_names"]): old for old in saved}
     here = [frozenset(one.names) for one in own]
     if lacking := [names for names in here if names not in by_names]:
@@ -133,7 +133,7 @@ def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
 
 
 def _misfit(leaf: object, value: object) -> str | None:
-    """Return why a saved value's shape or dtype does not fit a leaf of the state, or None if it fits."""
+    """Return an error message if a saved value has the wrong shape or dtype for a state tensor, else None."""
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         found, expected = (
             f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in (value, leaf)
@@ -146,7 +146,7 @@ def _misfit(leaf: object, value: object) -> str | None:
 
 
 def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
-    """Return this rank's part of a saved value (a full tensor, or the shard that this rank saved), or an error."""
+    """Return the part of a saved tensor that belongs to this rank, as ``leaf`` is sharded, or an error message."""
     if isinstance(leaf, IntervalTensor) and not is_dtensor(value):
         own = leaf.piece
         if not isinstance(value, IntervalTensor):
@@ -177,7 +177,7 @@ def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
 
 
 def shard_error(value: DTensor, mesh: DeviceMesh) -> str | None:
-    """Return an error message if a loaded DTensor is the shard of another rank, that is of another mesh position."""
+    """Return an error message if a loaded DTensor is the shard of a rank at another mesh position, else None."""
     # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
     sharded = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
     theirs, ours = value.device_mesh.get_coordinate(), mesh.get_coordinate()

@@ -32,7 +32,7 @@ from muonfx.tree import PyTree
 
 
 class Stepping:
-    """Creates the state of an optimizer and runs its steps, in one process. `place` is the index of a state's leaf."""
+    """Creates the optimizer state and runs steps in one process. ``place`` is the index of a tensor in the state."""
 
     is_over_ranks = False
 
@@ -49,11 +49,11 @@ class Stepping:
 
     @property
     def transform(self) -> Transform:
-        """The transform that runs on the optimizer's tensors: in one process `tx`, over ranks a sharded transform."""
+        """The transform that updates the parameters: `tx` in one process, or a sharded transform over several ranks."""
         return self.tx
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
-        """Return the initial state for named parameters, and read the hyperparameters of the groups."""
+        """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
         check_params(params)
         warn_of_unmatched(self.tx.name_patterns, params)
         state = self.executor.init_node(self.program.root, self._inner, params)
@@ -61,7 +61,7 @@ class Stepping:
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """Return a new state with the values of an old state, of the stepping `other`, for the paths that both have."""
+        """Return ``state`` with the values of ``old`` (a state that ``other`` created) at every path that both have."""
         before = dict(zip(tree.paths(old), enumerate(tree.leaves(old)), strict=True))
         leaves, treedef = tree.flatten(state)
         for place, path in enumerate(tree.paths(state)):
@@ -70,35 +70,35 @@ class Stepping:
         return tree.unflatten(treedef, leaves)
 
     def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
-        """Return a leaf of a new state, with the values of the old state's leaf `had` (number `at`) if shapes match."""
+        """Return a tensor for a new state: the old tensor ``had`` if the shapes match, else the new ``leaf``."""
         whole = other.whole(at, had)
         return whole.to(leaf.device) if whole is not None and whole.shape == leaf.shape else leaf
 
     def whole(self, place: int, leaf: Any) -> Any:
-        """Return the full tensor of leaf `place` of the state; over ranks, all ranks together gather it."""
+        """Return the full state tensor with index ``place``. Over several ranks, all of them gather it together."""
         return leaf
 
     def show(self, place: int, leaf: Any) -> Any:
-        """Return leaf `place` of the state in the form for ``optimizer.state``, such as a DTensor."""
+        """Convert the state tensor with index ``place`` to its form in ``optimizer.state``, such as a DTensor."""
         return leaf
 
     def shown(self, state: PyTree) -> PyTree:
-        """Return the state in the form that ``update`` of `transform` takes; DTensors if the parameters are."""
+        """Return the state in the form that ``update`` of `transform` takes: DTensors if the parameters are."""
         return state
 
     def share(self, state: PyTree) -> None:
-        """After a step under DDP, start to copy the state that only one rank has to all ranks, for ``state_dict``."""
+        """After a step under DDP, start to copy state that only one rank has to all ranks, for ``state_dict``."""
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Return, by index, the leaves that ``state_dict`` must contain in another form than ``optimizer.state``."""
+        """Return the state tensors, by index, that ``state_dict`` needs in another form than ``optimizer.state``."""
         return {}
 
     def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
-        """Return the values to copy into leaf `place` from a saved value, or an error message."""
+        """Return the values to load into the state tensor with index ``place``, or an error message."""
         return on_this_rank(leaf, value)
 
     def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
-        """Copy saved values into the state, or raise `problem`, an error that reading the state dict gave."""
+        """Copy saved values into the state, or raise ``problem``, an error from reading the state dict."""
         if problem is not None:
             raise problem
         leaves = tree.leaves(state)
@@ -119,7 +119,7 @@ class Stepping:
             )
 
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
-        """Read the hyperparameters of the groups, and if they have changed, build the transforms for them."""
+        """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them."""
         values = [one.numbers.read(one.group) for one in groups]
         if self._read is not None and self._read[0] is groups and all(map(is_, values, self._read[1])):
             return
@@ -134,14 +134,14 @@ class Stepping:
         self._read = groups, values
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
-        """Use a transform, which has the current hyperparameters, in the following steps."""
+        """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
         if tx.structure is not self._lowered:
             self._node, self._lowered = self.executor.program(tx, params), tx.structure
         self.executor.prepare(self._node, tx)
         self._now = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run a step and return the next state; errors, such as `problem` of this rank, are raised before it."""
+        """Run one step and return the next state. A ``problem``, an error of this rank, is raised before any change."""
         if problem is not None:
             raise problem
         self.tx.check_extras(call.extras)
@@ -171,12 +171,12 @@ def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | No
 
 
 def path_of(entries: tuple[object, ...]) -> str:
-    """Return the key in ``optimizer.state`` for the path of a tensor in the state, such as "momentum/trace"."""
+    """Join the path of a tensor in the state to a key for ``optimizer.state``, such as "momentum/trace"."""
     return "/".join(map(str, entries))
 
 
 class StateEntries:
-    """Fills ``optimizer.state`` with the leaves of a transform's state; step counts are shown under each parameter."""
+    """Fills ``optimizer.state``: each tensor is shown under its parameter, and step counts under all parameters."""
 
     def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
         self.slots: list[tuple[Tensor | None, str]] = []
@@ -187,7 +187,7 @@ class StateEntries:
         self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
-        """Update ``optimizer.state`` (`entries`) for changed leaves, which ``show(index, leaf)`` converts."""
+        """Write changed state tensors to ``entries`` (``optimizer.state``), converted by ``show(index, tensor)``."""
         leaves = tree.leaves(state)
         for place, (new, shown) in enumerate(zip(leaves, self._leaves, strict=True)):
             if new is not shown:
@@ -198,7 +198,7 @@ class StateEntries:
         self._leaves = leaves
 
     def places(self, entries: Mapping[Tensor, Group]) -> dict[tuple[int, str], int]:
-        """Return a dict from (id of a parameter, key in ``optimizer.state``) to the index of the leaf in the state."""
+        """Return a dict from (id of a parameter, key in ``optimizer.state``) to the index of a tensor in the state."""
         return {
             (id(param), key): place
             for place, (owner, key) in enumerate(self.slots)
@@ -226,7 +226,7 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     combinator=Combinator(varies_numbers=True),
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
-    """Run versions of a transform with different numbers; each updates the parameters in its item of `members`."""
+    """Run a transform with different numbers per param group: ``versions[i]`` updates the parameters ``members[i]``."""
     chosen = [frozenset(names) for names in members]
 
     def init(params: PyTree) -> PyTree:
@@ -259,9 +259,9 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
 def for_groups(
     tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> Transform:
-    """Return a transform with the numbers of all groups, given with the parameter names (`members`) of each group.
+    """Return a transform with the hyperparameters of all param groups; ``members`` are each group's parameters.
 
-    If groups have different numbers for a transform within `tx`, that transform is replaced by `by_groups`.
+    If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`.
     """
     agreed: dict[str, Number] = {}
     for group in values:
@@ -272,7 +272,7 @@ def for_groups(
 
 
 def _keeps_a_number(node: Node) -> bool:
-    """Return True if a node's state has a float of no parameter, which versions of the transform could not share."""
+    """Return True if the state of a node (a transform) has a float tensor that belongs to no single parameter."""
     state = node.tx.functions.init(node.like)
     pairs = zip(tree.leaves(state), parameters_of(state, node.like), strict=True)
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
