@@ -167,7 +167,7 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
 
 
 def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
-    """Return the globs of each `path` in a predicate, in groups. A group is an error if none of its globs matches."""
+    """Return the globs of each `path` in a predicate, as groups. In each group, one glob at least must match a name."""
     if not isinstance(predicate, Predicate):
         return ()
     if predicate.name == "path":
