@@ -33,7 +33,7 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def widens(old: torch.dtype, new: torch.dtype) -> bool:
-    """Return True if a cast from ``old`` to ``new`` keeps every value, and both are ints, both floats or both complex."""
+    """Return True if a cast from ``old`` to ``new`` keeps every value: both are ints, both floats or both complex."""
     if old == new or (old, new) == (torch.complex64, torch.complex128):
         return True
     if old.is_floating_point and new in _FLOATS:
