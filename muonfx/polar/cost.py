@@ -28,10 +28,8 @@ class Cost(NamedTuple):
     flops: float
     """Floating-point operations; a symmetric product counts half if only half of it is computed."""
     load: float
-    """The estimated time, in operations: the number that full matrix products do in this time.
-
-    Matrices are distributed over ranks by this number.
-    """
+    """The estimated time, in operations: the number that full matrix products do in this time. Matrices are
+    distributed over ranks by this number."""
     scratch_bytes: int
     """The size in bytes of the temporary tensors for one matrix."""
 

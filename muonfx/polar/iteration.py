@@ -35,7 +35,7 @@ def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
 
 
 def unit_power(x: torch.Tensor, dim: tuple[int, ...] = (-2, -1)) -> torch.Tensor:
-    """Return powers of two that scale an fp32 or fp64 tensor to largest magnitudes over `dim` in [1, 2)."""
+    """Return powers of two by which to multiply `x`, so that its largest magnitude over `dim` is in [1, 2)."""
     # The power is a constant for autograd, which is correct because every caller divides it out again.
     return power_of_two(x.detach().abs().amax(dim, keepdim=True))
 

@@ -203,7 +203,7 @@ class Orthogonalizer:
 
 
 def is_watched(*xs: torch.Tensor) -> bool:
-    """Return True if autograd, `torch.func` or the compiler records these tensors, so that writing to them is wrong."""
+    """Return True if autograd, `torch.func` or the compiler records these tensors; none may be overwritten then."""
     if torch.compiler.is_compiling() or functorch_is_active():
         return True
     if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
@@ -229,7 +229,7 @@ def _in_derivative() -> bool:
 
 
 def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-    """Return `function(x, ...)`, called with autocast off, which would change the dtype of matrix products."""
+    """Call `function(x, ...)` with autocast off, because autocast would change the dtype of matrix products."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return function(x, *rest, **named)
@@ -238,7 +238,7 @@ def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *re
 
 
 def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[tuple[_Kind, list[int]]]:
-    """Group matrices that can be in one batch; return pairs of their common shape, dtype, ... and their indices."""
+    """Group matrices that can be in one batch; return pairs of their common properties and their indices in `xs`."""
     kinds: list[_Kind] = []
     for x in xs:
         rows, columns = x.shape[-2:]

@@ -155,9 +155,10 @@ def plan(
     portable: bool = False,
     differentiated: bool = False,
 ) -> Plan:
-    """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype `held`; `resolved` has the steps.
+    """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype `held`.
 
-    With `portable` and a given `dtype`, it is equal on all machines. With `differentiated`, "auto" is at least fp32.
+    `resolved` are the coefficients. With `portable` and a given `dtype`, the result is equal on all machines. With
+    `differentiated`, the dtype "auto" is at least fp32.
     """
     fastest = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
@@ -210,7 +211,7 @@ def compute_dtype(
 
 @called_once  # a tracer calls this once and keeps the answer
 def _fastest(kind: str, index: int | None) -> torch.dtype:
-    """Return the fastest dtype of products on a device, for inputs of at most fp32; it may be bf16."""
+    """Return the fastest dtype of products on a device, bf16 or fp32, for inputs of at most fp32."""
     has_bf16 = (kind == "cpu" and cpu_has_bf16()) or (kind == "cuda" and cuda_capability(index)[0] >= 8)
     return torch.bfloat16 if has_bf16 else torch.float32
 
@@ -339,7 +340,7 @@ def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
 
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
-    """Return the estimated time for an `n x m` matrix, in multiply-adds; a stage has one Gram matrix."""
+    """Return the estimated time of stages (steps with one Gram matrix each) for an `n x m` matrix, in multiply-adds."""
     gram, small = (1.0 if how == "batched" else rates.share for how in products)
     total = 0.0
     for stage in stages:

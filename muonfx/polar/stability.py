@@ -41,9 +41,10 @@ _DIVERGED = 10.0
 
 @called_once  # a tracer calls this once and keeps the answer
 def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
-    """Bound the singular values after all steps in `dtype`, divided by the bound in exact arithmetic; inf if none.
+    """Return a bound of the singular values after all steps in `dtype`, divided by the bound in exact arithmetic.
 
-    The Gram matrix is recomputed after the numbers of steps in `restarts`; `safety` divides the input.
+    It is infinite if they are unbounded. The Gram matrix is recomputed after the numbers of steps in `restarts`;
+    `safety` divides the input.
     """
     exact = _largest(steps, tuple(range(1, len(steps))), safety, 0.0)
     if exact == math.inf:  # these polynomials diverge without any rounding
@@ -76,7 +77,7 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
 
 
 def _after(steps: Sequence[Step], top: float, error: float) -> float:
-    """Bound the singular values, at first in `[0, top]`, after steps on a Gram matrix with this relative `error`."""
+    """Bound singular values that begin in `[0, top]`, after steps on a Gram matrix with this relative `error`."""
     # Follows `muonfx.polar.iteration.composed` to first order on a grid of singular values: the eigenvalues of `R` and
     # `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`, since `R` is updated with the
     # same `G`.

@@ -36,7 +36,7 @@ class GramStage(NamedTuple):
 
 
 def standard(steps: Sequence[Step]) -> tuple[GramStage, ...]:
-    """Return one stage per step, as the standard iteration computes a new Gram matrix for each step."""
+    """Put each step into a stage of its own: the standard iteration, with a new Gram matrix for each step."""
     return tuple(GramStage((step,)) for step in steps)
 
 

@@ -94,7 +94,7 @@ class MatrixView:
         return f"MatrixView({'' if self.pattern is None else repr(self.pattern)})"
 
     def __eq__(self, other: object) -> bool:
-        """Return True if two views have the same patterns in the same order. The first matching glob applies."""
+        """Return True if two views have the same patterns in the same order, as the first matching glob applies."""
         return self._key == other._key if isinstance(other, MatrixView) else NotImplemented
 
     def __hash__(self) -> int:

@@ -55,7 +55,7 @@ class Units(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """A stack of matrices in a tensor of known shape; a pattern describes each stack right of its arrow."""
+    """A stack of matrices in a tensor of known shape; a pattern describes each stack by a text right of the arrow."""
 
     start: int
     """The index at which the stack begins on the axis that ``+`` divides; 0 if there is no such axis."""
@@ -87,7 +87,7 @@ class Pattern:
     """The right side of the pattern: for each stack of matrices, its dims (batch dims, rows, columns)."""
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Divide a tensor: return a list of stacks of matrices (..., rows, columns), one per term right of the arrow.
+        """Divide a tensor: return one stack of matrices (..., rows, columns) for each text between commas in the pattern.
 
         Raises:
             ValueError: the shape of the tensor does not fit the pattern.

@@ -20,8 +20,8 @@ __all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path
 class Predicate:
     """A condition on one parameter, for the rules of `labels`; call it on a `ParamInfo`.
 
-    Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``. They
-    compare by their arguments, can be hashed and pickled, and print as the code that builds them.
+    Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``. Those
+    with equal arguments are equal. They can be hashed and pickled, and print as the code that builds them.
 
     >>> tall = ndim(2) & ~path("*head*")
     >>> tall
@@ -167,7 +167,7 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
 
 
 def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
-    """Return the globs of each `path` in a predicate, as groups. In each group, one glob at least must match a name."""
+    """Return the globs of each `path` in a predicate, in groups; in each group, at least one glob must match a name."""
     if not isinstance(predicate, Predicate):
         return ()
     if predicate.name == "path":

@@ -94,7 +94,7 @@ _PARTS = (
     ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
     ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
 )
-"""Arguments that are built from further arguments: the name, the further names, and the code that passes one."""
+"""Rows for misplaced arguments: the argument that takes an object, the arguments of the object, and the code."""
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
@@ -131,8 +131,8 @@ def _is_literal(kind: str) -> bool:
 def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> Any:
     """Return the value of an argument if its type is allowed, else raise an error.
 
-    Numbers of NumPy and of other libraries become int or float. ``owner`` is the name of the function and ``name`` that
-    of the argument, for the error. ``kinds`` are the names of the allowed types, from `plain_kinds`.
+    Numbers of NumPy and of other libraries become int or float. The error begins with ``owner``, the
+    function, and ``name``, the argument. ``kinds`` are the names of the allowed types, from `plain_kinds`.
     """
     if not isinstance(value, bool | Tensor):
         if isinstance(value, numbers.Integral) and kinds & {"int", "float"}:

@@ -71,7 +71,7 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
 
 
 def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
-    """Return a list that has the scalar for each tensor, cast to the dtype of the tensor."""
+    """Return a list that has the scalar once for each tensor, cast to the dtype of the tensor."""
     cast_to = {dtype: scalar.to(dtype) for dtype in {x.dtype for x in xs}}
     return [cast_to[x.dtype] for x in xs]
 

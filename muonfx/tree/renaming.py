@@ -15,7 +15,8 @@ def new_names(
 ) -> tuple[dict[str, str], list[str]]:
     """Rename checkpoint entries; return a dict from each name in the checkpoint to its new name, and a list of errors.
 
-    Errors report entries of ``rename`` that are malformed or match no name; ``what``, such as "leaf", is their noun.
+    Errors are texts about entries of ``rename`` that are malformed or match no name. ``level`` is the separator in
+    names, and ``what`` is the noun in errors, such as "leaf".
     """
     # An entry `old: new` matches the name `old` and names that begin with `old` and `level`; with `*`, it matches as a
     # pattern, and each `*` of `new` is replaced by the text of the same `*` in `old`. Of several matching entries the

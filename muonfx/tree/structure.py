@@ -361,7 +361,6 @@ class Present:
         )
 
     def _all(self, tree: PyTree) -> list[Any]:
-        """Return all leaves of a tree that must have the structure of the original tree, in its order."""
         try:
             if self._keys is None:
                 return subtrees(self._treedef, tree)
@@ -380,12 +379,12 @@ class Present:
         return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
 
     def pick(self, tree: PyTree) -> list[Any]:
-        """Return the leaves of ``tree`` at the positions that are not None in the original tree, as a list."""
+        """Return a list of the leaves of ``tree`` at the positions where the tree given to `Present` is not None."""
         found = self._all(tree)
         return found if self._everywhere else [found[place] for place in self._places]
 
     def fill(self, values: Sequence[object], old: PyTree = None) -> PyTree:
-        """Return a tree with ``values`` at the leaves that are not None originally, else leaves of ``old``, or None."""
+        """Return a tree with ``values`` at the positions that are not None, else with leaves of ``old``, or with None."""
         if self._everywhere:
             return self._tree(values)
         merged: list[object] = [None] * len(self._leaves) if old is None else self._all(old)
@@ -394,6 +393,6 @@ class Present:
         return self._tree(merged)
 
     def names(self) -> list[str]:
-        """Return a list of the dotted names of the leaves that are not None in the original tree."""
+        """Return a list of the dotted names of the leaves that are not None."""
         everything = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return everything if self._everywhere else [everything[place] for place in self._places]

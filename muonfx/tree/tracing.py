@@ -63,7 +63,7 @@ def is_traced(*numbers: float) -> bool:
 
 
 def fixed(number: Number) -> Number:
-    """Replace a symbolic number by its current value, so that a traced graph is valid only for this value."""
+    """Return a symbolic number as a Python number, others unchanged. A traced graph is valid for this value only."""
     if not is_traced(number):
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and loaded if a tracer runs
