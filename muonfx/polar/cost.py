@@ -44,7 +44,7 @@ def newton_schulz_cost(
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
 ) -> Cost:
-    """Return the cost of `muonfx.polar.orthogonalize` for one matrix of this shape, with the choices of `explain`.
+    """Return the cost of `muonfx.polar.orthogonalize` for one matrix, with the dtype, method and products of `explain`.
 
     Unlike `explain`, it assumes the same hardware on all machines, so that all ranks compute the same cost.
     """

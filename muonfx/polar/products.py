@@ -30,7 +30,7 @@ class Shifted(NamedTuple):
 
 
 class Functional:
-    """Products of the iteration that allocate every result, for batches `(b, n, m)` with n <= m."""
+    """Matrix products of the Newton-Schulz iteration that allocate every result, for batches `(b, n, m)`, n <= m."""
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
         """Return `x x^T + shift * I` for each matrix of a batch."""
@@ -58,7 +58,7 @@ class Functional:
 
 
 class Buffered(Functional):
-    """Products of the iteration that write into reused buffers, one of which is the batch `x` itself."""
+    """Matrix products of the iteration that write into reused buffers, one of which is the batch `x` itself."""
 
     def __init__(
         self,

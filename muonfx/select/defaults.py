@@ -167,8 +167,8 @@ def default_labels_by_name(
     """Label named tensors "muon" or "adamw" as `default_labels` does, without its warning about unknown module types.
 
     Use this function if there is no model and the names are reliable. Without module types, an embedding named
-    ``lookup`` looks like a hidden matrix, and a stack of matrices like a convolution. Arguments and errors are those
-    of `default_labels`.
+    ``lookup`` looks like a hidden matrix, and a stack of matrices like a convolution. Arguments and errors are as
+    in `default_labels`.
 
     >>> import torch
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})

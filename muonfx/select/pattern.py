@@ -72,7 +72,7 @@ class _Bound(NamedTuple):
     sizes: list[int]
     """The size of each axis of the tensor, outermost first."""
     divided: int | None
-    """The index of the axis that ``+`` divides; None if there is none."""
+    """The index of the axis that ``+`` divides in the pattern, as in ``(k + v)``; None if there is none."""
     results: list[_Result]
 
 
@@ -87,7 +87,7 @@ class Pattern:
     """The right side of the pattern: for each stack of matrices, its dims (batch dims, rows, columns)."""
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Divide a tensor: return one stack of matrices (..., rows, columns) for each text between commas in the pattern.
+        """Divide a tensor: return a stack of matrices (..., rows, columns) for each text between commas in the pattern.
 
         Raises:
             ValueError: the shape of the tensor does not fit the pattern.
@@ -101,7 +101,7 @@ class Pattern:
         return found
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """Undo `split`: join a list of stacks of matrices into a tensor of this shape."""
+        """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
         bound = self._bound(shape)
         parts: dict[int, Tensor] = {}
         for one, stack in zip(bound.results, matrices, strict=True):
@@ -112,7 +112,7 @@ class Pattern:
         return torch.cat([parts[start] for start in sorted(parts)], dim=bound.divided).reshape(shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return True if the pattern can divide a tensor of this shape."""
+        """Return True if this pattern can divide a tensor of this shape into matrices."""
         try:
             self._bound(shape)
         except ValueError:
@@ -239,7 +239,7 @@ _Item = str | list["_Item"]
 
 
 def _items(text: str) -> list[_Item]:
-    """Split one side of a pattern into names and signs. A pair of parentheses becomes a nested list."""
+    """Split one side of a pattern into names and signs such as "+". Parentheses become a nested list."""
     stack: list[list[_Item]] = [[]]
     at = 0
     while text[at:].strip():

@@ -90,7 +90,7 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
 
     Args:
         what: labels, together with ``params``; a model or named tensors, to which `default_labels` is applied; or a
-            `TransformOptimizer`, for which the totals are those of its parameter groups, and a further table shows
+            `TransformOptimizer`, for which the totals are by parameter group, and a further table shows
             the hyperparameters of the groups.
         params: the parameters that were labelled: a model, named tensors, or any pytree of tensors. Required with
             labels only, which have no shapes.

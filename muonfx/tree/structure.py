@@ -384,7 +384,7 @@ class Present:
         return found if self._everywhere else [found[place] for place in self._places]
 
     def fill(self, values: Sequence[object], old: PyTree = None) -> PyTree:
-        """Return a tree with ``values`` at the positions that are not None, else with leaves of ``old``, or with None."""
+        """Return a tree with ``values`` at the positions that are not None, else with leaves of ``old``, or None."""
         if self._everywhere:
             return self._tree(values)
         merged: list[object] = [None] * len(self._leaves) if old is None else self._all(old)
