@@ -24,7 +24,7 @@ class Band(NamedTuple):
 
 
 def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | None = None) -> torch.Tensor:
-    """Return the values to which a Newton-Schulz iteration maps singular values, elementwise, in the dtype of `s`.
+    """Return the singular values that a Newton-Schulz iteration makes of singular values `s`, in the dtype of `s`.
 
     Args:
         value: the coefficients: a name in `PRESETS`, a `Coefficients` or a sequence of `(a, b[, c])`.
@@ -56,7 +56,7 @@ def band(value: CoefficientsLike, lower: float = 0.01, *, steps: int | None = No
         points: the number of grid points in `[lower, 1]`; `points // 2` more are placed between 0 and `lower`.
 
     Returns:
-        The minimum and the maximum for inputs in `[lower, 1]`, and the maximum for inputs in `[0, 1]`.
+        A `Band`: the minimum and maximum for inputs in `[lower, 1]`, and the maximum (`peak`) for inputs in `[0, 1]`.
 
     Raises:
         ValueError: `lower` is outside (0, 1].

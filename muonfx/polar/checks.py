@@ -11,7 +11,7 @@ from muonfx.polar.policy import SUPPORTED
 
 
 def check_matrix(x: torch.Tensor, name: str) -> None:
-    """Raise unless `x` is a dense tensor `(..., m, n)` of a supported dtype; `name` is the argument in the error."""
+    """Raise an error unless `x` is a dense tensor `(..., m, n)` of a supported dtype; the error begins with `name`."""
     if not isinstance(x, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{name}: found {type(x).__name__}, expected a torch.Tensor of shape (..., m, n)")
     if x.dtype not in SUPPORTED:
@@ -28,7 +28,7 @@ def check_matrix(x: torch.Tensor, name: str) -> None:
 
 
 def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
-    """Return the indices of tensors that share memory with another tensor, or of which elements share memory."""
+    """Return the indices of tensors that share memory with another tensor, or whose own elements share memory."""
     starts = list(map(torch.Tensor.data_ptr, xs))
     if all(map(torch.Tensor.is_contiguous, xs)):
         # Spans are disjoint if each ends, in the order of the ends, before the next begins, in the order of the starts.
@@ -59,7 +59,7 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Return True if elements of the tensor may share memory, as after `expand`."""
+    """Return True if several elements of the tensor may be in the same memory, as after `expand`."""
     if x.is_contiguous():
         return False
     reach = 0

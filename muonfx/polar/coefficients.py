@@ -32,7 +32,7 @@ class Coefficients:
         row_scaling: True to first scale each row by the inverse square root of its row sum of `|X X^T|`
             (almost-orthogonal layers, arXiv 2208.03160). The spectral norm is then at most 1; `norm_safety` is ignored.
         restarts: with `method="gram"`, several steps share one Gram matrix `X X^T`. It is recomputed from `X` after
-            these numbers of steps; None: after 2, 3, 5, 6, ... steps. For more steps than numbers, the last distance
+            these numbers of steps; None: after 2, 3, 5, 6, ... steps. For further steps, the last distance
             is repeated. If rounding requires more restarts, they are added: in bf16, after nearly every step.
 
     Raises:
@@ -161,7 +161,7 @@ def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
 
 
 def schedule(value: Coefficients, steps: int | None = None) -> tuple[Step, ...]:
-    """Return the polynomials `(a, b, c)` of `steps` steps, of which the last is repeated if there are too few.
+    """Return the polynomial `(a, b, c)` of each step. If there are more steps than polynomials, the last is repeated.
 
     If `steps` is None, there is one step for each polynomial.
     """
@@ -169,7 +169,7 @@ def schedule(value: Coefficients, steps: int | None = None) -> tuple[Step, ...]:
 
 
 def step_indices(length: int, steps: int | None) -> list[int]:
-    """Return the index of the polynomial of each step; after `length` steps, the last polynomial is repeated."""
+    """Return the index of the polynomial for each step; from step `length` on, the last polynomial is repeated."""
     if steps is None:
         return list(range(length))
     if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]

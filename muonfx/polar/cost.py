@@ -19,7 +19,7 @@ from muonfx.polar.products import ProductsLike, block_side
 __all__ = ["Cost", "newton_schulz_cost"]
 
 _TILE = 128
-"""The assumed side of the Triton kernel's tiles, of which those on the diagonal are computed in full."""
+"""The assumed side of the tiles of the Triton kernel. Tiles on the diagonal are computed in full."""
 
 
 class Cost(NamedTuple):
@@ -28,10 +28,8 @@ class Cost(NamedTuple):
     flops: float
     """Floating-point operations; a symmetric product counts half if only half of it is computed."""
     load: float
-    """The estimated time, as the number of operations that full products do in this time.
-
-    Matrices are distributed over ranks by this number.
-    """
+    """The estimated time, in operations: the number that full matrix products do in this time. Matrices are
+    distributed over ranks by this number."""
     scratch_bytes: int
     """The size in bytes of the temporary tensors for one matrix."""
 
@@ -46,7 +44,7 @@ def newton_schulz_cost(
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
 ) -> Cost:
-    """Return the cost of `muonfx.polar.orthogonalize` for one matrix of this shape, with the choices of `explain`.
+    """Return the cost of `muonfx.polar.orthogonalize` for one matrix, with the dtype, method and products of `explain`.
 
     Unlike `explain`, it assumes the same hardware on all machines, so that all ranks compute the same cost.
     """
@@ -80,7 +78,7 @@ def _cost(
 
 
 def _flops(chosen: policy.Plan) -> float:
-    """Return the number of operations to orthogonalize one matrix by this plan."""
+    """Return the number of floating-point operations to orthogonalize one matrix as the plan describes."""
     # Two long products for each stage, and at most 4 k - 3 small products for k steps.
     n, m = chosen.shape
     gram, small = _computed(chosen.products, n), _computed(chosen.small_products, n)
@@ -93,7 +91,7 @@ def _flops(chosen: policy.Plan) -> float:
 def _computed(how: str, n: int) -> float:
     """Return the fraction of a symmetric `n x n` product that is computed; the rest is mirrored.
 
-    `how` is the way to compute it: "batched" in full, "blocks" and "triton" by blocks on and below the diagonal.
+    `how` is "batched" (computed in full), or "blocks" or "triton" (only blocks on and below the diagonal).
     """
     if how == "batched" or n == 0:
         return 1.0

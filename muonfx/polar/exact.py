@@ -78,7 +78,7 @@ class _Factor(torch.autograd.Function):
 
 
 def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) -> torch.Tensor:
-    """Return the derivative of the polar factor `p` at the matrix `x = p H`, in the direction `t`."""
+    """Return the derivative of the polar factor `p` of the matrix `x` (`x = p H`) in the direction `t`."""
     # With `x = U S V^T` it is `U K V^T` for `K_ij = (U^T t V - V^T t^T U)_ij / (s_i + s_j)`, plus the components of `t`
     # outside the spaces of `U` and `V`, divided by `S`.
     h, rows = p.mT @ x, p.mT @ p

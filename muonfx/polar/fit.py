@@ -70,7 +70,7 @@ def fit_coefficients(
 
 
 def best_quintic(low: float, high: float) -> Step:
-    """Return `(a, b, c)` of the odd quintic with the least largest distance from 1 on `[low, high]`, by Remez."""
+    """Return `(a, b, c)` of the odd quintic polynomial closest to 1 on `[low, high]`, by the Remez algorithm."""
     if not 0 < low < high:
         raise ValueError(f"best_quintic: found [{low!r}, {high!r}], expected 0 < low < high")
     if low > (1 - 5e-6) * high:  # the four points coincide in double precision

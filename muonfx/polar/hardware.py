@@ -9,7 +9,7 @@ import torch
 
 @functools.cache
 def cuda_capability(index: int | None) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device, such as (8, 0), by its index; None: the current device."""
+    """Return the compute capability, such as (8, 0), of a CUDA device by its index; None: the current device."""
     return torch.cuda.get_device_capability(index)
 
 

@@ -35,13 +35,13 @@ def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
 
 
 def unit_power(x: torch.Tensor, dim: tuple[int, ...] = (-2, -1)) -> torch.Tensor:
-    """Return the powers of two that scale the largest magnitude over dims of an fp32 or fp64 tensor into [1, 2)."""
+    """Return powers of two by which to multiply `x`, so that its largest magnitude over `dim` is in [1, 2)."""
     # The power is a constant for autograd, which is correct because every caller divides it out again.
     return power_of_two(x.detach().abs().amax(dim, keepdim=True))
 
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:
-    """Return, for each positive fp32 or fp64 number, the power of two that scales it into [1, 2)."""
+    """Return, for each positive fp32 or fp64 number in `largest`, the power of two that scales it into [1, 2)."""
     # The exponent is read from the bits, since `ldexp` and `pow` round. If the power would not be a normal number (the
     # magnitude is subnormal or in the top binade), the nearest normal one is used and the scaled magnitude is in
     # [2^-51, 4), still safe to square. The power of zero is 1.
@@ -69,7 +69,7 @@ def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
 
 
 def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """Round `x` to the dtype `compute`, scale it by a power of two, and return it in `compute` or at least fp32."""
+    """Round `x` to the dtype `compute` and scale it by a power of two; return the values in fp32 or wider."""
     wide = wide_dtype(compute)
     if same_range(x.dtype, compute):
         return power_of_two_scaled(x.to(compute).to(wide))
@@ -80,14 +80,14 @@ def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 
 def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 1.0) -> torch.Tensor:
-    """Return nonempty `x / (safety * ||x||_F)` in the dtype `compute`, with finite derivatives at `x = 0`."""
+    """Divide nonempty matrices by `safety` times their Frobenius norm, in `compute`; the gradient at 0 is finite."""
     x = rounded_and_scaled(x, compute)
     total = (x * x).sum((-2, -1), keepdim=True)
     return (x * inverse_root(total, safety)).to(compute)
 
 
 def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
-    """Return `1 / (safety * sqrt(total))` of sums of squares; `1 / safety`, with finite derivatives, at zero."""
+    """Return `1 / (safety * sqrt(total))` for each sum of squares; for 0, `1 / safety`, with finite gradient."""
     # `where` instead of an eps, which would change the result for small matrices. It is inside the root, whose
     # derivative at zero is infinite and would enter the gradient as 0 * inf.
     scale = torch.where(total == 0, torch.ones_like(total), total).rsqrt()
@@ -111,7 +111,7 @@ def _peaks(batch: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply_(batch: torch.Tensor, factors: torch.Tensor) -> None:
-    """Multiply each matrix of a batch by its own factor in place, in fp32 or wider, and round once."""
+    """Multiply each matrix of a batch by its own factor, in place; compute in at least fp32 and round once."""
     if batch.device.type == "cpu":  # a CPU multiplies by a scalar in full precision, without a wide temporary
         for one, factor in zip(batch.unbind(), factors.unbind(), strict=True):
             one.mul_(factor)
@@ -120,7 +120,7 @@ def _multiply_(batch: torch.Tensor, factors: torch.Tensor) -> None:
 
 
 def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each row by the root of its row sum of `|x x^T|`; return the result `(b, n, m)` and its Gram matrix."""
+    """Divide each row by the square root of its row sum of `|x x^T|`; return the result and its own Gram matrix."""
     # The spectral norm of the result is at most 1 (Gershgorin; arXiv 2208.03160), and closer to 1 than after the
     # Frobenius norm. The singular vectors change, so the iteration finds the polar factor of another matrix. A zero row
     # stays zero.
@@ -136,7 +136,7 @@ def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
-    """Orthogonalize a nonempty batch `(b, n, m)`, n <= m, without in-place writes; the result has `plan.dtype`."""
+    """Orthogonalize a nonempty batch `(b, n, m)`, n <= m, without in-place writes; return it in `plan.dtype`."""
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
     if resolved.table is not None:
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
@@ -154,7 +154,7 @@ def in_place(
 ) -> torch.Tensor:
     """Orthogonalize a batch `(b, n, m)`, or `(b, m, n)` if `tall`, with temporary tensors in `workspace`.
 
-    The result overwrites `batch` or is in memory of `results`.
+    The result overwrites `batch` or uses memory of `results`.
     """
     normalize_(batch, resolved.safety)
     products = Buffered(
@@ -164,7 +164,7 @@ def in_place(
 
 
 def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
-    """Apply the polynomials `(a, b, c)` of all steps to the singular values of `x`, with one Gram matrix per step."""
+    """Run Newton-Schulz with one Gram matrix per step: apply the polynomials `steps` to the singular values of `x`."""
     for a, b, c in steps:
         gram = torch.bmm(x, x.mT)
         if c == 0:
@@ -177,9 +177,9 @@ def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 def newton_schulz(
     x: torch.Tensor, stages: Sequence[GramStage], on: Functional, gram: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Apply all steps to the singular values of `x`, in stages: steps that share one Gram matrix `x x^T`.
+    """Run the Newton-Schulz iteration on `x` in stages; the steps of a stage share one Gram matrix `x x^T`.
 
-    `on` computes the products. `gram` is the Gram matrix of the first stage if it is already known.
+    `on` computes the matrix products. `gram` is the Gram matrix of the first stage if it is already known.
     """
     for stage in stages:
         start = on.gram(x, -stage.center) if gram is None else gram  # a given one has the center subtracted
@@ -190,7 +190,7 @@ def newton_schulz(
 
 
 def composed(on: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
-    """Return the matrix `Q` such that `Q X` is `X` after these steps, given the Gram matrix `r = X X^T`."""
+    """Combine several steps: return the matrix `Q` such that `Q X` is `X` after the steps, given `r = X X^T`."""
     q: Shifted | None = None
     for i, step in enumerate(steps):
         g = _polynomial(on, r, step)
@@ -212,7 +212,7 @@ def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
 
 
 def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
-    """Return `P Q` for symmetric matrices that commute, so that the product is symmetric too."""
+    """Return the product of two symmetric matrices that commute, so that the product is symmetric too."""
     # shift p * shift q * I + (of_q * rest q + of_p * rest p) + scales * rest p * rest q. The sum has one weight, so the
     # larger factor becomes the beta of the product, which is exact and leaves a weight of at most 1.
     of_p, of_q, alpha = p.scale * q.shift, q.scale * p.shift, p.scale * q.scale
@@ -226,9 +226,9 @@ def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
 
 
 def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """Run the standard iteration (one Gram matrix per step) with coefficients in a differentiable tensor.
+    """Run Newton-Schulz, with one Gram matrix per step, with coefficients in a differentiable tensor.
 
-    `table` is `(k, 2)` or `(k, 3)`; `indices` has the row of the table for each step.
+    `table` has the shape `(k, 2)` or `(k, 3)`; `indices` gives its row for each step.
     """
     for i in indices:
         square = torch.bmm(x, x.mT)

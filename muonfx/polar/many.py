@@ -132,19 +132,19 @@ def orthogonalize_many(
 
 
 class _Kind(NamedTuple):
-    """The shape, dtype, device and memory order that matrices of one batch share."""
+    """The shape, dtype, device and memory order of matrices that can be in one batch."""
 
     short: int
     long: int
     dtype: torch.dtype
     device: torch.device
     tall: bool | None = None
-    """True if the batch has the shape `(long, short)`; None if it is transposed to `(short, long)` where needed, as
-    for small matrices and under autograd."""
+    """True if the batch has the shape `(long, short)`, False if `(short, long)`. None if tall matrices are transposed,
+    as small matrices and matrices under autograd are."""
 
 
 class Orthogonalizer:
-    """`orthogonalize_many` with fixed settings; one `Plan` (dtype, method, products) per shape, dtype and device."""
+    """A callable that runs `orthogonalize_many` with fixed settings. It caches the `Plan` for each shape and dtype."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Orthogonalizer:
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
-        """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype, made at the first call."""
+        """Return the `Plan` (dtype, method, products) for matrices of one shape, dtype and device; it is cached."""
         if traced:  # symbols have no hash
             return self._plan(*kind[:4], differentiated=differentiated)
         known = self._plans.get((kind, differentiated))
@@ -175,7 +175,7 @@ class Orthogonalizer:
         donate: bool = False,
         workspace: Workspace | None = None,
     ) -> list[torch.Tensor]:
-        """Orthogonalize matrices without checking them; the arguments are as in `orthogonalize_many`."""
+        """Orthogonalize a list of matrices, without checking them; arguments are as in `orthogonalize_many`."""
         if max_scratch_bytes is not None and max_scratch_bytes < 1:
             raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
         table = self._polynomials.table
@@ -203,7 +203,7 @@ class Orthogonalizer:
 
 
 def is_watched(*xs: torch.Tensor) -> bool:
-    """Return True if autograd, `torch.func` or the compiler records these tensors, so that none may be overwritten."""
+    """Return True if autograd, `torch.func` or the compiler records these tensors; none may be overwritten then."""
     if torch.compiler.is_compiling() or functorch_is_active():
         return True
     if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
@@ -212,7 +212,7 @@ def is_watched(*xs: torch.Tensor) -> bool:
 
 
 def is_differentiated(*xs: torch.Tensor) -> bool:
-    """Return True if these tensors are differentiated by autograd, forward mode or `torch.func`; not for `vmap`."""
+    """Return True if autograd or `torch.func` takes derivatives of these tensors; `vmap` alone does not count."""
     if _in_derivative():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
@@ -229,7 +229,7 @@ def _in_derivative() -> bool:
 
 
 def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-    """Call `function(x, ...)` outside any autocast region, which would change the dtype of the products."""
+    """Call `function(x, ...)` with autocast off, because autocast would change the dtype of matrix products."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return function(x, *rest, **named)
@@ -238,7 +238,7 @@ def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *re
 
 
 def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[tuple[_Kind, list[int]]]:
-    """Group matrices of one shape, dtype, device and memory order: return pairs (kind, indices in `xs`)."""
+    """Group matrices that can be in one batch; return pairs of their common properties and their indices in `xs`."""
     kinds: list[_Kind] = []
     for x in xs:
         rows, columns = x.shape[-2:]
@@ -276,13 +276,13 @@ class _Job(NamedTuple):
 
 
 def _donated(xs: Sequence[torch.Tensor]) -> list[bool]:
-    """Return a bool for each input: whether its result may overwrite it, as it is contiguous and shares no memory."""
+    """Return a bool for each tensor: True if its result may overwrite it (it is contiguous and shares no memory)."""
     shared = sharing(xs)
     return [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
 
 def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
-    """Orthogonalize nonempty matrices of one shape and dtype in batches; `donated` says which may be overwritten."""
+    """Orthogonalize nonempty matrices of one shape and dtype; `donated` is True for matrices to overwrite."""
     if not xs:
         return []
     (short, long, held, _, tall), plan = job.kind, job.plan
@@ -329,13 +329,13 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
 
 
 def _wide(x: torch.Tensor, short: int) -> torch.Tensor:
-    """Return a view of contiguous matrices `(..., m, n)` as a batch `(b, short, long)`, transposed if necessary."""
+    """View contiguous matrices `(..., m, n)` as a batch `(b, short, long)`, transposed if m is the long side."""
     wide = x if x.shape[-2] == short else x.mT
     return wide[None] if x.ndim == 2 else wide.reshape(-1, *wide.shape[-2:])
 
 
 def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Job) -> torch.Tensor:
-    """Orthogonalize one batch of the matrices `given`; `taken` are the tensors for its results, None for new ones."""
+    """Orthogonalize the matrices `given` as one batch; `taken` are tensors for its results, None for new tensors."""
     kind, plan = job.kind, job.plan
     if kind.tall is None:
         joined = given[0] if len(given) == 1 else torch.cat(given)
@@ -351,7 +351,7 @@ def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Jo
 def _buffer(
     given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype, workspace: Workspace
 ) -> torch.Tensor:
-    """Return a batch of the matrices `given` in the dtype of products, without a copy if results overwrite them."""
+    """Return the matrices `given` as a batch with the dtype `compute`; not copied if results overwrite them."""
     first = given[0]
     if taken is not None and first.dtype == compute and _are_adjacent(given, taken):
         return first.as_strided((sum(map(len, given)), *first.shape[1:]), first.stride())
@@ -363,7 +363,7 @@ def _buffer(
 
 
 def _are_adjacent(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
-    """Return True if the tensors `given` are adjacent in one storage, and `taken`, for the results, are the same."""
+    """Return True if the tensors `given` follow each other in memory, and results overwrite them (are `taken`)."""
     storage, at = given[0].untyped_storage()._cdata, given[0].storage_offset()
     for x, y in zip(given, taken, strict=True):
         if x.untyped_storage()._cdata != storage or x.storage_offset() != at or not x.is_contiguous():
@@ -375,13 +375,13 @@ def _are_adjacent(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
 
 
 def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
-    """Return the approximate size of the temporary tensors of `as_function` for one `rows x columns` matrix."""
+    """Return the approximate bytes of temporary tensors that `as_function` needs for one `rows x columns` matrix."""
     wide = max(4, compute.itemsize)  # norms are taken in fp32 at least
     return max(1, (3 * rows * columns + 4 * rows * rows) * wide)
 
 
 def packed(flats: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Distribute tensors `(k, ...)`, in order, over lists with at most `limit` matrices; longer tensors are split."""
+    """Distribute tensors `(k, ...)` of k matrices over lists of at most `limit` matrices; split longer tensors."""
     batches: list[list[torch.Tensor]] = []
     room = 0
     for flat in flats:

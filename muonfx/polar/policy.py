@@ -51,10 +51,10 @@ MethodLike = Literal["auto", "standard", "gram"]
 # The rounding errors of the Gram form fall with the side. From 256 on they were measured at no more than 1.5 times the
 # errors of the standard iteration.
 SMALLEST_GRAM = 256
-"""Shortest side for which "auto" takes the Gram form (several steps on one Gram matrix), which rounds more below."""
+"""Least short side for which "auto" takes several steps on one Gram matrix; for smaller sides that rounds more."""
 
 _BLOCKS_AT_ONCE = 1 << 20
-"""Largest number of elements in the Gram matrices of a batch if symmetric products are computed by blocks."""
+"""Largest number of elements in all Gram matrices of a batch, if symmetric products are computed by blocks."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,13 +77,13 @@ class Plan(Shown):
     products: Literal["batched", "blocks", "triton"]
     """How `X X^T` is computed: in full ("batched"), or half of it by blocks or Triton and the other half mirrored."""
     small_products: Literal["batched", "blocks", "triton"]
-    """The same for symmetric products of Gram matrices."""
+    """How products of Gram matrices are computed, with the same choices as for `products`."""
     reasons: tuple[str, str, str]
     """The reasons for the dtype, the method and the products, as text."""
 
     @property
     def at_once(self) -> int | None:
-        """The largest number of matrices in a batch: with products "blocks" as many as fit a cache, else None."""
+        """The largest number of matrices in one batch, so that "blocks" products fit a cache; None for no limit."""
         return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2) if self.products == "blocks" else None
 
     @property
@@ -112,7 +112,7 @@ def explain(
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
 ) -> Plan:
-    """Return how `orthogonalize` computes a matrix of this shape: the dtype, form and kernels; print it for reasons.
+    """Return the choices of `orthogonalize` for a matrix of this shape: dtype, method, products. Print it for reasons.
 
     Args:
         shape: the numbers of rows and columns.
@@ -155,9 +155,10 @@ def plan(
     portable: bool = False,
     differentiated: bool = False,
 ) -> Plan:
-    """Return the `Plan` for matrices of one shape and dtype `held`, from resolved coefficients.
+    """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype `held`.
 
-    With `portable` and a given `dtype`, the result is equal on all machines. `differentiated` widens "auto" to fp32.
+    `resolved` are the coefficients. With `portable` and a given `dtype`, the result is equal on all machines. With
+    `differentiated`, the dtype "auto" is at least fp32.
     """
     fastest = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
@@ -210,7 +211,7 @@ def compute_dtype(
 
 @called_once  # a tracer calls this once and keeps the answer
 def _fastest(kind: str, index: int | None) -> torch.dtype:
-    """Return the fastest dtype that is precise enough for inputs of at most fp32."""
+    """Return the fastest dtype of products on a device, bf16 or fp32, for inputs of at most fp32."""
     has_bf16 = (kind == "cpu" and cpu_has_bf16()) or (kind == "cuda" and cuda_capability(index)[0] >= 8)
     return torch.bfloat16 if has_bf16 else torch.float32
 
@@ -277,7 +278,7 @@ def _choose_products(
     rates: Rates,
     portable: bool,
 ) -> tuple[_Products, _Products, str]:
-    """Return how `X X^T` and the products of Gram matrices are computed, such as "blocks", and the reason."""
+    """Return two choices, such as "blocks", for `X X^T` and for products of Gram matrices, and the reason as text."""
     if requested not in ("auto", "batched", "blocks", "triton"):
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched', 'blocks' or 'triton'")
     if requested == "triton" and compute == torch.float64:
@@ -333,13 +334,13 @@ def _choose_method(
 
 
 def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
-    """Return the estimated time to orthogonalize one matrix, as the multiply-adds of full products in this time."""
+    """Return the estimated time to orthogonalize one matrix, in multiply-adds that full products do in this time."""
     rates = _rates(device, plan.dtype, portable)
     return _cost(plan.stages, *plan.shape, rates, (plan.products, plan.small_products))
 
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
-    """Return the estimated time of these stages (steps on one Gram matrix) for an `n x m` matrix, in multiply-adds."""
+    """Return the estimated time of stages (steps with one Gram matrix each) for an `n x m` matrix, in multiply-adds."""
     gram, small = (1.0 if how == "batched" else rates.share for how in products)
     total = 0.0
     for stage in stages:

@@ -13,7 +13,7 @@ from muonfx.tree.tracing import fixed
 
 
 class Polynomials(NamedTuple):
-    """The polynomials of all steps of an iteration, and the scaling that precedes it; hashable without a `table`."""
+    """The polynomials of all steps of an iteration, and the scaling before them. Without a `table` it can be hashed."""
 
     steps: tuple[Step, ...]
     """One `(a, b, c)` for each step; empty if the coefficients are a tensor."""
@@ -30,7 +30,7 @@ class Polynomials(NamedTuple):
 
 
 def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None) -> Polynomials:
-    """Return the `Polynomials` for the arguments `coefficients` and `steps` of `orthogonalize`, and check them."""
+    """Check the arguments `coefficients` and `steps` of `orthogonalize`, and return them as `Polynomials`."""
     if isinstance(value, torch.Tensor):
         _check_table(value)
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
@@ -43,7 +43,7 @@ def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
-    """Extend restarts (steps after which the Gram matrix is recomputed) by repeating their last distance."""
+    """Extend restarts (steps after which `X X^T` is recomputed) up to `steps`, by repeating their last distance."""
     if len(restarts) == 0:
         return ()
     *_, before, last = (0, *restarts)

@@ -30,7 +30,7 @@ class Shifted(NamedTuple):
 
 
 class Functional:
-    """Products of the iteration that allocate every result, for batches `(b, n, m)` with n <= m."""
+    """Matrix products of the Newton-Schulz iteration that allocate every result, for batches `(b, n, m)`, n <= m."""
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
         """Return `x x^T + shift * I` for each matrix of a batch."""
@@ -54,11 +54,11 @@ class Functional:
         return torch.baddbmm(x, q.rest, x, beta=q.shift, alpha=q.scale)
 
     def keep(self, *live: torch.Tensor) -> None:
-        """Release the memory of all small matrices except these; does nothing here, where Python frees them."""
+        """Release the memory of all small matrices except `live`. Does nothing here, since Python frees memory."""
 
 
 class Buffered(Functional):
-    """Products of the iteration whose results overwrite reused buffers, one of which is the batch `x` itself."""
+    """Matrix products of the iteration that write into reused buffers, one of which is the batch `x` itself."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Buffered(Functional):
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
 
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
-        """Return `a + weight * b` in a buffer that the next sum overwrites."""
+        """Return `a + weight * b`, in a buffer that the next call overwrites."""
         if self._sum is None:
             self._sum = self._square(len(a))
         return torch.add(a, b, alpha=weight, out=self._sum)
@@ -126,7 +126,7 @@ class Buffered(Functional):
         return y
 
     def keep(self, *live: torch.Tensor) -> None:
-        """Make the buffers of all small matrices except these available again."""
+        """Make the buffers of all small matrices except `live` available for new results."""
         kept = {id(one) for one in live}
         self._free += [one for one in self._lent if id(one) not in kept]
         self._lent = [one for one in self._lent if id(one) in kept]
@@ -151,7 +151,7 @@ def block_side(n: int) -> int:
 
 
 def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float) -> None:
-    """Compute the symmetric `out <- beta * out + alpha * p q^T`: blocks up to the diagonal, the others mirrored."""
+    """Compute the symmetric `out <- beta * out + alpha * p q^T`: blocks up to the diagonal, then mirror the others."""
     # One matrix at a time, since batched products of torch copy a partial batch. Mirrored for the whole batch at once,
     # since such a copy takes less time than its launch. With beta 0 the values in `out` do not matter.
     n, side = out.shape[-1], block_side(out.shape[-1])

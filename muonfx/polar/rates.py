@@ -13,12 +13,12 @@ import torch
 
 
 class Rates(NamedTuple):
-    """The speed of a device at symmetric products, of which half can be computed and mirrored ("halved")."""
+    """The speed of a device at symmetric products. A "halved" product computes one half and mirrors it."""
 
     halved_from: float
-    """Multiply-adds `n^2 k` of a full product from which a halved product is faster; infinity if it never is."""
+    """The size of a product, `n^2 k` multiply-adds, from which halving is faster; infinity if it never is."""
     share: float
-    """The time of a halved product relative to the full product."""
+    """The time of a halved product divided by the time of the full product."""
     pass_cost: float
     """The number of multiply-adds in the time to read and write one element of an `n x n` matrix."""
     source: str
@@ -45,7 +45,7 @@ BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
     ("cuda", torch.float16): Rates(_NEVER, 0.6, 1000, _H200),
     ("cuda", torch.float32): Rates(_NEVER, 0.6, 100, _H200),
 }
-"""Rates by product dtype and device kind: "cpu", "amx" (tile registers), "avx2" (no bf16 products) or "cuda".
+"""`Rates` by device kind and dtype. Kinds: "cpu", "amx" (tile registers), "avx2" (no bf16 products) and "cuda".
 
 Ranks that must make the same choice without communication assume "cpu" on every CPU."""
 

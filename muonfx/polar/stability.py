@@ -28,12 +28,12 @@ from muonfx.polar.coefficients import Step
 from muonfx.tree.tracing import called_once
 
 TOLERANCE = 1.125
-"""Largest accepted ratio of the largest singular value with rounding to the largest in exact arithmetic."""
+"""Largest accepted ratio of the bound of singular values with rounding to the bound in exact arithmetic."""
 
 # Measured on diagonal, nearly parallel, low-rank, graded and Hilbert matrices, thousands for each of 70 schedules: with
 # this share no stages exceeded their bound, and most of the stages that it rejects diverged for some matrix.
 _SHARE = 0.25
-"""Error of a rounded product for each step on its Gram matrix, in unit roundoffs of the largest eigenvalue."""
+"""Assumed error of a rounded product, per step on one Gram matrix, in unit roundoffs of the largest eigenvalue."""
 
 _POINTS = 400
 _DIVERGED = 10.0
@@ -41,9 +41,10 @@ _DIVERGED = 10.0
 
 @called_once  # a tracer calls this once and keeps the answer
 def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
-    """Return a bound of the singular values after all steps in `dtype`, relative to exact arithmetic; inf if unbounded.
+    """Return a bound of the singular values after all steps in `dtype`, divided by the bound in exact arithmetic.
 
-    The Gram matrix is recomputed after the numbers of steps in `restarts`; `safety` divides the input.
+    It is infinite if they are unbounded. The Gram matrix is recomputed after the numbers of steps in `restarts`;
+    `safety` divides the input.
     """
     exact = _largest(steps, tuple(range(1, len(steps))), safety, 0.0)
     if exact == math.inf:  # these polynomials diverge without any rounding
@@ -55,7 +56,7 @@ def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, d
 def stable_restarts(
     steps: tuple[Step, ...], wanted: tuple[int, ...], safety: float, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Return the restarts (numbers of steps after which the Gram matrix is recomputed) that are stable in `dtype`.
+    """Return the numbers of steps after which to recompute the Gram matrix (restarts), so that `dtype` is stable.
 
     These are the restarts `wanted` if rounding does not make singular values diverge, else nearly all steps.
     """
@@ -76,7 +77,7 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
 
 
 def _after(steps: Sequence[Step], top: float, error: float) -> float:
-    """Return a bound of singular values from `[0, top]` after steps on one Gram matrix with this relative `error`."""
+    """Bound singular values that begin in `[0, top]`, after steps on a Gram matrix with this relative `error`."""
     # Follows `muonfx.polar.iteration.composed` to first order on a grid of singular values: the eigenvalues of `R` and
     # `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`, since `R` is updated with the
     # same `G`.

@@ -29,27 +29,27 @@ from muonfx.tree.tracing import called_once
 
 
 class GramStage(NamedTuple):
-    """Steps `(a, b, c)` that share one Gram matrix `X X^T`, which is stored as `center * I + E` to round less."""
+    """Consecutive steps `(a, b, c)` that share one Gram matrix `X X^T`, stored as `center * I + E` to round less."""
 
     steps: tuple[Step, ...]
     center: float = 0.0
 
 
 def standard(steps: Sequence[Step]) -> tuple[GramStage, ...]:
-    """Return the stages of the standard iteration, which computes a new Gram matrix for each step."""
+    """Put each step into a stage of its own: the standard iteration, with a new Gram matrix for each step."""
     return tuple(GramStage((step,)) for step in steps)
 
 
 def default_restarts(steps: int) -> tuple[int, ...]:
-    """Return the numbers of steps after which a new Gram matrix is computed by default: 2, 3, 5, 6, ..."""
+    """Return the default numbers of steps after which a new Gram matrix is computed: 2, 3, 5, 6, ... below `steps`."""
     return tuple(k for k in range(1, steps) if k % 3 != 1)
 
 
 def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, aspect: float) -> tuple[GramStage, ...]:
     """Split steps into stages with one Gram matrix each, which end after the numbers of steps in `restarts`.
 
-    The center of a stage is computed from `mean`, the mean eigenvalue of the first Gram matrix, or 0 if it is None.
-    `aspect` is the long side of the matrix divided by the short side.
+    A Gram matrix is stored as `center * I + E`. The center is computed from `mean`, the mean eigenvalue of the first
+    Gram matrix, and `aspect`, the long side divided by the short side. It is 0 if `mean` is None.
     """
     cuts = (0, *restarts, len(steps))
     return tuple(
@@ -65,7 +65,7 @@ def _mean_after(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
-    """Return the mean eigenvalue of `X X^T` after `steps`, if `X` is Gaussian and the mean is `mean` before."""
+    """Return the mean eigenvalue of `X X^T` after `steps`, for a Gaussian `X` whose mean eigenvalue was `mean`."""
     # Gauss-Chebyshev quadrature of the second kind of the Marchenko-Pastur law: with eigenvalues at
     # `middle + half * cos(t)` its weight is `sin(t)^2` over the eigenvalue.
     points = 256

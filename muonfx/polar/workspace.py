@@ -34,7 +34,7 @@ class Workspace:
         self._used = 0
 
     def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
-        """Copy and pickle without the memory."""
+        """Copy or pickle the workspace as an empty one, without its memory."""
         return Workspace, ()
 
     @property
@@ -43,14 +43,14 @@ class Workspace:
         return 0 if self._memory is None else len(self._memory)
 
     def clear(self) -> None:
-        """End the use of all tensors from `empty`; if they did not fit, enlarge the memory so that they will."""
+        """End the use of all tensors from `empty`. If they did not fit, enlarge the memory for the next use."""
         if self._used > self.nbytes:
             self._memory = None  # freed first, so that old and new memory are never allocated together
             self._memory = torch.empty(self._used, dtype=torch.uint8)
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor, in the reused memory if it fits; it is valid until `clear`."""
+        """Return an uninitialized tensor, in the reused memory if it fits. Do not use it after the next `clear`."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         start, size = self._used, math.prod(shape) * dtype.itemsize

@@ -78,7 +78,7 @@ _MANY = 32  # ratio of the long side to the short side
 def default_labels(
     model_or_params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
 ) -> Labels:
-    """Label each parameter for Muon or AdamW: hidden matrices "muon", other trained parameters "adamw", frozen None.
+    """Label each parameter for Muon or AdamW: hidden matrices "muon", other parameters "adamw", frozen ones None.
 
     `partition` then applies one transform to the parameters of each label. A parameter that is None instead of a
     tensor gets the label None. The first rule that matches a parameter decides:
@@ -167,8 +167,8 @@ def default_labels_by_name(
     """Label named tensors "muon" or "adamw" as `default_labels` does, without its warning about unknown module types.
 
     Use this function if there is no model and the names are reliable. Without module types, an embedding named
-    ``lookup`` looks like a hidden matrix, and a stack of matrices like a convolution. Arguments and errors are those
-    of `default_labels`.
+    ``lookup`` looks like a hidden matrix, and a stack of matrices like a convolution. Arguments and errors are as
+    in `default_labels`.
 
     >>> import torch
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
@@ -200,7 +200,7 @@ def _labels(
 
 
 def _not_hidden(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
-    """Return the reason why a parameter is not a hidden matrix (for AdamW); None if it is one (for Muon)."""
+    """Return the reason, as text, to train a parameter with AdamW; None if it is a hidden matrix, for Muon."""
     if reason := _by_type(info):
         return reason
     for part in (part for name in info.names for part in name.split(".")):
@@ -224,7 +224,7 @@ def _by_type(info: ParamInfo) -> str | None:
 
 
 def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, str]:
-    """Return a dict from parameter name to the reason for AdamW, if other parameters of the model imply it."""
+    """Find parameters that get AdamW because of other parameters; return a dict from name to the reason as text."""
     # The lengths and directions of weight norm, and similar parts, form one weight. A projector that is a direct child
     # of the model next to a classifier is a part of its head.
     names = {info.name for info in infos}
@@ -272,7 +272,7 @@ def _embedding_component(parts: list[str]) -> str | None:
 
 
 def _is_table(own: str, words: list[str]) -> bool:
-    """Return True if a parameter with this last component of its name is a table of tokens, a gain, rate or bias."""
+    """Return True if the name ``own`` of a parameter, in ``words``, suggests a token table, gain, rate or bias."""
     if own.lower() in _ELEMENTWISE or _ends_in(words, _TABLES | _GAINS):
         return True
     if words[-1:] in (["u"], ["v"]) and "bias" in words:  # biases of relative attention
@@ -297,7 +297,7 @@ def _head_component(parts: list[str]) -> str | None:
 
 
 def _layer_of_model(parts: list[str]) -> str | None:
-    """Return the layer of a parameter whose name has these components, if it is a direct child of the model."""
+    """Return the layer "fc" for the name ``["model", "fc", "weight"]``; None if the layer is nested deeper."""
     path = parts[:-1] if _own_component(parts)[0] else parts
     while len(path) > 1 and path[0] in _TOPS:
         path = path[1:]
@@ -315,7 +315,7 @@ def _router_component(parts: list[str], ndim: int, gated: frozenset[tuple[str, i
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
-    """Return (module path, ndim) of all ``up`` and ``down`` matrices: a ``gate`` next to one is not a router."""
+    """Return (module path, ndim) of each ``up`` and ``down`` matrix. A ``gate`` next to it belongs to an MLP."""
     found: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
@@ -340,7 +340,7 @@ def _by_shape(info: ParamInfo) -> str | None:
 
 
 def _first_convolution(info: ParamInfo) -> str | None:
-    """Return the reason for AdamW if a parameter is, by name, the convolution of the raw input; else None."""
+    """Return the reason for AdamW, as text, if the name is that of the convolution of the raw input; else None."""
     for parts in map(_components, info.names) if is_convolution(info) else ():
         own = _own_component(parts)[1]
         above = [part for part in parts[:-2] if not part.isdigit()]
@@ -357,7 +357,7 @@ def _is_front(component: str) -> bool:
 
 
 def _components(name: str) -> list[str]:
-    """Split a dotted parameter name at its dots, and drop components that wrappers and peft's adapters add."""
+    """Split a parameter name at its dots, without the components that wrappers and peft's adapters add."""
     parts = plain_name(name).split(".")
     if "modules_to_save" in parts[:-1]:
         at = parts.index("modules_to_save")
@@ -366,9 +366,9 @@ def _components(name: str) -> list[str]:
 
 
 def _own_component(parts: list[str]) -> tuple[bool, str]:
-    """Return True and the layer's name for the weight of a layer, else False and the last component of the name.
+    """Return (True, "fc") for ``blocks.fc.weight``, the weight of a layer, and (False, "pos_embed") for ``pos_embed``.
 
-    ``parts`` are the components of the parameter's name: "fc" of ``blocks.fc.weight``, "pos_embed" of ``pos_embed``.
+    ``parts`` are the components of the name of the parameter.
     """
     if parts[-1] not in _PLAIN_LEAVES:
         return False, parts[-1]
@@ -376,7 +376,7 @@ def _own_component(parts: list[str]) -> tuple[bool, str]:
 
 
 def _words(component: str) -> list[str]:
-    """Return the words in a component of a parameter name, in lower case: "embed", "tokens" of ``embedTokens2``."""
+    """Split a component of a parameter name into words in lower case: "embedTokens2" into "embed" and "tokens"."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)]
 
 

@@ -74,7 +74,7 @@ class MatrixView:
     _parsed: ClassVar[Mapping[str, Pattern]]
 
     def __post_init__(self) -> None:
-        """Parse and check the patterns, and copy a mapping so that callers cannot modify it."""
+        """Check the patterns of a new view. A mapping is copied, so later changes by the caller have no effect."""
         pattern, parsed = self.pattern, dict[str, Pattern]()
         for text in pattern.values() if isinstance(pattern, Mapping) else () if pattern is None else (pattern,):
             if not isinstance(text, str):
@@ -94,7 +94,7 @@ class MatrixView:
         return f"MatrixView({'' if self.pattern is None else repr(self.pattern)})"
 
     def __eq__(self, other: object) -> bool:
-        """Return True if both views have the same patterns, in the same order, because the first glob applies."""
+        """Return True if two views have the same patterns in the same order, as the first matching glob applies."""
         return self._key == other._key if isinstance(other, MatrixView) else NotImplemented
 
     def __hash__(self) -> int:
@@ -105,21 +105,21 @@ class MatrixView:
         return tuple(self.pattern.items()) if isinstance(self.pattern, Mapping) else self.pattern
 
     def of(self, names: Sequence[str]) -> list[Pattern | None]:
-        """Return the parsed pattern for each parameter name; None for the default, one matrix (first dim, rest)."""
+        """Return a list with the parsed pattern that applies to each parameter name; None if no pattern applies."""
         return [None if text is None else self._parsed[text] for text in map(self.text, names)]
 
     def text(self, name: str) -> str | None:
-        """Return the pattern for a parameter name as text; None for the default, one matrix (first dim, rest)."""
+        """Return the pattern that applies to a parameter name, as text; None if no pattern applies."""
         if not isinstance(self.pattern, Mapping):
             return self.pattern
         return next((text for glob, text in self.pattern.items() if matches(name, glob)), None)
 
     def is_set_for(self, name: str) -> bool:
-        """Return True if this view has a pattern for the parameter with this name."""
+        """Return True if this view has a pattern, such as ``"in out -> out in"``, for the parameter with this name."""
         return self.text(name) is not None
 
     def extended(self, more: str | Mapping[str, str] | None) -> MatrixView:
-        """Return a copy with further patterns, which apply to parameters that no pattern of this view matches."""
+        """Return a view with the further patterns ``more``, for parameters to which no pattern of this view applies."""
         if not more or isinstance(self.pattern, str):
             return self
         own = self.pattern or {}
@@ -128,10 +128,10 @@ class MatrixView:
 
 
 class Matrices:
-    """The tensors of a tree, split into matrices by a `MatrixView`; later, results are joined into the same tree.
+    """The tensors of a tree, each split into matrices by a `MatrixView`; `fill` joins results into such a tree.
 
-    ``names`` has the names of the tensors if the view depends on names, or if ``named`` is True. Otherwise names in
-    error messages are empty, because naming the leaves takes time at every step.
+    ``names`` are the names of the tensors, for error messages. They are empty unless ``named`` is True or the view
+    depends on names, because naming the leaves takes time at every step.
     """
 
     def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
@@ -142,16 +142,16 @@ class Matrices:
         self._patterns = view.of(self.names)
         self._is_plain = view.pattern is None
         self.of_leaves = self.split(self.leaves)
-        """For each tensor, a list of stacks of matrices (..., rows, columns), one per result of its pattern."""
+        """For each tensor, a list of stacks of matrices (..., rows, columns), such as one for query and one for key."""
 
     def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
-        """Split other tensors of the same shapes, in the same order; return a list in the form of ``of_leaves``."""
+        """Split other tensors of the same shapes; return, for each tensor, a list of stacks (..., rows, columns)."""
         if self._is_plain and {leaf.ndim for leaf in leaves} <= {2}:
             return [[leaf] for leaf in leaves]
         return [split(own, leaf, name) for own, leaf, name in zip(self._patterns, leaves, self.names, strict=True)]
 
     def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """Join matrices, in the form that `split` returns, into tensors with the shapes of ``like``."""
+        """Undo `split`: join the stacks of each tensor into one tensor, with the shapes of the tensors ``like``."""
         if self._is_plain and {leaf.ndim for leaf in like} <= {2}:
             return [parts[0] for parts in matrices]
         return [
@@ -162,24 +162,24 @@ class Matrices:
     def map(
         self, function: Callable[..., Sequence[Sequence[Tensor]]], *operands: list[list[Tensor]]
     ) -> list[list[list[Tensor]]]:
-        """Apply a function to the matrices of all tensors, and group each of its results by tensor.
+        """Call a function once with the matrices of all tensors; return each of its results grouped by tensor.
 
-        ``function`` takes a flat list of matrices for each operand, and returns several such lists. The operands and
-        the results have the form of ``of_leaves``.
+        An operand has a list of stacks (..., rows, columns) for each tensor, as `split` returns. ``function`` receives
+        one flat list of stacks for each operand, and returns several such lists.
         """
         made = function(*[[matrix for own in operand for matrix in own] for operand in operands])
         counts = list(builtins.map(len, operands[0]))
         return [[list(islice(matrices, count)) for count in counts] for matrices in builtins.map(iter, made)]
 
     def fill(self, matrices: list[list[Tensor]]) -> PyTree:
-        """Return the tree in which these matrices, in the form of ``of_leaves``, replace the original ones."""
+        """Return the tree with new matrices, given as `split` returns them: a list of stacks for each tensor."""
         return self.at.fill(self.join(matrices, self.leaves))
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:
-    """Split a tensor into stacks of matrices (..., rows, columns), one for each result of a pattern.
+    """Split a tensor by a pattern: return a list with a stack of matrices for each term right of the arrow.
 
-    Without a pattern, all dims after the first are flattened, and the only stack is one matrix.
+    A stack has the shape (..., rows, columns). Without a pattern, all dims after the first are flattened to one matrix.
 
     Raises:
         ValueError: the tensor has fewer than two dims, or its shape does not fit the pattern; the message contains

@@ -18,7 +18,7 @@ from muonfx.tree.wrappers import WRAPPERS
 __all__ = ["ParamInfo", "Params", "plain_name", "read_params", "written_type"]
 
 Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
-"""A model, named tensors as a mapping or as pairs, or any pytree of tensors."""
+"""A model; named tensors, as a mapping or as (name, tensor) pairs; or any pytree of tensors."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ParamInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the tensor: `name`, the tied names, and both without wrapper components like "_orig_mod"."""
+        """All names of the tensor: `name` and `tied`, each with and without wrapper components like "_orig_mod"."""
         own = (self.name, *self.tied)
         return tuple(dict.fromkeys((*own, *map(plain_name, own))))
 
@@ -74,7 +74,7 @@ class ParamInfo:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter name without the components that wrappers ("_orig_mod") and parametrizations add."""
+    """Return a parameter name without the components that parametrizations and wrappers ("_orig_mod") add."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     if "parametrizations" in parts[:-2]:
         at = parts.index("parametrizations")
@@ -85,7 +85,7 @@ def plain_name(name: str) -> str:
 def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
     """Return a `ParamInfo` for each parameter of a model or of named tensors, and the names of those that are None.
 
-    Both are in the order of the parameters. Tied tensors of a model are listed once.
+    Both are tuples in the order of the parameters. Tied tensors of a model are listed once.
     """
     if isinstance(params, nn.Module):
         return _read_model(params), ()
@@ -122,7 +122,7 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
 
 
 def written_type(module: nn.Module) -> type:
-    """Return the class of a module as written, before parametrize or FSDP2 replaced it by a generated subclass."""
+    """Return the class of a module in its source code, not the subclass that parametrize or FSDP2 generates."""
     kind: type = parametrize.type_before_parametrizations(module)
     names = [base.__name__ for base in kind.__bases__]
     if "FSDPModule" in names and len(names) == 2:

@@ -34,7 +34,7 @@ __all__ = ["mask_patterns", "masked", "partition", "resolve_mask", "view_of"]
 
 
 class _Assignment:
-    """Resolves labels or a mask to one label or bool per parameter; called with parameters, returns a dict by name."""
+    """A label or bool for each parameter, from the argument ``labels`` of `partition` or ``mask`` of `masked`."""
 
     # `given` is a tree, a mapping by name, or a function of the parameters that returns either and depends on names,
     # shapes and dtypes only. `kinds` are the types of its values. `what` names the argument in errors. Results are
@@ -49,7 +49,7 @@ class _Assignment:
         self._resolved: dict[Any, dict[str, Any]] = {} if memory is None else memory
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> dict[str, Any]:
-        """Return a dict from parameter name to label or bool; ``quiet`` suppresses warnings of a labels function."""
+        """Return a dict from the name of each parameter to its label or bool; ``quiet`` suppresses warnings."""
         names = tree.names(params)
         # The key is not the tree's structure, which cannot be hashed under compilation.
         key: object = tuple(names)
@@ -66,7 +66,7 @@ class _Assignment:
         return self._resolved[key]
 
     def of_updates(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
-        """Return the same dict during ``update``, where names and shapes may have to be read from the gradients."""
+        """Return a dict from parameter name to label or bool. Without ``params``, the updates give the names."""
         if params is None and callable(self.given):
             absent = [name for name, leaf in tree.named_leaves(updates) if leaf is None]
             if absent:
@@ -111,7 +111,7 @@ class _Assignment:
 
 
 def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
-    """Return the mapping with entries added for ``names`` that differ from its keys by wrappers, as under DDP."""
+    """Add an entry for each of ``names`` that differs from a key only by wrappers, such as "module." of DDP."""
     if all(name in given for name in names):
         return given
     plain = {new: given[old] for old, new in unwrapped(given).items()}
@@ -129,18 +129,18 @@ def _label_of(value: Any) -> Any:
 
 
 def _by_route(values: Mapping[str, Any]) -> dict[str, Route]:
-    """Return a dict from name to `Route` (the label of a parameter, its reason and view), from routes or labels."""
+    """Convert the labels in a dict by parameter name to `Route` values, which also have a reason and a view."""
     return {name: value if isinstance(value, Route) else Route(value) for name, value in values.items()}
 
 
 def _part(chosen: Mapping[str, Any], value: object, leaves: list[Any]) -> dict[str, Any]:
-    """Return a dict by name of the leaves for which ``chosen`` has this value, such as the label "muon"."""
+    """Return a dict from name to leaf, for the leaves whose label (or bool) in ``chosen`` equals ``value``."""
     pairs = zip(chosen.items(), leaves, strict=True)
     return {name: leaf for (name, choice), leaf in pairs if choice is not None and choice == value}
 
 
 def _why(routes: Mapping[str, Route]) -> str:
-    """Return the end of a warning: how many parameters have each label, and up to five reasons."""
+    """Return the end of a warning, as text: the number of parameters with each label, and up to five reasons."""
     if not routes:
         return ": there are no parameters"
     chosen = [route.label for route in routes.values()]
@@ -151,13 +151,13 @@ def _why(routes: Mapping[str, Route]) -> str:
 
 
 def view_of(tx: Transform) -> MatrixView | None:
-    """Return the argument ``view`` of a transform (a `MatrixView`: how parameters divide into matrices), or None."""
+    """Return the argument ``view`` of a transform (how parameters divide into matrices); None if it is not set."""
     view = tx.arguments["view"] if "view" in tx.factory.definition.parameters else None
     return view if isinstance(view, MatrixView) else None
 
 
 def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
-    """Warn of parameters that hold several matrices, by their labels or names, but are updated as one matrix."""
+    """Warn if parameters hold several matrices, judged by label or name, but are updated as one matrix."""
     views = {label: [view for view in map(view_of, within(tx)) if view] for label, tx in transforms.items()}
     pairs = [(name, route, view) for name, route in routes.items() if route.label for view in views[route.label]]
     found = {
@@ -198,7 +198,7 @@ def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
 
 
 def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route], params: PyTree) -> None:
-    """Raise if a tensor has more dims than when its label was chosen, and its transform would flatten them.
+    """Raise if a tensor has more dims than when its label was chosen, so that its transform would flatten them.
 
     An example is a stack of weights of several models under ``torch.func.vmap``.
     """
@@ -224,7 +224,7 @@ def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route]
 
 
 def mask_patterns(tx: Transform) -> list[NamePatterns]:
-    """Return the globs over parameter names in the ``mask`` of a transform, so that unmatched globs are reported."""
+    """Return the globs over parameter names in the ``mask`` of a transform, to report globs that match no name."""
     groups = path_patterns(tx.arguments["mask"])
     return [NamePatterns("mask", groups)] if groups else []
 
@@ -261,12 +261,12 @@ def partition(
     Raises:
         TypeError: a label is neither a string nor None, or a value of ``transforms`` is not a transform.
         ValueError: a parameter has no label, or its label has no transform; or a tensor has more dims than when its
-            label was chosen, and would be flattened. The message names the parameter.
+            label was chosen, and its transform would flatten them. The message names the parameter.
 
     Warns:
         UserWarning: at ``init``, in three cases. No parameter has the label of a transform; the message lists labels
-            and reasons. Or the labels say that a parameter holds several matrices (`Labels.views`), but the argument
-            ``view`` of its transform has no pattern for it. Or the name of a parameter suggests a fused matrix
+            and reasons. Or a parameter holds several matrices according to `Labels.views`, but the argument ``view``
+            of its transform has no pattern for it. Or the name of a parameter suggests a fused matrix
             (``qkv``, ``c_attn``) that is not split; the message has the code that splits it.
 
     Example:
@@ -338,8 +338,8 @@ def masked(
 ):
     """Apply a transform to the parameters that a mask selects; the updates of others are returned unchanged.
 
-    The inner transform's state is made for a flat dict from name to selected parameter. Follows Optax's
-    ``masked``.
+    The inner transform receives the selected parameters as a flat dict from name to tensor, and its state is for this
+    dict. Follows Optax's ``masked``.
 
     Args:
         inner: the transform for the selected parameters.
@@ -378,9 +378,9 @@ def masked(
 
 
 def resolve_mask(what: str, mask: object, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
-    """Return a function from parameters to a list with a bool for each: whether the mask (as in `masked`) selects it.
+    """Return a function from parameters to a list of bools: for each parameter, True if the mask selects it.
 
-    The mask None selects all parameters. ``what`` names the mask in error messages.
+    ``mask`` has a form that `masked` accepts; None selects all parameters. ``what`` names the mask in errors.
     """
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))

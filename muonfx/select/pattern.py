@@ -24,24 +24,24 @@ _TOKEN = re.compile(r"\s*([A-Za-z_]\w*(?:\s*=\s*\d+)?|\.\.\.|[()+])")
 
 
 class Axis(NamedTuple):
-    """A named axis of a tensor, or one of the parts that are concatenated along an axis, such as ``k=128``."""
+    """A named axis in a pattern, such as ``heads=8``, or one part of an axis that ``+`` divides, such as ``k=128``."""
 
     name: str
     size: int | None = None
-    """The number of indices; None if it follows from the shape of the tensor."""
+    """The length of the axis; None if it follows from the shape of the tensor."""
 
     def __str__(self) -> str:
         return self.name if self.size is None else f"{self.name}={self.size}"
 
 
 Parts = tuple[Axis, ...]
-"""The parts that are concatenated along an axis, as in ``q + k + v``; a plain axis has one part, itself."""
+"""An axis, as the parts that are concatenated along it (``q + k + v``); a plain axis has one part, itself."""
 Group = tuple[str, ...]
-"""The names of the axes that form one dim of a result, such as ``(heads d)``, outermost first."""
+"""The names of the axes that form one dim right of the arrow, outermost first: ("heads", "d") for ``(heads d)``."""
 
 
 class Units(NamedTuple):
-    """A tensor as a stack of equal parts, called units, that are contiguous in memory and are updated independently.
+    """A tensor as equal, contiguous parts, called units, each of which can be updated without the others.
 
     For a weight with one matrix per head, a unit is the rows of a head.
     """
@@ -49,30 +49,30 @@ class Units(NamedTuple):
     shape: tuple[int, int]
     """The number of rows and of columns of a unit."""
     pattern: str
-    """The pattern that divides the tensor, reshaped to (units, rows, columns), into the same matrices."""
+    """The pattern that divides the tensor into the same matrices after a reshape to (units, rows, columns)."""
     is_plain: bool
-    """True if a unit is one matrix, and whole dims of the tensor index the units, as in a stack of experts."""
+    """True if each unit is one matrix, and leading dims of the tensor count the units, as in a stack of experts."""
 
 
 class _Result(NamedTuple):
-    """One result of a pattern (one stack of matrices), for a tensor of known shape."""
+    """A stack of matrices in a tensor of known shape; a pattern describes each stack by a text right of the arrow."""
 
     start: int
-    """The first index of the result on the axis that is divided by ``+``; 0 without such an axis."""
+    """The index at which the stack begins on the axis that ``+`` divides; 0 if there is no such axis."""
     sizes: list[int]
-    """The size of each axis of the result, in the order of the axes in memory."""
+    """The size of each axis within the stack, in the order of the axes in the tensor."""
     order: list[int]
-    """The permutation from the axes in memory to the axes of the result."""
+    """The permutation of the axes from their order in the tensor to their order in the stack."""
     shape: list[int]
 
 
 class _Bound(NamedTuple):
-    """A pattern with the sizes of all axes, for a tensor of known shape."""
+    """A pattern applied to a tensor of known shape, so that the size of each axis is known."""
 
     sizes: list[int]
-    """The size of each axis of the tensor, in the order of the axes in memory."""
+    """The size of each axis of the tensor, outermost first."""
     divided: int | None
-    """The index of the axis that is divided by ``+``, if there is one."""
+    """The index of the axis that ``+`` divides in the pattern, as in ``(k + v)``; None if there is none."""
     results: list[_Result]
 
 
@@ -82,12 +82,12 @@ class Pattern:
 
     text: str
     dims: tuple[tuple[Parts, ...], ...]
-    """For each dim of the tensor its axes, outermost first: the left side of the pattern."""
+    """The left side of the pattern: for each dim of the tensor, its axes, outermost first."""
     results: tuple[tuple[Group, ...], ...]
-    """For each result its dims (batch dims, rows, columns): the right side of the pattern."""
+    """The right side of the pattern: for each stack of matrices, its dims (batch dims, rows, columns)."""
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Divide a tensor: return a stack of matrices (..., rows, columns) for each result of the pattern.
+        """Divide a tensor: return a stack of matrices (..., rows, columns) for each text between commas in the pattern.
 
         Raises:
             ValueError: the shape of the tensor does not fit the pattern.
@@ -101,7 +101,7 @@ class Pattern:
         return found
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """Undo `split`: return the tensor of this shape that divides into the given stacks of matrices."""
+        """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
         bound = self._bound(shape)
         parts: dict[int, Tensor] = {}
         for one, stack in zip(bound.results, matrices, strict=True):
@@ -112,7 +112,7 @@ class Pattern:
         return torch.cat([parts[start] for start in sorted(parts)], dim=bound.divided).reshape(shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return True if the pattern can divide a tensor of this shape."""
+        """Return True if this pattern can divide a tensor of this shape into matrices."""
         try:
             self._bound(shape)
         except ValueError:
@@ -121,7 +121,7 @@ class Pattern:
 
     @property
     def is_stack(self) -> bool:
-        """True for a stack of matrices: all dims of the tensor but the last two are batch dims."""
+        """True if the pattern is for a stack of matrices: all dims of the tensor but the last two are batch dims."""
         front = [axis.name for dim in self.dims[:-2] for parts in dim for axis in parts]
         whole = all(len(dim) == 1 and len(dim[0]) == 1 for dim in self.dims[:-2])
         return bool(front) and whole and all(set(front) <= set(_names(result[:-2])) for result in self.results)
@@ -134,10 +134,10 @@ class Pattern:
         return min(place[name] for name in rows) > min(place[name] for name in columns)
 
     def independent(self, shape: Sequence[int]) -> Units | None:
-        """Return the `Units` of a tensor of this shape: equal, contiguous parts, each with its own whole matrices.
+        """Divide a tensor of this shape into units: equal, contiguous parts that contain whole matrices.
 
-        A rank whose shard contains a unit can update it without other ranks. None if the whole tensor is one unit, or
-        empty. For ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads v in"``, a unit is the 8 rows of one head.
+        A rank whose shard contains a unit can update it without other ranks. None if the tensor is empty or is one
+        unit. For ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads v in"``, a unit is the 8 rows of one head.
         """
         if 0 in shape:
             return None
@@ -159,7 +159,7 @@ class Pattern:
         return Units((rows, columns), f"units {' '.join(left)} -> {', '.join(right)}", is_plain)
 
     def _expanded(self, ndim: int) -> tuple[list[tuple[Parts, ...]], list[list[Group]]]:
-        """Return `dims` and `results` for a tensor of `ndim` dims, in which ``...`` is replaced by named axes."""
+        """Return `dims` and `results` of the pattern for `ndim` dims, with a named axis for each dim of ``...``."""
         dots = [f"dim_{at}" for at in range(ndim - len(self.dims) + 1)]
         dims: list[tuple[Parts, ...]] = []
         for dim in self.dims:
@@ -176,7 +176,7 @@ class Pattern:
         return dims, results
 
     def _bound(self, shape: Sequence[int]) -> _Bound:
-        """Return the pattern with all sizes for a tensor of this shape; ValueError if the shape does not fit."""
+        """Compute the sizes of all axes for a tensor of this shape; raise ValueError if the shape does not fit."""
         dims, results = self._expanded(len(shape))
         axes = [axis for dim, size in zip(dims, shape, strict=True) for axis in self._sized(dim, size)]
         place = {name: at for at, sizes in enumerate(axes) for name in sizes}
@@ -195,7 +195,7 @@ class Pattern:
         return _Bound(whole, divided, bound)
 
     def _sized(self, dim: tuple[Parts, ...], size: int) -> Iterator[dict[str, int]]:
-        """Yield a dict for each axis in a dim of this size: from the name of each part of the axis to its size."""
+        """Yield the part sizes of each axis in one dim: {"k": 3, "v": 5} for ``(k=3 + v)`` and size 8."""
         sums = [sum(part.size or 0 for part in axis) for axis in dim]
         is_open = [any(part.size is None for part in axis) for axis in dim]  # for one axis at most, as `parse` checks
         known = prod([total for total, unknown in zip(sums, is_open, strict=True) if not unknown])
@@ -232,14 +232,14 @@ def parse(text: str) -> Pattern:
 
 
 class _Malformed(Exception):
-    """An error in the text of a pattern; its message does not repeat the text."""
+    """An error in the text of a pattern. `parse` adds the text to the message."""
 
 
 _Item = str | list["_Item"]
 
 
 def _items(text: str) -> list[_Item]:
-    """Return the names and signs on one side of a pattern, with a nested list for each pair of parentheses."""
+    """Split one side of a pattern into names and signs such as "+". Parentheses become a nested list."""
     stack: list[list[_Item]] = [[]]
     at = 0
     while text[at:].strip():
@@ -262,7 +262,7 @@ def _items(text: str) -> list[_Item]:
 
 
 def _dim(item: _Item) -> tuple[Parts, ...]:
-    """Return the axes of one dim of the tensor: one for ``a``, two for ``(a b)``, one with parts for ``(a + b)``."""
+    """Return the axes in one dim of the tensor: two for ``(a b)``, and one axis with two parts for ``(a + b)``."""
     if isinstance(item, str):
         return ((_axis(item),),)
     if "+" in item:
@@ -284,7 +284,7 @@ def _axis(item: _Item) -> Axis:
 
 
 def _result(text: str) -> tuple[Group, ...]:
-    """Parse one of the comma-separated texts right of the arrow into groups of axes: batch dims, rows, columns."""
+    """Parse a text right of the arrow, such as ``qkv (heads d) in``, into the axis names of each dim."""
     items = _items(text)
     if len(items) < 2 or _DOTS in items[-2:] or [] in items[-2:]:
         raise _Malformed("a result must end with the rows and the columns of a matrix; write '...' as '(...)' there")
@@ -292,7 +292,7 @@ def _result(text: str) -> tuple[Group, ...]:
 
 
 def _group(item: _Item) -> Group:
-    """Return the names of the axes in one dim of a result: one for ``a``, two for ``(a b)``."""
+    """Return the axis names in one dim right of the arrow: ("a", "b") for ``(a b)``."""
     axes = [_axis(one) for one in ([item] if isinstance(item, str) else item)]
     if any(axis.size is not None for axis in axes):
         raise _Malformed("a size is on the right; sizes belong to the left side")
@@ -300,7 +300,7 @@ def _group(item: _Item) -> Group:
 
 
 def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group]]) -> str | None:
-    """Return the rule of the syntax that a parsed pattern breaks, as text for an error; None if it is correct."""
+    """Return the syntax rule that a parsed pattern breaks, as text for an error message; None if it breaks none."""
     axes = [axis for dim in dims for axis in dim]
     names = [part.name for axis in axes for part in axis]
     divided = [axis for axis in axes if len(axis) > 1]

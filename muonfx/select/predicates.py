@@ -20,8 +20,8 @@ __all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path
 class Predicate:
     """A condition on one parameter, for the rules of `labels`; call it on a `ParamInfo`.
 
-    Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``. They
-    compare by their arguments, can be hashed and pickled, and print as the code that builds them.
+    Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``. Those
+    with equal arguments are equal. They can be hashed and pickled, and print as the code that builds them.
 
     >>> tall = ndim(2) & ~path("*head*")
     >>> tall
@@ -42,7 +42,7 @@ class Predicate:
         return _MATCHES[self.name](info, *self.arguments)
 
     def code_in(self, scope: str) -> str:
-        """Return the code that builds the predicate; ``scope``, such as "select.", precedes each function name."""
+        """Return Python code that builds this predicate, such as ``select.ndim(2)`` for the scope "select."."""
         inner = [part.code_in(scope) for part in self.parts]
         if inner:
             return f"~{inner[0]}" if self.name == "~" else f"({inner[0]} {self.name} {inner[1]})"
@@ -56,7 +56,7 @@ class Predicate:
 
     @property
     def parts(self) -> tuple[Predicate, ...]:
-        """The predicates among the arguments; empty for a predicate without ``&``, ``|`` or ``~``."""
+        """The conditions that ``&``, ``|`` or ``~`` combine, as a tuple of predicates; empty for a single condition."""
         return tuple(own for own in self.arguments if isinstance(own, Predicate))
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
 
 
 def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
-    """Return the globs of every `path` in a predicate, in groups: one of the globs of a group must match."""
+    """Return the globs of each `path` in a predicate, in groups; in each group, at least one glob must match a name."""
     if not isinstance(predicate, Predicate):
         return ()
     if predicate.name == "path":
@@ -178,7 +178,7 @@ def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
 
 
 def asks_for_modules(predicate: object) -> bool:
-    """Return True if a predicate contains `module_type`, which never matches named tensors without a model."""
+    """Return True if a predicate depends on module types (`module_type`), which named tensors do not have."""
     return isinstance(predicate, Predicate) and (
         predicate.name == "module_type" or any(map(asks_for_modules, predicate.parts))
     )
@@ -191,7 +191,7 @@ def _is_a(module: type, wanted: type | str) -> bool:
 
 
 def _code_of(argument: object) -> str:
-    """Return the code of an argument of a predicate: of a string, a class or a function."""
+    """Return the Python code of an argument of a predicate, which is a string, a class or a function."""
     if isinstance(argument, type):
         is_of_torch = getattr(nn, argument.__name__, None) is argument
         return f"{'torch.nn' if is_of_torch else argument.__module__}.{argument.__qualname__}"

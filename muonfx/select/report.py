@@ -32,7 +32,7 @@ class Routing(Shown):
     groups: tuple[Mapping[str, Any], ...] | None = None
     """The ``param_groups`` of the optimizer that was described; None if labels were described."""
     without_rate: Sequence[int] = ()
-    """The indices of the parameter groups on which ``lr`` has no effect, so that it is not shown."""
+    """The indices of parameter groups that do not use ``lr``; the table does not show it for them."""
 
     def report(self) -> Report:
         """Return the tables: a row for each parameter, then totals by label or by the optimizer's parameter groups."""
@@ -57,9 +57,9 @@ class Routing(Shown):
         return Report((table, self._totals(["group", "label"], parts), self._hyperparameters(self.groups)))
 
     def _totals(self, titles: Sequence[str], parts: Sequence[tuple[list[str], list[ParamInfo]]]) -> Table:
-        """Return a table with the number of tensors and elements of each part (a label or a group), and in all.
+        """Return a table with the number of tensors and elements with each label, or in each group, and in all.
 
-        ``parts`` are pairs of the first cells of a row, which ``titles`` name, and the parameters to count.
+        ``parts`` has a pair for each row: the first cells, below the column titles ``titles``, and the parameters.
         """
         whole = sum(info.numel for info in self.params)
         rows = [
@@ -90,7 +90,7 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
 
     Args:
         what: labels, together with ``params``; a model or named tensors, to which `default_labels` is applied; or a
-            `TransformOptimizer`, for which the totals are those of its parameter groups, and a further table shows
+            `TransformOptimizer`, for which the totals are by parameter group, and a further table shows
             the hyperparameters of the groups.
         params: the parameters that were labelled: a model, named tensors, or any pytree of tensors. Required with
             labels only, which have no shapes.
@@ -141,7 +141,7 @@ _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
-    """Return the labels of an optimizer's groups, with the reasons and views in its transform."""
+    """Return the labels of the parameters of an optimizer, with the reasons and views in its transform."""
     groups = tuple(optimizer.param_groups)
     if any("param_names" not in group or "label" not in group for group in groups):
         raise TypeError(
@@ -188,7 +188,7 @@ def _row(info: ParamInfo, route: Route, viewed: set[Label]) -> tuple[str, ...]:
 
 
 def _matrices(shape: tuple[int, ...], view: MatrixView) -> tuple[str, str]:
-    """Return two cells for a parameter: the number and sides of its matrices, and their order in memory."""
+    """Return two table cells for a parameter: the number and sides of its matrices, and their order in memory."""
     (pattern,) = view.of([""])
     found = split(pattern, torch.empty(shape, device="meta"), "")
     count, columns = prod(found[0].shape[:-2]), found[0].shape[-1]

@@ -22,7 +22,7 @@ Rule: TypeAlias = tuple[Predicate, Label]
 
 
 class Route(NamedTuple):
-    """The label of one parameter, the reason for it, and the parameter's view (how it divides into matrices).
+    """The group of one parameter (its label), the reason, and how the parameter divides into matrices (its view).
 
     `Labels` contain a route for each parameter.
 
@@ -33,14 +33,14 @@ class Route(NamedTuple):
     label: Label
     """The group of the parameter, such as "muon"; None if no transform updates the parameter."""
     reason: str = "given"
-    """The rule that chose the label, and notes on the matrices in the parameter."""
+    """The reason for the label, as text, such as "frozen"; for fused matrices also a note that names them."""
     view: MatrixView = MatrixView()
     """How the parameter divides into matrices; by default it is one matrix stored (out, in)."""
     shape: tuple[int, ...] | None = None
-    """The shape for which the label was chosen. ``partition`` raises if a tensor has more dims and would be flattened,
-    such as the stacked weights of several models."""
+    """The shape for which the label was chosen. If a tensor has more dims later, as stacked weights of several models
+    have, and its transform would flatten them, `partition` raises an error."""
     suspected: str | None = None
-    """A pattern that may be right, but is not used: the name suggests fused matrices in a layer of unknown code."""
+    """A pattern to suggest in a warning, if the name of an unknown layer suggests fused matrices; it is not used."""
 
 
 class Labels(Mapping[str, Label]):
@@ -90,11 +90,11 @@ class Labels(Mapping[str, Label]):
 
     @property
     def routes(self) -> Mapping[str, Route]:
-        """A read-only mapping from parameter name to its `Route`: label, reason and view."""
+        """A read-only mapping from parameter name to `Route`: the label, its reason, and the view of the parameter."""
         return MappingProxyType(self._routes)
 
     def reason(self, name: str) -> str:
-        """Return a text: the rule that chose the label of a parameter, and which matrices the parameter holds."""
+        """Return the reason for the label of a parameter, as text, such as "embedding (module type Embedding)"."""
         return self._routes[name].reason
 
     @property
@@ -108,8 +108,8 @@ class Labels(Mapping[str, Label]):
     def view(self, given: MatrixView = MatrixView()) -> MatrixView:
         """Return one `MatrixView` for all parameters, to pass to transforms as ``view=``.
 
-        It says how each parameter divides into matrices: by the pattern in ``given`` if there is one, else by the
-        view that the labels have for the parameter.
+        A view describes how parameters divide into matrices. For each parameter, the pattern in ``given`` applies if
+        there is one, else the pattern of the view that is stored with its label.
 
         >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))
         >>> labels = Labels({"mlp.experts": experts, "fc": "muon"})
@@ -124,7 +124,7 @@ class Labels(Mapping[str, Label]):
         return given.extended(patterns({name: text for name, text in found.items() if isinstance(text, str)}, names))
 
     def restrict(self, names: Iterable[str]) -> Labels:
-        """Return the labels of these parameters only, with their reasons and views.
+        """Return `Labels` for these parameter names only. Reasons and views (division into matrices) are kept.
 
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
@@ -170,9 +170,9 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
 
 
 def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str) -> dict[str, tuple[Label, str]]:
-    """Return a dict from the name of each parameter that a rule matches to its label and reason.
+    """Return a dict from parameter name to (label, reason), for the parameters that one of the rules matches.
 
-    ``kind``, such as "user rule", is the beginning of the reasons.
+    A reason is a text such as "user rule 1: ndim(2)"; ``kind`` is its beginning, here "user rule".
     """
     for number, rule in enumerate(rules, 1):
         pair = cast("tuple[object, ...]", rule) if isinstance(rule, tuple | list) else ()
@@ -202,10 +202,10 @@ def make_labels(
     absent: Sequence[str],
     other: Label = None,
 ) -> Labels:
-    """Return `Labels` from the label and reason decided for each parameter, in the order of the parameters.
+    """Return `Labels` in the order of the parameters, from the label and the reason that were decided for each name.
 
-    Views (how parameters divide into matrices) are added, except for the labels ``other`` and None. ``absent`` are
-    the names of parameters that are None.
+    The views (how parameters divide into matrices) are added, except for the labels ``other`` and None. ``absent``
+    are the names of parameters that are None.
     """
     routes: dict[str, Route] = {info.name: Route(*decided[info.name], shape=info.shape) for info in infos}
     if torch.compiler.is_compiling():  # a traced graph needs only the labels

@@ -34,7 +34,7 @@ __all__ = [
 
 T = TypeVar("T")
 Found = tuple[MatrixView, str, str | None]
-"""The view of a parameter, a note for `describe`, and the pattern that the name suggests if the layer is unknown."""
+"""The view of a parameter, a note for `describe`, and a pattern if the name of an unknown layer suggests one."""
 
 # Patterns in which ``{out}`` is to be replaced by the rows, which may be divided further.
 _PLAIN = "{out} in -> {out} in"
@@ -50,7 +50,7 @@ MAYBE_FUSED = "maybe fused, not split"
 
 @dataclass(frozen=True)
 class _Fused:
-    """A layer of known code whose weight is several matrices, concatenated or interleaved along the rows."""
+    """A table entry: a layer of a known package whose weight holds several matrices along its rows."""
 
     layer: str
     """The name of the layer, or of the parameter, in the module that holds it."""
@@ -59,10 +59,10 @@ class _Fused:
     parts: str
     """The names of the matrices, separated by commas."""
     rows: int | tuple[str, ...] | str
-    """The number of equal matrices or their sizes, if they are concatenated; else a pattern of the rows. Sizes are
-    attributes of the holder; "a*b" is a product and "a//b" a quotient of attributes, in braces in a pattern."""
+    """For concatenated matrices, their number or the rows of each; else a pattern of the rows. Sizes are names of
+    attributes of the holder, or formulas such as "a*b" and "a//b", in braces if they are in a pattern."""
     given: tuple[tuple[str, bool], ...] = ()
-    """Conditions: attributes of the holder, and whether each must be true or false for this entry to apply."""
+    """Pairs of an attribute of the holder and the truth value that it must have for this entry to apply."""
     package: str = "transformers.models."
     """The package in which the class of the holder must be defined."""
 
@@ -161,13 +161,13 @@ _SUSPECTS = (
 
 @dataclass(frozen=True)
 class _Stored:
-    """A parameter of known code that is not stored as (out, in), with the classes and names for which this holds."""
+    """A table entry: a parameter that known code does not store as a matrix (out, in)."""
 
     module: str
     leaf: str
     pattern: str
     count: str | None = None
-    """The attribute of the module that has the number of equal matrices along the rows."""
+    """The module attribute with the number of equal matrices along the rows; None for one matrix."""
     note: str = ""
 
 
@@ -186,7 +186,7 @@ _STORED = (
 
 
 def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, Found]:
-    """Return a dict from parameter name to `Found`, without parameters that are one matrix stored as (out, in).
+    """Find parameters that are not one matrix stored as (out, in); return a dict from name to view, note and pattern.
 
     Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
     in x kernel) and is listed only if it is transposed or has groups.
@@ -235,10 +235,10 @@ def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[st
 
 
 def divided(stored: str, parts: int | Mapping[str, int]) -> str:
-    """Return the pattern of a parameter whose rows are several matrices, concatenated.
+    """Return the `MatrixView` pattern of a parameter whose rows are several concatenated matrices.
 
-    ``stored`` is a pattern with ``{out}`` for the rows; ``parts`` is a number of equal matrices, or a dict from the
-    name of each matrix to its number of rows.
+    ``stored`` is the pattern of an undivided parameter, with ``{out}`` for the rows. ``parts`` is a number of equal
+    matrices, or a dict from the name of each matrix to its number of rows.
 
     >>> divided("{out} in -> {out} in", {"q": 4, "k": 2})
     '(q=4 + k=2) in -> q in, k in'
@@ -249,7 +249,7 @@ def divided(stored: str, parts: int | Mapping[str, int]) -> str:
 
 
 def undivided(pattern: str) -> str:
-    """Return the pattern that keeps a parameter whole, given the pattern by which `divided` splits it equally.
+    """Return the pattern that keeps a parameter as one matrix, given the pattern that splits it into equal parts.
 
     >>> undivided("in (part=3 out) -> part out in")
     'in whole -> whole in'
@@ -258,13 +258,13 @@ def undivided(pattern: str) -> str:
 
 
 def _with_rows(stored: str, rows: str, results: Iterable[str]) -> str:
-    """Fill in ``{out}`` of a pattern: with ``rows`` on the left, and with each of ``results`` on the right."""
+    """Replace ``{out}`` in a pattern: left of the arrow by ``rows``, right of it by each of ``results``."""
     left, _, right = stored.partition(" -> ")
     return f"{left.replace('{out}', rows)} -> {', '.join(right.replace('{out}', result) for result in results)}"
 
 
 def _rows(stored: str, shape: tuple[int, ...]) -> int:
-    """Return the number of rows, before they are divided, of a parameter with this shape and pattern."""
+    """Return the number of rows of a parameter of this shape as one matrix, if it is stored by this pattern."""
     return parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))[0].shape[-2]
 
 
@@ -280,7 +280,7 @@ def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Found:
 def _stored(
     info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, int | None, str]:
-    """Return the pattern of a parameter with ``{out}`` for its rows, a number of equal matrices or None, and a note."""
+    """Return the storage order of a parameter (a pattern with ``{out}`` for its rows), a number of matrices, a note."""
     kind = written_type(owner) if owner is not None else None
     for known in _STORED:
         if class_name_fits(kind, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
@@ -303,7 +303,7 @@ def _stack_note(info: ParamInfo, pattern: str) -> str:
 
 
 def _fused(stored: str, own: str, holder: nn.Module | None, rows: int) -> tuple[str | None, str]:
-    """Return the pattern and a note for a layer called ``own`` in the module ``holder``; None if it is unknown."""
+    """Look up the layer ``own`` of the module ``holder``; return its pattern and a note, or (None, "") if unknown."""
     if holder is None:
         return None, ""
     kind = written_type(holder)
@@ -320,7 +320,7 @@ def _fused(stored: str, own: str, holder: nn.Module | None, rows: int) -> tuple[
 
 
 def _pattern_of(known: _Fused, stored: str, holder: nn.Module, rows: int) -> str | None:
-    """Return the pattern of a known layer with the sizes of ``holder``; None if they do not fit the number of rows."""
+    """Fill the sizes of the module ``holder`` into the pattern of a known layer; None if they do not fit ``rows``."""
     if isinstance(known.rows, str):
         left, _, right = known.rows.partition(" -> ")
         left = re.sub(r"{(.*?)}", lambda field: str(_number(holder, field[1])), left)
@@ -337,7 +337,7 @@ def _pattern_of(known: _Fused, stored: str, holder: nn.Module, rows: int) -> str
 
 
 def _number(module: nn.Module | None, formula: str) -> int:
-    """Evaluate ``a*b`` or ``a//b`` for the attributes a and b of a module; 0 if an attribute is missing."""
+    """Return the value of a formula of module attributes, such as "num_heads*head_dim"; 0 if one is missing."""
     if "//" in formula:
         whole, by = (_number(module, part) for part in formula.split("//"))
         return whole // by if by and whole % by == 0 else 0
@@ -353,7 +353,7 @@ def _is_expert(info: ParamInfo) -> bool:
 
 
 def is_convolution(info: ParamInfo) -> bool:
-    """Return True if a parameter is the kernel of a convolution, by module type if known, else by its short sides."""
+    """Return True if a parameter is a convolution kernel, judged by module type, or else by its short sides."""
     if info.ndim < 3:
         return False
     if info.module is not None:
@@ -366,13 +366,13 @@ def is_convolution(info: ParamInfo) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def class_name_fits(module: type | None, pattern: str) -> bool:
-    """Return True if the regular expression matches in the name of a class or of one of its bases."""
+    """Return True if a regular expression is found in the name of a class or of one of its bases."""
     names = [] if module is None else [base.__name__ for base in module.__mro__]
     return any(map(re.compile(pattern).search, names))
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
-    """Replace the names in a dict by a few globs that match only names with the same value, and none of ``others``."""
+    """Return a dict with globs instead of names. A glob matches only names with its value, and none of ``others``."""
     # Globs begin with `*`, since wrappers add components in front of names.
     found: dict[str, T] = {}
     rest = [name for name in others if name not in values]
@@ -386,7 +386,7 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
 
 
 def _globs(name: str) -> Iterator[str]:
-    """Yield globs that match a parameter name: most wildcards for numbers first, then the shortest ends of the name."""
+    """Yield globs for a parameter name, general ones first: ``*.fc.weight`` for ``blocks.0.fc.weight``."""
     parts = [escape(part) for part in name.split(".")]
     words = [at for at, part in enumerate(parts) if not part.isdigit()]
     numbers = [at for at, part in enumerate(parts) if part.isdigit()]

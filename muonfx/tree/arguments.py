@@ -66,7 +66,7 @@ NAMES_HERE = {
     }.items()
     for name in names.split()
 }
-"""Names of Optax, ``torch.optim`` and the first implementation of Muon, mapped to the code for the same in muonfx."""
+"""A dict from names in Optax, ``torch.optim`` and the first Muon implementation to the muonfx code for the same."""
 
 _ARGUMENTS_HERE = {
     "beta": ("decay", "momentum"),
@@ -86,7 +86,7 @@ _ARGUMENTS_HERE = {
     "weight_decay_mask": ("mask",),
     "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
 }
-"""For an argument of Optax or ``torch.optim``, its possible names in muonfx; the last entry may be advice instead."""
+"""A dict from arguments in Optax or ``torch.optim`` to their names in muonfx; the last item may be advice instead."""
 
 _PARTS = (
     ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),
@@ -94,14 +94,14 @@ _PARTS = (
     ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
     ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
 )
-"""Arguments that are objects: the argument's name, the arguments of its constructor, and the code that passes one."""
+"""Rows for misplaced arguments: the argument that takes an object, the arguments of the object, and the code."""
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
-    """Return the types that an annotation allows, by name, such as {"float", "None"}; empty if it is not checked.
+    """Return the names of the types that an annotation allows, such as {"float", "None"}; empty if not checked.
 
-    It is checked if all members of the union are types and at least one is bool, int, float, str or a ``Literal``. An
-    annotation in quotes is evaluated with ``names`` as globals; if this fails, it is not checked.
+    An annotation is checked if all members of the union are types and at least one is bool, int, float, str or a
+    ``Literal``. Quoted annotations are evaluated with ``names`` as globals, and are not checked if this fails.
     """
     if isinstance(annotation, str):
         try:
@@ -115,7 +115,7 @@ def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[st
 
 
 def _kinds_of_member(member: object) -> list[str]:
-    """Return the names of the types in one member of a union, or its strings if it is a ``Literal``; "" if neither."""
+    """Return the type name of a member of a union, or the strings of a ``Literal``; [""] for any other member."""
     origin = get_origin(member)
     if origin is None:
         return [_SHOWN.get(member.__name__, member.__name__) if isinstance(member, type) else ""]
@@ -131,8 +131,8 @@ def _is_literal(kind: str) -> bool:
 def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> Any:
     """Return the value of an argument if its type is allowed, else raise an error.
 
-    Numbers of NumPy and of other libraries are converted to int or float. ``owner`` is the function that the error
-    names, ``name`` the argument, and ``kinds`` are the allowed types as `plain_kinds` returns them.
+    Numbers of NumPy and of other libraries become int or float. The error begins with ``owner``, the
+    function, and ``name``, the argument. ``kinds`` are the names of the allowed types, from `plain_kinds`.
     """
     if not isinstance(value, bool | Tensor):
         if isinstance(value, numbers.Integral) and kinds & {"int", "float"}:
@@ -172,7 +172,7 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return " (did you mean 'x'?)" with the known names that are similar to a wrong one; "" if there are none."""
+    """Return " (did you mean 'x'?)" with the names in ``known`` that are similar to ``wrong``; "" if there are none."""
     known = list(known)
     close = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
     close = close or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
@@ -180,7 +180,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def close_names(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return up to three of the dotted names of which some consecutive parts are similar to ``wanted``."""
+    """Return up to three of the dotted ``names`` that contain components similar to ``wanted``, such as "attn.q"."""
     length = wanted.count(".") + 1
     windows: dict[str, str] = {}
     for name in names:
@@ -191,7 +191,7 @@ def close_names(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def _hint(wrong: str, known: Iterable[str]) -> str:
-    """Return a clause for an error message that gives the name in muonfx of an unknown argument."""
+    """Return advice for an error about an unknown argument: the same argument in muonfx, or similar names."""
     known = list(known)
     here = _ARGUMENTS_HERE.get(wrong, ())
     if found := [name for name in here if name in known]:
@@ -209,7 +209,7 @@ def _initials(name: str) -> str:
 def bind(
     owner: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> inspect.BoundArguments:
-    """Bind the arguments of a call to a signature, with a clearer error than Python's.
+    """Bind the arguments of a call to a signature, like ``signature.bind``, with a clearer error.
 
     The error names ``owner``, the function called, lists its arguments, and suggests spellings for a wrong name.
     """
@@ -235,9 +235,9 @@ def bind(
 
 
 def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
-    """Return the code that builds an instance of a dataclass, without fields at their defaults.
+    """Return Python code that creates a dataclass instance, without the fields that have their default value.
 
-    ``code`` returns the code of a field's value.
+    ``code`` converts the value of a field to code.
     """
     given = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
     changed = [f"{name}={code(own)}" for name, own, default in given if own != default]
@@ -245,7 +245,7 @@ def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
 
 
 def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to check its bool, int, float and str arguments at every call, by their annotations.
+    """Decorate a function so that every call checks the types of bool, int, float and str arguments by annotation.
 
     Too slow for functions that are called in a training step.
     """
@@ -288,9 +288,9 @@ def plain_fields(kind: type[T]) -> type[T]:
 
 
 def kinds_of(parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]) -> dict[str, frozenset[str]]:
-    """Return a dict from each parameter of a function to its `plain_kinds`: the names of the allowed types.
+    """Return a dict from each parameter of a function to the names of its allowed types, as `plain_kinds` does.
 
-    Parameters that are variadic, or whose default has another type, are not checked and get an empty set.
+    The names are empty, for no check, if a parameter is variadic or its default has another type.
     """
     inner = inspect.unwrap(function)
     names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals

@@ -45,7 +45,7 @@ class Table:
     title: str = ""
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return plain text, with rows nested at most `depth` deep; None: no limit."""
+        """Return the table as plain text; ``depth`` limits the levels of child rows that are shown (None: all)."""
         body, feet = _lines(self.rows, depth), _lines(self.footers, depth)
         lines = [[printable(title) for title in self.titles], *body, *feet]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -61,7 +61,7 @@ class Table:
         return "\n".join([printable(self.title)] * bool(self.title) + text)
 
     def to_html(self) -> str:
-        """Return an HTML table without CSS; child rows are indented by spaces, as in text."""
+        """Return the table as HTML without CSS. Child rows are indented by spaces, as in plain text."""
         body, foot = (
             "".join(self._html_row(cells, level) for level, cells in walk(rows)) for rows in (self.rows, self.footers)
         )
@@ -77,14 +77,14 @@ class Table:
 
 
 def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yield the nesting depth and the cells of each row of a table and of its child rows, parents first."""
+    """Yield (nesting depth, cells) for each row of a table and each of its child rows, parents first."""
     for row in rows:
         yield depth, row.cells if isinstance(row, Row) else row
         yield from walk(row.children, depth + 1) if isinstance(row, Row) else ()
 
 
 def _lines(rows: Sequence[Row | Sequence[str]], depth: int | None) -> list[list[str]]:
-    """Return the cells of rows and of their child rows down to ``depth``, with the first cell indented."""
+    """Return the cells of each row, and of child rows down to the level ``depth``, with the first cell indented."""
     walked = [found for found in walk(rows) if depth is None or found[0] <= depth]
     return [["  " * level + printable(cells[0]), *map(printable, cells[1:])] for level, cells in walked]
 
@@ -100,7 +100,7 @@ class Shown:
         raise NotImplementedError
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return the tables as plain text, with rows nested at most `depth` deep; None: no limit."""
+        """Return the tables as plain text; ``depth`` limits the levels of child rows that are shown (None: all)."""
         return self.report().to_text(depth)
 
     def to_html(self) -> str:
@@ -124,14 +124,14 @@ class Report(Shown):
     parts: tuple[str | Table, ...]
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return plain text, with rows nested at most `depth` deep; None: no limit."""
+        """Return the report as plain text; ``depth`` limits the levels of child rows in tables (None: all)."""
         return "\n\n".join(
             "\n".join(map(printable, part.split("\n"))) if isinstance(part, str) else part.to_text(depth)
             for part in self.parts
         )
 
     def to_html(self) -> str:
-        """Return an HTML fragment with its own CSS, which affects nothing outside it."""
+        """Return the report as an HTML fragment with its own CSS, which affects nothing outside it."""
         body = "".join(
             f"<p>{'<br>'.join(map(_escaped, part.split(chr(10))))}</p>" if isinstance(part, str) else part.to_html()
             for part in self.parts
@@ -149,7 +149,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_list(items: Sequence[T], shown: Callable[[T], str] = repr) -> str:
-    """Format the first ten items of a list for a message, as in "'a', 'b' and 5 more"."""
+    """Format a list for a message: the first ten items, then a count, as in "'a', 'b' and 5 more"."""
     more = len(items) - _LISTED
     return ", ".join(map(shown, items[:_LISTED])) + (f" and {more} more" if more > 0 else "")
 

@@ -21,19 +21,19 @@ SAFETENSORS_NAMES = {  # known to every safetensors since 0.4
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The safetensors name of each dtype that has one."""
+"""A dict from dtype to its name in safetensors files, such as "BF16"."""
 _AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64, torch.complex128)
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*SAFETENSORS_NAMES, *_AS_BYTES)}
-"""The name, such as "bfloat16", of each dtype that a checkpoint can hold. Quantized dtypes are not supported."""
+"""A dict from each dtype that a checkpoint can hold to its name, such as "bfloat16"; without quantized dtypes."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-"""The dtype for each of these names, such as "bfloat16"."""
+"""A dict from the name of each of these dtypes, such as "bfloat16", to the dtype."""
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def widens(old: torch.dtype, new: torch.dtype) -> bool:
-    """Return True if a cast from ``old`` to ``new`` is exact for every value, and both are ints, floats or complex."""
+    """Return True if a cast from ``old`` to ``new`` keeps every value: both are ints, both floats or both complex."""
     if old == new or (old, new) == (torch.complex64, torch.complex128):
         return True
     if old.is_floating_point and new in _FLOATS:

@@ -35,7 +35,7 @@ _STACK = 1 << 18  # elements of a stack, whose temporaries stay in a CPU's cache
 
 
 def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
-    """Return True if foreach operators must not be used: empty lists, ``torch.func`` active, or autograd recording."""
+    """Return True if foreach operators cannot be used: empty lists, or ``torch.func`` or autograd is active."""
     if not lists[0] or functorch_is_active():
         return True
     if not torch.is_grad_enabled():
@@ -55,7 +55,7 @@ def unrecorded(*lists: Sequence[object]) -> AbstractContextManager[object]:
 
 
 def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
-    """Cast a 0-d tensor to the dtype of a list if all of it is fp32 or all fp64; CUDA then needs one launch."""
+    """Cast a scalar tensor to fp32 or fp64 if all tensors have this dtype, since CUDA then needs one kernel launch."""
     if isinstance(scalar, Tensor) and scalar.dtype != xs[0].dtype:
         held = {x.dtype for x in xs}  # in a mixed list, no dtype may round the scalar for the other tensors
         return scalar.to(dtype=xs[0].dtype) if held in ({torch.float32}, {torch.float64}) else scalar
@@ -63,7 +63,7 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
 
 
 def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
-    """Call the foreach operator ``name``, such as "mul"; with ``reuse``, its form that overwrites the first list."""
+    """Call ``torch._foreach_mul`` for the name "mul", and with ``reuse`` the form that overwrites ``xs``."""
     if reuse:
         getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)
         return xs
@@ -71,7 +71,7 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
 
 
 def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
-    """Return the scalar once for each tensor, cast to the dtype of the tensor."""
+    """Return a list that has the scalar once for each tensor, cast to the dtype of the tensor."""
     cast_to = {dtype: scalar.to(dtype) for dtype in {x.dtype for x in xs}}
     return [cast_to[x.dtype] for x in xs]
 
@@ -81,7 +81,7 @@ def _on_cpu(xs: Sequence[Tensor]) -> bool:
 
 
 def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool) -> Tensors:
-    """Apply `function` to copies of the tensors in fp32 or wider, and round its results once to their own dtypes."""
+    """Apply `function` to fp32 or wider copies of the tensors, and round the results to the dtypes of ``xs``."""
     # CPUs round once in the vectorized part of a narrow tensor and twice in its tail, so a slice would differ from the
     # whole tensor. A scalar tensor would be rounded, too.
     wide = [wide_dtype(x.dtype) for x in xs]
@@ -95,22 +95,22 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
 
 
 def _wants_own(xs: Sequence[Tensor]) -> bool:
-    """Return True for a list of several dtypes with a 0-d tensor, whose dtype a wider scalar tensor would change."""
+    # A wider scalar tensor would change the dtype of a 0-d tensor in a list of several dtypes.
     return len({x.dtype for x in xs}) > 1 and any(x.ndim == 0 for x in xs)
 
 
 def _would_widen(xs: Sequence[Tensor]) -> bool:
-    """Return True for a list with bf16 or fp16 tensors of 0 dims, whose dtype a scalar tensor would change."""
+    """Return True if a tensor is 0-d and bf16 or fp16, since a scalar tensor would promote it to a wider dtype."""
     return bool([x for x in xs if x.dtype in _NARROW and x.ndim == 0])
 
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
-    """Return True if ``_foreach_mul_`` rounds a number to the tensors' dtype, as torch 2.13 does on CPUs."""
+    """Return True if ``_foreach_mul_`` rounds a Python number to bf16 or fp16, as torch 2.13 does on CPUs."""
     return bool([x for x in xs if x.dtype in _NARROW and x.is_cpu])
 
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
-    """Convert all tensors to one dtype, or each to its own dtype; tensors that already have it are not copied."""
+    """Convert all tensors to one dtype, or each to its own dtype, given as a list. Equal dtypes are not copied."""
     if not isinstance(dtype, torch.dtype):
         return [x if x.dtype == d else x.to(d) for x, d in zip(xs, dtype, strict=True)]
     return list(xs) if {x.dtype for x in xs} <= {dtype} else [x if x.dtype == dtype else x.to(dtype) for x in xs]
@@ -122,7 +122,7 @@ def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype to which these dtypes are promoted, and at least fp32."""
+    """Return the dtype to which torch promotes these dtypes together with fp32."""
     widest = torch.float32
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
@@ -130,13 +130,13 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def widest(*lists: Sequence[Tensor]) -> list[Tensors]:
-    """Return the lists with the tensors at each position converted to one dtype: their widest, and at least fp32."""
+    """Convert the tensors at each position of the lists to one dtype: the promotion of their dtypes and fp32."""
     wide = [wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]
     return [cast(xs, wide) for xs in lists]
 
 
 def new_count(device: torch.device) -> Tensor:
-    """Return a step count of zero: a 0-d int64 tensor."""
+    """Return a new step count with the value 0: a 0-d int64 tensor."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
@@ -161,7 +161,7 @@ def clone(xs: Sequence[Tensor]) -> Tensors:
 def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
     """Write each tensor of ``xs`` into the tensor of ``into`` at the same position, and return ``into``.
 
-    Under autograd and ``torch.func`` nothing is written, and converted copies are returned.
+    Under autograd and ``torch.func`` nothing is written; new tensors with the dtypes of ``into`` are returned.
     """
     if _leafwise(xs):
         return [x.to(y.dtype, copy=True) for x, y in zip(xs, into, strict=True)]
@@ -170,14 +170,14 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
 
 
 def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
-    """Return new state values in the dtypes of the old ones; with ``reuse``, they overwrite the old tensors."""
+    """Cast the new values of a state to the dtypes of its tensors ``old``; with ``reuse``, write them into ``old``."""
     if reuse and not all(map(is_, values, old)):
         return copy(values, into=old)
     return cast_like(values, old)
 
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x * c`` for every tensor, with one scalar."""
+    """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
         return [x * c for x in xs]
     if isinstance(c, Tensor) and _wants_own(xs):
@@ -191,7 +191,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
-    """Return ``x * c`` for each tensor and the number at the same position in ``cs``."""
+    """Return ``x * c`` for each tensor and the number at its position in ``cs``; ``reuse`` overwrites ``xs``."""
     if _leafwise(xs):
         return [x * c for x, c in zip(xs, cs, strict=True)]
     if reuse and _rounds_numbers(xs):
@@ -200,7 +200,7 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c`` for every tensor, with one scalar."""
+    """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
         return [x + c for x in xs]
     if isinstance(c, Tensor) and _wants_own(xs):
@@ -216,7 +216,7 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c * y`` for corresponding tensors of two lists."""
+    """Return ``x + c * y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, ys, scalar=c):
         return [x + c * y for x, y in zip(xs, ys, strict=True)]
     if (isinstance(c, Tensor) or c != 1.0) and _rounds_numbers(xs):
@@ -231,7 +231,7 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x + weight * (y - x)`` for corresponding tensors of two lists."""
+    """Return ``x + weight * (y - x)`` for corresponding tensors of two lists; ``reuse`` overwrites ``xs``."""
     if _rounds_numbers(xs):
         return _in_wide(lerp, xs, ys, scalar=weight, reuse=reuse)
     if _leafwise(xs, ys, scalar=weight):
@@ -249,7 +249,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c * y * z`` for corresponding tensors of three lists."""
+    """Return ``x + c * y * z`` for corresponding tensors of three lists; ``reuse`` overwrites ``xs``."""
     if _leafwise(xs, ys, zs, scalar=c):
         return [x + c * y * z for x, y, z in zip(xs, ys, zs, strict=True)]
     if _rounds_numbers(xs):
@@ -261,7 +261,7 @@ def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bo
 
 
 def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
-    """Return ``x / y`` for corresponding tensors of two lists; ``reuse`` overwrites the divisors ``ys``."""
+    """Return ``x / y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``ys``."""
     if _leafwise(xs, ys):
         return [x / y for x, y in zip(xs, ys, strict=True)]
     if reuse and _on_cpu(ys):  # no foreach form writes to the divisors; on other devices launches cost more
@@ -270,7 +270,7 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
 
 
 def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
-    """Apply the torch function ``name``, such as "sqrt" or "mul", to corresponding tensors of the lists."""
+    """Apply a torch function, such as "sqrt", to corresponding tensors of lists; ``reuse`` overwrites the first."""
     if _leafwise(*lists):
         return [getattr(torch, name)(*tensors) for tensors in zip(*lists, strict=True)]
     return _foreach(name, *lists, reuse=reuse)
@@ -279,7 +279,7 @@ def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
 def by_stacks(
     function: Callable[..., Tensor | Sequence[Tensor]], results: int = 1
 ) -> Callable[..., tuple[Tensors, ...]]:
-    """Turn a function of tensors into a function of lists, which calls it once for all small tensors of one shape.
+    """Turn a function of tensors into a function of lists, with one call for all small tensors of one shape.
 
     Small tensors of equal shape are stacked for the call. ``function`` must treat leading dims as a batch, and return
     ``results`` new tensors with these leading dims. On CPUs, elementwise operations and reductions give the same bits
@@ -303,7 +303,7 @@ def by_stacks(
 
 
 def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Group the positions of tensors that can be stacked: small, contiguous, and of one shape, dtype and device."""
+    """Group the positions of small tensors that can be stacked; any other tensor is in a group of its own."""
     kinds = [[(type(x), x.shape, x.dtype, x.device, x.is_contiguous()) for x in xs] for xs in lists]
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for place, kind in enumerate(zip(*kinds, strict=True)):
@@ -320,14 +320,14 @@ def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 
 
 def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
-    """Clamp every element of the tensors to ``[low, high]``; NaN stays NaN."""
+    """Return every tensor with its elements clamped to ``[low, high]``; NaN stays NaN."""
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return [x.clamp(scalar_like(low, x), scalar_like(high, x)) for x in xs]
     return [x.clamp(low, high) for x in xs]
 
 
 def norms(xs: Tensors) -> Tensors:
-    """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it; squares do not overflow."""
+    """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
     # Squares of fp32 and narrower fit into fp64; fp64 is divided by its peak first.
     plain = all(x.dtype != torch.float64 and x.device.type != "mps" for x in xs)
     if plain and not _leafwise(xs):
@@ -347,7 +347,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def peaks(xs: Tensors) -> Tensors:
-    """Return the largest absolute value in each tensor as a 0-d tensor; NaN if it has NaN, 0 if it is empty."""
+    """Return a 0-d tensor for each tensor: its largest absolute value, NaN if it has NaN, 0 if it is empty."""
     if _leafwise(xs):
         return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in xs]
     if all(x.numel() and x.is_cuda for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
@@ -366,6 +366,6 @@ def scalar_like(number: Scalar, x: Tensor) -> Tensor:
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """Return the square root of ``x``, with derivative 0 instead of infinity at 0; negative and NaN elements stay."""
+    """Return the square root with derivative 0 instead of infinity at 0; negative and NaN elements are unchanged."""
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x)

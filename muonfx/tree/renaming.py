@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 Rename = Mapping[str, str]
-"""A mapping from old to new names; an entry may also map leading levels of names, or patterns with ``*``."""
+"""A mapping from old to new names. A key may also be the leading levels of names, or a pattern with ``*``."""
 
 
 def new_names(
     names: Mapping[str, str], rename: Rename, level: str = "/", what: str = "leaf"
 ) -> tuple[dict[str, str], list[str]]:
-    """Apply a renaming; return a dict from each name in the checkpoint to its new name, and error messages.
+    """Rename checkpoint entries; return a dict from each name in the checkpoint to its new name, and a list of errors.
 
-    The messages are about malformed entries and entries without effect; ``what`` says what is renamed, as in "leaf".
+    Errors are texts about entries of ``rename`` that are malformed or match no name. ``level`` is the separator in
+    names, and ``what`` is the noun in errors, such as "leaf".
     """
     # An entry `old: new` matches the name `old` and names that begin with `old` and `level`; with `*`, it matches as a
     # pattern, and each `*` of `new` is replaced by the text of the same `*` in `old`. Of several matching entries the
@@ -49,7 +50,7 @@ def new_names(
 
 
 def _new_name(name: str, old: str, new: str, level: str) -> str | None:
-    """Return the new name that the entry ``old: new`` gives to a name, or None if the entry does not match it."""
+    """Apply one entry ``old: new`` of a renaming; return the new name, or None if the entry does not match ``name``."""
     if "*" in old:
         found = re.fullmatch("(.*)".join(map(re.escape, old.split("*"))), name, re.DOTALL)
         texts = () if found is None else found.groups()
@@ -61,7 +62,7 @@ def _new_name(name: str, old: str, new: str, level: str) -> str | None:
 
 
 def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
-    """Find the unique renaming of a checkpoint's extra leaves to the missing ones; {} if there is none or several."""
+    """Guess how checkpoint leaves (``extra``) are to be renamed to ``missing`` ones; {} if not exactly one way fits."""
     # Both map leaf names to shapes. Two leaves are a pair if their shapes are equal and their names end in the same
     # levels: at least field and parameter, or all levels of one of the names. The longest common end decides. Each leaf
     # of the smaller side needs its own partner. The larger side may have leaves left over only if leading levels are

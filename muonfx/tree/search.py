@@ -10,7 +10,7 @@ from muonfx.tree.structure import PyTree, open_node
 
 Path = tuple[object, ...]
 Where = str | type
-"""How to select nodes of a tree: the last keys of their dotted path, such as "momentum.trace", or their type."""
+"""How to find leaves or subtrees: by the last keys of their dotted path, such as "momentum.trace", or by type."""
 
 
 def get(tree: PyTree, where: Where) -> PyTree:
@@ -74,7 +74,7 @@ def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
 
 
 def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
-    """Yield the path and the value of every leaf and subtree of a tree, parents first."""
+    """Yield a (path, value) pair for every leaf and subtree of a tree, parents first."""
     yield path, node
     opened, children = open_node(node)
     for entry, child in zip(opened.entries, children, strict=True) if opened else ():

@@ -54,7 +54,7 @@ class Spec(NamedTuple):
 
 
 Structure = optree.PyTreeSpec
-"""The structure of a tree, without its leaves, as `flatten` returns it; a `_Node` under ``torch.compile``."""
+"""The containers and keys of a tree, without leaves, as `flatten` returns them; a `_Node` under ``torch.compile``."""
 
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -62,7 +62,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 @dataclass
 class _Node:
-    """The structure of a tree in plain Python, for ``torch.compile``; `kind` is the container, None for a leaf."""
+    """The structure of a tree, in plain Python for ``torch.compile``; `kind` is its container, or None for a leaf."""
 
     kind: type | None = None
     entries: tuple[object, ...] = ()
@@ -103,7 +103,7 @@ class _Node:
 
 
 def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
-    """Return the container at the top of a tree as a `_Node` without children, and the children; None for a leaf."""
+    """Return the container at the top of a tree, as a `_Node`, and its children; (None, []) if the tree is a leaf."""
     # Dictionaries are handled here, since torch 2.13 cannot trace optree (0.20) through an empty one. The registry of
     # optree handles the other nodes.
     kind = type(node)
@@ -142,7 +142,7 @@ def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
-    """Return the leaves of a tree (``None`` included) and its structure, from which `unflatten` rebuilds it.
+    """Return the leaves of a tree (``None`` included) and its structure; `unflatten` rebuilds the tree from both.
 
     >>> flatten({"b": 2, "a": None})[0]
     [None, 2]
@@ -195,7 +195,7 @@ def leaves(tree: PyTree) -> list[Any]:
 
 
 def ids(tree: PyTree) -> set[int]:
-    """Return ``id(leaf)`` for all leaves of a tree except None, to find leaves that two trees share."""
+    """Return the set of ``id(leaf)`` for all leaves of a tree except None, to find leaves that two trees share."""
     found = set(builtins.map(id, tree.values() if is_flat(tree) else flatten(tree)[0]))
     found.discard(id(None))
     return found
@@ -302,7 +302,7 @@ def copy_shared(new: PyTree, old: PyTree) -> PyTree:
 
 
 def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
-    """Return the subtree of a tree at each leaf of a structure, which describes the upper levels of the tree.
+    """Return a list of subtrees of a tree, one at each leaf of ``treedef``, the structure of its upper levels.
 
     Raises:
         ValueError: the upper levels of the tree do not have this structure.
@@ -335,7 +335,7 @@ def spec(tree: PyTree) -> PyTree:
 class Present:
     """The positions of the leaves of a tree that are not None, so that transforms can work on lists of tensors.
 
-    ``pick`` returns the leaves of another tree at these positions, and ``fill`` builds a tree from a list of values.
+    ``pick`` returns the leaves of another tree at these positions, and ``fill`` builds a tree with new leaves there.
     A transform thus skips gradients of ``None``:
 
     >>> at = Present({"a": torch.ones(2), "b": None})
@@ -361,7 +361,6 @@ class Present:
         )
 
     def _all(self, tree: PyTree) -> list[Any]:
-        """Return all leaves of another tree of the same structure, in the order of the leaves of this tree."""
         try:
             if self._keys is None:
                 return subtrees(self._treedef, tree)
@@ -380,12 +379,12 @@ class Present:
         return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
 
     def pick(self, tree: PyTree) -> list[Any]:
-        """Return another tree's leaves at the positions of this tree's tensors; ValueError if it does not fit."""
+        """Return a list of the leaves of ``tree`` at the positions where the tree given to `Present` is not None."""
         found = self._all(tree)
         return found if self._everywhere else [found[place] for place in self._places]
 
     def fill(self, values: Sequence[object], old: PyTree = None) -> PyTree:
-        """Return a tree with the given values at these positions, and the leaves of ``old``, or None, elsewhere."""
+        """Return a tree with ``values`` at the positions that are not None, else with leaves of ``old``, or None."""
         if self._everywhere:
             return self._tree(values)
         merged: list[object] = [None] * len(self._leaves) if old is None else self._all(old)
@@ -394,6 +393,6 @@ class Present:
         return self._tree(merged)
 
     def names(self) -> list[str]:
-        """Return the dotted name of each of these leaves, as the function `names` does."""
+        """Return a list of the dotted names of the leaves that are not None."""
         everything = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return everything if self._everywhere else [everything[place] for place in self._places]

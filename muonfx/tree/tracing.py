@@ -28,13 +28,13 @@ functorch_is_active: Callable[[], bool] = _C._are_functorch_transforms_active
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Return True if a tensor is batched or differentiated by ``torch.func``, so that it wraps another tensor."""
+    """Return True if ``torch.func`` batches or differentiates a tensor, which then wraps another tensor."""
     return bool(_C._functorch.is_functorch_wrapped_tensor(x))
 
 
 @contextmanager
 def without_transforms() -> Generator[None]:
-    """Suspend all ``torch.func`` transforms within a ``with`` block, so that tensors created in it are plain."""
+    """Suspend all ``torch.func`` transforms in a ``with`` block, so that tensors created in it are plain."""
     if not functorch_is_active():
         yield
         return
@@ -46,7 +46,7 @@ def without_transforms() -> Generator[None]:
 
 @contextmanager
 def untraced() -> Generator[None]:
-    """Suspend ``torch.func`` transforms, fake tensors and tracers within a ``with`` block: tensors then have values."""
+    """Suspend ``torch.func``, fake tensors and tracers in a ``with`` block, so that tensors in it have values."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with without_transforms(), _disable_current_modes(), torch.no_grad():
@@ -63,7 +63,7 @@ def is_traced(*numbers: float) -> bool:
 
 
 def fixed(number: Number) -> Number:
-    """Return a number that may be symbolic as a Python number; a traced graph is then specialized to this value."""
+    """Return a symbolic number as a Python number, others unchanged. A traced graph is valid for this value only."""
     if not is_traced(number):
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and loaded if a tracer runs
@@ -80,5 +80,5 @@ def called_once(function: F) -> F:
 
 @called_once
 def matches(name: str, pattern: str) -> bool:
-    """Return True if a glob matches a whole name, as `fnmatch.fnmatchcase`, which torch.compile cannot trace."""
+    """Return True if a glob matches a whole name, as `fnmatch.fnmatchcase`, which ``torch.compile`` cannot trace."""
     return fnmatchcase(name, pattern)

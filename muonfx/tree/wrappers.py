@@ -19,11 +19,11 @@ _IN_FRONT = "module."
 
 
 MAY_BE_WRAPPED = re.compile("|".join(map(re.escape, sorted({_IN_FRONT, *WRAPPERS}))))
-"""A regular expression found in every name with a component of a wrapper, and in few others; a cheap first test."""
+"""A cheap first test: a regular expression that is found in every name to which a wrapper added a component."""
 
 
 def unwrapped(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict from each parameter name of one model to the name without components of wrappers."""
+    """Return a dict from each parameter name of a model to the name without the components that wrappers add."""
     found = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) or name for name in names}
     while found and all(name.startswith(_IN_FRONT) and name != _IN_FRONT for name in found.values()):
         found = {name: plain.removeprefix(_IN_FRONT) for name, plain in found.items()}
