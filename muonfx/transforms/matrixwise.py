@@ -41,7 +41,7 @@ P = ParamSpec("P")
 
 
 def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
-    """Return MATRIX if the view takes every matrix from the last two dims of its parameter, else LEAF."""
+    """Return the locality MATRIX if ``view`` takes every matrix from the last two dims of a parameter, else LEAF."""
     return Locality.MATRIX if isinstance(view.pattern, str) and parse(view.pattern).is_stack else Locality.LEAF
 
 
@@ -69,7 +69,7 @@ def on_stacks(
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
-    """Return the parameter globs in a transform's ``view``: the option ``name_patterns`` of `muonfx.transform`."""
+    """Return the globs over parameter names in a transform's ``view``, for the option ``name_patterns``."""
     pattern = tx.arguments["view"].pattern
     globs = tuple((glob,) for glob in pattern) if isinstance(pattern, Mapping) else ()
     return [NamePatterns("view", globs, first_counts=True)] if globs else []
@@ -88,7 +88,7 @@ def _shared_dims(stacks: Sequence[Tensor]) -> int:
 @plain_fields
 @dataclass(frozen=True)
 class MatrixSlot:
-    """The declaration of a state tensor for each matrix, such as a norm or a basis, for `matrixwise`.
+    """The declaration of a state in `matrixwise` that has one tensor for each matrix, such as a norm or a basis.
 
     If a parameter is one stack of matrices (..., rows, columns), the state is stored as ``start`` returns it. If the
     view divides a parameter into matrices of several shapes, their states are flattened and concatenated:
@@ -120,7 +120,7 @@ class MatrixSlot:
         checks.state_dtype("dtype", self.dtype)
 
     def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the states of the stacks of matrices in a parameter, from the tensor in which they are stored."""
+        """Divide the stored state of one parameter: return a list with the state of each stack of its matrices."""
         if len(matrices) == 1:
             return [stored]
         shapes = [tuple(self.start(matrix.new_empty(matrix.shape, device="meta")).shape) for matrix in matrices]
@@ -129,14 +129,14 @@ class MatrixSlot:
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
-        """Round a state to its storage dtype; with ``saturates``, clamp it to the range of this dtype first."""
+        """Convert a state to its storage dtype. If the slot ``saturates``, clamp it to the dtype's range first."""
         limit = torch.finfo(dtype).max
         if self.saturates and torch.finfo(state.dtype).max > limit:
             state = state.clamp(-limit, limit)
         return state.to(dtype)
 
     def join(self, states: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
-        """Return the tensor in which the states of a parameter's stacks of matrices are stored; inverts `split`."""
+        """Return the state to store for one parameter from the states of its stacks of matrices; inverts `split`."""
         batch = _shared_dims(matrices)
         return states[0] if len(states) == 1 else torch.cat([state.flatten(batch) for state in states], dim=-1)
 
@@ -243,7 +243,7 @@ def matrixwise(
 
 
 class _SlotStates:
-    """Creates, reads and writes the state tree that a `Slot` declares, divided into matrices as the parameters are."""
+    """Creates, reads and writes the state tree that a `Slot` declares, and divides it into matrices for the step."""
 
     def __init__(self, slot: Slot, role: str) -> None:
         self._trees = SlotTrees(slot, role)
@@ -263,14 +263,14 @@ class _SlotStates:
 
 
 class MatrixStates:
-    """Creates, reads and writes the state tree that a `MatrixSlot` declares: one tensor for each parameter."""
+    """Creates, reads and writes the state tree of a `MatrixSlot`: one tensor per parameter, for all its matrices."""
 
     def __init__(self, slot: MatrixSlot) -> None:
         self._slot = slot
         self.rounded = slot.rounded
 
     def init(self, matrices: Matrices) -> PyTree:
-        """Return the state tree at the first step, for the matrices of the parameters."""
+        """Return the initial state tree for the matrices of the parameters."""
         slot, made = self._slot, list[Tensor]()
         for leaf, own in zip(matrices.leaves, matrices.of_leaves, strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
@@ -278,11 +278,11 @@ class MatrixStates:
         return matrices.at.fill(made)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
-        """Return for each leaf with a gradient the list of its matrices' states, from the stored tree ``held``."""
+        """Return for each leaf with a gradient a list of the states of its matrices, from the state tree ``held``."""
         return list(map(self._slot.split, matrices.at.pick(held), matrices.of_leaves))
 
     def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
-        """Return the stored tree ``held`` with new states for the leaves with a gradient."""
+        """Return the state tree ``held`` with new states for the leaves that have a gradient."""
         return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), held)
 
 
