@@ -290,7 +290,7 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """Return the Frobenius norm of each matrix of a stack, of shape (..., 1, 1), in at least fp32, without overflow."""
+    """Return the Frobenius norm of each matrix in a stack: (..., 1, 1), in at least fp32, without overflow."""
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))

@@ -57,9 +57,9 @@ def schedule_free(
 ):
     r"""Replace momentum and a decaying learning rate by averaging the iterates of a transform.
 
-    The training loop computes gradients at the parameters $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The iterate $z_{t+1}
-    = z_t + u_t$ adds the inner transform's update $u_t$ for this gradient. The average of all iterates is $x_{t+1} = (1
-    - c_{t+1}) x_t + c_{t+1} z_{t+1}$. Each iterate has the weight $r^p$ in this average, where $r$ is the largest
+    The training loop computes gradients at the parameters $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The next iterate is
+    $z_{t+1} = z_t + u_t$, where $u_t$ is the inner transform's update for this gradient. The average of the iterates is
+    $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$. Each iterate has the weight $r^p$ in it, where $r$ is the largest
     learning rate so far and $p$ is ``weight_lr_power``. Using $y_t$ replaces momentum, so switch off the momentum of
     the inner transform. The learning rate need not decay. Evaluate the model with the average $x$, which
     `schedule_free_eval_params` returns.

@@ -19,7 +19,7 @@ from muonfx.tree import elementwise as ew
 __all__ = ["SoapState", "scale_by_soap"]
 
 _SHIFT = 2.0**-13
-"""Added to the eigenvalues of a factor whose largest element is in [1, 2), so that rounding does not choose a basis."""
+"""Added to the eigenvalues of a factor, scaled to a maximum in [1, 2), so that rounding does not choose the basis."""
 
 
 class SoapState(NamedTuple):

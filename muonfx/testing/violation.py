@@ -114,7 +114,7 @@ def _compare(
 
 
 def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
-    """Raise `Breach` (a failed law) unless two trees are bitwise equal. ``what`` and ``expected_is`` are their names."""
+    """Raise `Breach` (a failed law) unless two trees are bitwise equal. ``what`` and ``expected_is`` name the trees."""
     _compare(what, found, expected, expected_is, bits_equal)
 
 

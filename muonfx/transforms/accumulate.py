@@ -52,9 +52,9 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
 
     At all other micro-batches the updates are zero. By default, a counter in the state finds the last micro-batch of
     each group. The extra (named argument of `update`) ``boundary`` marks it instead:
-    ``update(grads, state, params, boundary=True)``. The choice is made in Python, or under ``torch.compile``
-    by ``torch.cond``. Under ``torch.func.vmap`` over the state, and in ``make_fx``, the inner transform runs at every
-    call, and its result is used or dropped.
+    ``update(grads, state, params, boundary=True)``. The inner transform runs only for the last micro-batch; under
+    ``torch.compile``, ``torch.cond`` makes this choice. Under ``torch.func.vmap`` over the state, and in ``make_fx``,
+    the inner transform runs at every call, and its result is used or dropped.
 
     A gradient of None counts as zero. If it was None in all micro-batches of a group, the update is None.
 

@@ -28,7 +28,7 @@ def __dir__() -> list[str]:
 _C = cast("Any", torch._C)
 
 _EXCLUDED = -9000.0
-"""A number in an attention mask that excludes a pair of query and key; common values are -1e4, -1e9 and -inf."""
+"""Numbers up to this one in an attention mask exclude a pair of query and key. Common are -1e4, -1e9 and -inf."""
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ P = ParamSpec("P")
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple[Leaf, PyTree]]
 StateAndStep = tuple[PyTree, Step]
-"""The pair that a constructor under `leafwise` returns: a state of `Slot` and `StepCount`, and the step of one leaf."""
+"""The pair (state, step) that a constructor decorated with `leafwise` returns."""
 
 WideStateDtype = torch.dtype | Literal["auto"] | None
 """The storage dtype of a state: a floating dtype, "auto" (the wider of fp32 and the parameter's dtype), or None (the
@@ -45,7 +45,7 @@ StateDtype = WideStateDtype | QuantizedDtype
 
 
 def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the state of a parameter of dtype ``own`` is stored."""
+    """Return the dtype in which a state is stored, for the option ``pinned`` and a parameter of dtype ``own``."""
     if pinned is None:
         return own
     return ew.wide_dtype(own) if isinstance(pinned, str) else pinned
@@ -64,7 +64,7 @@ def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
 @plain_fields
 @dataclass(frozen=True)
 class Slot:
-    """The declaration of a part of a transform's state: a tree with one tensor in the shape of each parameter.
+    """The declaration of a part of a transform's state: one tensor for each parameter, of the same shape.
 
     Constructors under `leafwise` and `matrixwise` return slots. The dtype is fixed at `init` and never changes.
 

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
-"""The pair that a constructor under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step function."""
+"""The pair (state, step) that a constructor decorated with `matrixwise` returns."""
 
 P = ParamSpec("P")
 
@@ -48,7 +48,7 @@ def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
 def on_stacks(
     tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, only_plain: bool = False
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """Return a transform for parameters stored as stacks (number, rows, columns), and their matrix shapes by name.
+    """Return a transform for parameters reshaped to (number, rows, columns), and a dict of (rows, columns) by name.
 
     This is the option ``on_stacks`` of `muonfx.transform`. ``only_plain`` omits parameters whose independent parts are
     not single matrices.
@@ -80,7 +80,7 @@ def _one_zero(matrices: Tensor) -> Tensor:
 
 
 def _shared_dims(stacks: Sequence[Tensor]) -> int:
-    """Return the number of batch dims of stacks of matrices, or 0 if their batch dims differ."""
+    """Return the number of batch dims if all stacks of matrices have the same batch dims, else 0."""
     batches = {tuple(stack.shape[:-2]) for stack in stacks}
     return len(batches.pop()) if len(batches) == 1 else 0
 
@@ -169,7 +169,7 @@ def matrixwise(
     none.
 
     The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives the updates of a
-    stack of matrices (..., rows, columns), their state in the same containers, and their parameters. It returns new
+    stack of matrices (..., rows, columns), their state as it was declared, and their parameters. It returns new
     tensors. A stack may contain small matrices of several parameters, so the step must treat each matrix separately.
     All operands have one dtype: the widest among them, at least fp32. The results are rounded to the update's dtype and
     to the storage dtypes of the state.
