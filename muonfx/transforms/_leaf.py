@@ -104,7 +104,7 @@ class Leaf:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
-        """Record a call of a torch function on a placeholder, such as ``torch.sqrt(x)``, and return its placeholder."""
+        """Record a call of a torch function on placeholders, such as ``torch.sqrt(x)``; return a placeholder."""
         name, given = function.__name__, kwargs or {}
         writes = given.get("out") is not None or given.get("inplace")
         if not torch.compiler.is_compiling():  # a compiler cannot trace the name

@@ -52,12 +52,12 @@ def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:
 
 
 def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
-    """Return a tree of zeros with the shapes of the parameters, in a storage dtype."""
+    """Return a tree of zeros with the shapes of the parameters, in the storage dtype that ``dtype`` selects."""
     return tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(dtype, p.dtype), requires_grad=False), params)
 
 
 def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
-    """Return a tree of detached copies of the tensors of a tree, in a storage dtype."""
+    """Return a tree of detached copies of tensors, in the storage dtype that ``dtype`` selects."""
     return tree.map(lambda value: value.detach().to(state_dtype(dtype, value.dtype), copy=True), values)
 
 
@@ -121,11 +121,11 @@ class SlotTrees:
         return zeros(params, dtype) if is_zero else copies(params, dtype)
 
     def read(self, at: Present, held: PyTree) -> list[Tensor]:
-        """Return a list of the state tensors, read from the tree ``held``, of the leaves that are not None (``at``)."""
+        """Return the state tensors in the tree ``held`` that belong to the leaves ``at`` (leaves that are not None)."""
         return at.pick(held) if self._holder is None else self._holder.read(at, held)
 
     def write(self, at: Present, values: list[Tensor], old: list[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
-        """Return the state tree ``held`` with new values at the leaves ``at``; ``reuse`` overwrites the ``old``."""
+        """Return the state tree ``held`` with new values at the leaves ``at``; if ``reuse``, stored in ``old``."""
         if self._holder is not None:
             return self._holder.write(at, values, held)
         return at.fill(ew.store(values, old, reuse=reuse), held)

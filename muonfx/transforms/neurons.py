@@ -57,8 +57,8 @@ def normalize_neurons(
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is
             not a matrix.
 
-    Follows NorMuon (arXiv 2510.05491). For an orthogonal input, the paper's factor $0.2\sqrt{mn} / \|U\|_F$ is
-    that of ``scale_by_shape("match_rms_adamw")`` after this transform.
+    Follows NorMuon (arXiv 2510.05491). Put ``scale_by_shape("match_rms_adamw")`` after this transform
+    to apply the paper's factor, $0.2\sqrt{mn} / \|U\|_F$ for an orthogonal matrix.
 
     Example:
         >>> import muonfx as mfx

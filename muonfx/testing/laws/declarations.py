@@ -100,9 +100,9 @@ def _reversed(values: PyTree) -> PyTree:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.2)
 def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a transform with the locality ELEMENT returns the same updates for flattened leaves.
+    """Check that a transform which reads one element at a time (locality ELEMENT) ignores the shapes of leaves.
 
-    ZeRO splits flattened leaves into intervals. Choices that depend on shapes must be made before, by the option
+    ZeRO splits flattened leaves into intervals. Choices that depend on shapes must be made earlier, by the option
     ``resolve`` of `muonfx.transform`.
 
     >>> import muonfx as mfx

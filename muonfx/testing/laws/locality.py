@@ -26,7 +26,7 @@ from muonfx.tree import PyTree
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
-    """Return a function for the argument ``unless`` of `law`, which excludes transforms with a wider locality."""
+    """Return an ``unless`` function for `law`: it excludes transforms that read more of the tree than ``locality``."""
 
     def why_not(tx: Transform) -> str | None:
         return f"its locality is {tx.locality.name}" if tx.locality > locality else None
@@ -82,7 +82,7 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) unless each half of the leaves, as on one of two ranks, has half of the updates."""
+    """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, get the same halves of the updates."""
     whole = history(tx, params, steps)
     for which, half in (("first", _first_half), ("second", _second_half)):
         found = updates_of(tx, *Example(params, steps).map(half))
@@ -160,7 +160,7 @@ OTHERS_ABSENT: Others = {"other leaves are None": (_absent, _absent)}
 
 
 def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree], others: Others) -> None:
-    """Raise `Breach` (a failed law) if a leaf's update depends on other leaves. The pairs in ``others`` change them."""
+    """Raise `Breach` (a failed law) if other leaves affect a leaf's update. Functions in ``others`` change these."""
     whole = history(tx, params, steps)
     treedef = tree.flatten(params)[1]
     for place, name in enumerate(tree.names(params)):
@@ -193,7 +193,7 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_needs_more_than_sums, share=0.2)
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a TREE transform with an argument ``sum_over_leaves`` needs only these sums from other ranks.
+    """Check that a transform with locality TREE needs only its ``sum_over_leaves`` from other ranks.
 
     The law runs two threads as two ranks, which hold different leaves or a half of each leaf, and adds up their sums.
 
@@ -205,7 +205,7 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
 
 
 def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) unless two ranks that share the leaves compute the updates of one rank."""
+    """Raise `Breach` (a failed law) unless two ranks, with different leaves or halves, compute the updates of one."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     halves = (_first_half, _second_half)

@@ -28,7 +28,7 @@ class Witness:
         return treedef, leaves, [(copied(x), x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
 
     def require_unchanged(self, when: str) -> None:
-        """Raise `Breach` (a failed law) if a tree has changed. ``when`` begins the message: "update, at step 0,"."""
+        """Raise `Breach` (a failed law) if a tree has changed. ``when`` starts its message: "update, at step 0,"."""
         for title, value in self.trees.items():
             treedef, leaves, kept = self.before[title]
             now, now_def = tree.flatten(value)

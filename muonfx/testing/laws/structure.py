@@ -136,7 +136,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
 
 @law()
 def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that `init` on the meta device returns a state of the usual structure, shapes and dtypes, also on meta.
+    """Check that `init` on the meta device returns meta tensors in the usual structure, shapes and dtypes.
 
     >>> import muonfx as mfx
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))

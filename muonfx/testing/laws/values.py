@@ -53,7 +53,7 @@ def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: l
 
 
 def is_in_no_module(tx: Transform) -> str | None:
-    """Return the reason why a transform cannot be pickled or compiled, or None. A part of it cannot be imported."""
+    """Return why a transform cannot be pickled or compiled, if no module contains a part of it; else return None."""
     missing = [value for value in names_within(tx).values() if value.__module__ not in sys.modules]
     return f"{missing[0].__qualname__} is not in a module that can be imported" if missing else None
 
