@@ -174,8 +174,8 @@ def leafwise(
         reads_params: whether the step receives the parameter. "updated" passes the parameter after this update has
             been applied. ``Slot(start="params")`` requires True or "updated".
         position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
-        short_names: the argument for a key of a torch optimizer's groups, such as ``{"betas": ("b1", "b2")}``, as for
-            `muonfx.transform`.
+        short_names: a dict from a key of torch's parameter groups to the arguments that it sets, such as
+            ``{"betas": ("b1", "b2")}``, as for `muonfx.transform`.
 
     Returns:
         A factory with the constructor's name, signature and docstring. Its transforms skip gradients of None and run

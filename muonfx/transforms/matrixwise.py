@@ -164,9 +164,9 @@ def matrixwise(
     """Make a factory of transforms from a constructor that returns a state and the arithmetic of a stack of matrices.
 
     The constructor has an argument ``view``, a `MatrixView`, which divides each parameter into matrices. It returns a
-    state and a step. The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters, divided into
-    matrices as they are) and `MatrixSlot` (a tensor of another shape for each matrix); ``EmptyState()`` if there is
-    none.
+    state and a step. The state is a NamedTuple, dict or tuple. Its items are `Slot` (a tree like the parameters, which
+    the step receives as matrices) and `MatrixSlot` (a tensor of another shape for each matrix). A transform without
+    state has ``EmptyState()``.
 
     The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives the updates of a
     stack of matrices (..., rows, columns), their state as it was declared, and their parameters. It returns new
@@ -181,8 +181,8 @@ def matrixwise(
         constructor: the decorated function. It validates its arguments, and its name becomes the transform's name.
         reads_params: whether the step receives the parameters. ``Slot(start="params")`` requires it too.
         position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
-        short_names: the argument for a key of a torch optimizer's groups, such as ``{"momentum": "decay"}``, as for
-            `muonfx.transform`.
+        short_names: a dict from a key of torch's parameter groups to the arguments that it sets, such as
+            ``{"momentum": "decay"}``, as for `muonfx.transform`.
 
     Returns:
         A factory with the constructor's name, signature and docstring. Its transforms have locality MATRIX if the view

@@ -57,8 +57,8 @@ def normalize_neurons(
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is
             not a matrix.
 
-    Follows NorMuon (arXiv 2510.05491). Put ``scale_by_shape("match_rms_adamw")`` after this transform
-    to apply the paper's factor, $0.2\sqrt{mn} / \|U\|_F$ for an orthogonal matrix.
+    Follows NorMuon (arXiv 2510.05491). If the input is orthogonal, ``scale_by_shape("match_rms_adamw")`` after
+    this transform applies the paper's factor $0.2\sqrt{mn} / \|U\|_F$.
 
     Example:
         >>> import muonfx as mfx

@@ -82,7 +82,7 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, get the same halves of the updates."""
+    """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, have the updates of whole leaves."""
     whole = history(tx, params, steps)
     for which, half in (("first", _first_half), ("second", _second_half)):
         found = updates_of(tx, *Example(params, steps).map(half))
