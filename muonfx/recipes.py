@@ -29,16 +29,16 @@ __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
 
 
 def view_of(orthogonalize: Transform) -> MatrixView:
-    """Return the first `MatrixView` among the arguments of a transform and of transforms inside it, or a default."""
+    """Return the first `MatrixView` among the arguments of a transform and of its inner transforms, or a default."""
     require_transform("orthogonalize", orthogonalize)
     views = (tx.arguments.get("view") for tx in within(orthogonalize))
     return next((view for view in views if isinstance(view, MatrixView)), MatrixView())
 
 
 def with_views(tx: Transform, labels: Labels) -> Transform:
-    """Return the transform with the views of the labels added to each transform inside it that has a ``view`` argument.
+    """Return the transform, with the views in ``labels`` added to each inner transform that has a ``view`` argument.
 
-    A view (a `MatrixView`) divides parameters into matrices. A pattern of the transform's own view takes precedence.
+    A view (a `MatrixView`) divides parameters into matrices. Patterns of the transform's own view take precedence.
     """
     if not labels.views:
         return tx
@@ -58,7 +58,7 @@ def muon(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """Muon, for parameters that are all matrices: orthogonalized momentum with decoupled weight decay.
+    """Muon: orthogonalized momentum with decoupled weight decay. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule. With ``lr_scaling="match_rms_adamw"``, learning rates of AdamW are
@@ -97,7 +97,7 @@ def normuon(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """NorMuon, for parameters that are all matrices: Muon with each row divided by its running root mean square.
+    """NorMuon: Muon with each row divided by its running root mean square. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule.
@@ -128,7 +128,7 @@ def adamw(
     weight_decay: ScalarOrSchedule = 1e-2,
     mask: Mask = None,
 ) -> Transform:
-    """AdamW, equal to ``torch.optim.AdamW``.
+    """AdamW: Adam with decoupled weight decay, equal to ``torch.optim.AdamW``.
 
     Args:
         learning_rate: a number or a schedule.

@@ -18,7 +18,7 @@ __all__ = ["FactoredRmsState", "scale_by_factored_rms"]
 
 
 class FactoredRmsState(NamedTuple):
-    """State of `scale_by_factored_rms`. A factored parameter uses ``v_row`` and ``v_col``, any other one ``v``."""
+    """State of `scale_by_factored_rms`. A factored parameter uses ``v_row`` and ``v_col``, others use ``v``."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -39,13 +39,13 @@ def scale_by_factored_rms(
     eps: ScalarOrSchedule = 1e-30,
     dtype: WideStateDtype = "auto",
 ):
-    r"""Divide gradients by the root of a running mean square, stored for rows and columns only, as in Adafactor.
+    r"""Divide gradients by the root of a running mean square that is stored for rows and columns only, as in Adafactor.
 
     The mean square of element (i, j) is estimated as $r_i c_j / \bar r$ from the running mean squares $r$ of the rows
-    and $c$ of the columns. Their decay rate grows with the step t: $1 - t^{-\rho}$.
+    and $c$ of the columns. The decay rate of both averages at step t is $1 - t^{-\rho}$.
 
     Args:
-        decay_rate: $\rho$, not negative.
+        decay_rate: the exponent $\rho$, not negative.
         min_dim_size_to_factor: a parameter is factored along its two largest dims if both are at least this long.
             Otherwise the mean square of every element is stored.
         eps: added to each square, not negative.
@@ -55,7 +55,7 @@ def scale_by_factored_rms(
     Raises:
         ValueError: an argument is out of range, or the dtype is a string other than "auto".
 
-    Follows Shazeer and Stern (arXiv 1804.04235) and Optax's ``scale_by_factored_rms``, where ``eps`` is ``epsilon``.
+    Follows Shazeer and Stern (arXiv 1804.04235) and Optax's ``scale_by_factored_rms``, which calls ``eps`` ``epsilon``.
     With `clip_by_block_rms` after it, it is Adafactor.
 
     Example:
@@ -72,14 +72,14 @@ def scale_by_factored_rms(
     checks.state_dtype("dtype", dtype)
 
     def dims_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return the second largest dim and the largest, or None if the parameter is not factored."""
+        """Return (second largest dim, largest dim), or None if the parameter is not factored."""
         if len(shape) < 2:
             return None
         *_, second, largest = sorted(range(len(shape)), key=shape.__getitem__)
         return (second, largest) if shape[second] >= min_dim_size_to_factor else None
 
     def shapes_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of ``v_row``, ``v_col`` and ``v`` for a parameter."""
+        """Return the shapes of ``v_row``, ``v_col`` and ``v`` in the state of a parameter of this shape."""
         found = dims_of(shape)
         return ((0,), (0,), shape) if found is None else (_without(shape, found[1]), _without(shape, found[0]), (0,))
 

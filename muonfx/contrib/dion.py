@@ -21,7 +21,7 @@ __all__ = ["DionState", "scale_by_dion"]
 
 
 class DionState(NamedTuple):
-    """State of the transform `scale_by_dion`."""
+    """State of the transform `scale_by_dion`: a sum of gradients and the last right factor."""
 
     trace: PyTree
     """The sum $M$ of past gradients minus the part that updates have applied: a tree like the parameters."""
@@ -33,7 +33,7 @@ class DionState(NamedTuple):
 def scale_by_dion(
     rank: int = 768, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
 ):
-    r"""Replace each matrix by a low-rank matrix $P Q^T$; $P$ has orthonormal columns and $Q$ has unit columns.
+    r"""Replace each matrix by a low-rank matrix $P Q^T$. $P$ has orthonormal columns and $Q$ has columns of norm 1.
 
     Each step adds the gradient to the sum in the state, $M = M_{t-1} + G$, and does one step of power iteration from
     the last right factor: $P = \mathrm{qr}(M Q_{t-1})$, $R = M^T P$, and $Q$ is $R$ with normalized columns. Then most

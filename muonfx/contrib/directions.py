@@ -25,7 +25,7 @@ __all__ = ["NamoState", "scale_by_dual_norm", "scale_by_namo"]
 
 
 class NamoState(NamedTuple):
-    """State of the transform `scale_by_namo`."""
+    """State of the transform `scale_by_namo`: a step count, running averages, and the state of the inner transform."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -130,7 +130,7 @@ def scale_by_namo(
 def _size(
     gradient: Tensor, average: Tensor, moment: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the new running average of each matrix's squared gradient norm, and the factor of the matrix's update."""
+    """Return the new running average of each matrix's squared gradient norm, and the factor for its update."""
     wide = ew.wide_dtype(gradient.dtype, moment.dtype)
     old, square = moment.to(wide), norm(gradient).to(wide).square()
     new = old + (1.0 - b2) * (square.clamp(max=torch.finfo(moment.dtype).max) - old)

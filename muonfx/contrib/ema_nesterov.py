@@ -17,7 +17,7 @@ __all__ = ["EmaNesterovState", "ema_nesterov"]
 
 
 class EmaNesterovState(NamedTuple):
-    """State of the transform `ema_nesterov`."""
+    """State of the transform `ema_nesterov`: the look-ahead factor and the average motion of the parameters."""
 
     lookahead: Tensor
     """The factor $\\beta$ with which the current parameters contain the average motion, 0-d."""

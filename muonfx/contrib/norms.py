@@ -127,7 +127,7 @@ def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
 
 
 def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Divide a tensor by its root mean square over the dims ``dim``; zeros stay zero."""
+    """Divide a tensor by its root mean square over the dims ``dim``. Zeros stay zero."""
     if x.numel() == 0:
         return x
     wide = x.to(ew.wide_dtype(x.dtype))
@@ -138,7 +138,7 @@ def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
 
 
 class WeightNormsState(NamedTuple):
-    """State of the transform `keep_weight_norms`."""
+    """State of the transform `keep_weight_norms`: the norm of each matrix at `init`."""
 
     radius: PyTree
     """The Frobenius norm of each matrix at `init`, which the matrix keeps; of shape (..., 1, 1)."""
@@ -249,15 +249,15 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
 
 @matrixwise(reads_params=True, position="after_learning_rate")
 def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()):
-    r"""Change each matrix's update so that the Frobenius norm of its weight changes by only a fraction.
+    r"""Change each matrix's update so that only a fraction of the change of its weight's Frobenius norm is kept.
 
     The update $u$ of a weight $w$ becomes $R\,(w + u) / \|w + u\|_F - w$ with
-    $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is ``outward`` if the norm grows, else ``inward``. Put it
-    after `scale_by_learning_rate`. A weight that is zero is not constrained.
+    $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is ``outward`` if the norm grows, else ``inward``. Put
+    this transform after `scale_by_learning_rate`. A weight that is zero is not constrained.
 
     Args:
-        outward: the fraction of an increase of the norm that is kept, not negative.
-        inward: the fraction of a decrease of the norm that is kept, not negative.
+        outward: the factor $s$ if the norm grows: 0 prevents growth, 1 changes nothing; not negative.
+        inward: the factor $s$ if the norm falls: 0 prevents a decrease, 1 changes nothing; not negative.
         view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
@@ -290,7 +290,7 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """Return the Frobenius norm of each matrix of a stack, of shape (..., 1, 1), in at least fp32, without overflow."""
+    """Return the Frobenius norm of each matrix in a stack: (..., 1, 1), in at least fp32, without overflow."""
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))

@@ -19,7 +19,7 @@ __all__ = ["ReduceOnPlateauState", "reduce_on_plateau"]
 
 
 class ReduceOnPlateauState(NamedTuple):
-    """State of the transform `reduce_on_plateau`."""
+    """State of the transform `reduce_on_plateau`: the scale, the lowest loss, and two counters."""
 
     scale: Tensor
     """The current scale, by which updates are multiplied, 0-d."""

@@ -20,7 +20,7 @@ __all__ = ["ProdigyState", "scale_by_prodigy"]
 
 
 class ProdigyState(NamedTuple):
-    """State of the transform `scale_by_prodigy`."""
+    """State of the transform `scale_by_prodigy`: the estimated rate, Adam's moments, and the sums of the estimate."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""

@@ -121,7 +121,7 @@ def adamuon(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """AdaMuon, for parameters that are all matrices: Muon with updates divided by their running root mean square.
+    """AdaMuon: Muon with updates divided by their running root mean square. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule; AdamW's values are suitable.
@@ -161,7 +161,7 @@ def polargrad(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """PolarGrad, for parameters that are all matrices: Muon's update times the nuclear norm of the momentum.
+    """PolarGrad: Muon's update times the nuclear norm of the momentum. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule.
@@ -195,7 +195,7 @@ def namo(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """NAMO, for parameters that are all matrices: Muon with updates scaled down when gradients are noisy.
+    """NAMO: Muon with updates scaled down when gradients are noisy. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule.
@@ -228,7 +228,7 @@ def musgd(
     orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
-    """MuSGD, for parameters that are all matrices: the sum of a Muon and an SGD step.
+    """MuSGD: the sum of a Muon step and an SGD step. All parameters must be matrices.
 
     Args:
         learning_rate: the learning rate of both steps, a number or a schedule.
@@ -259,7 +259,7 @@ def muon_hyperball(
     nesterov: bool = True,
     orthogonalize: Transform = orthogonalize(),
 ) -> Transform:
-    """Hyperball with Muon, for parameters that are all matrices: each matrix keeps its initial Frobenius norm.
+    """Hyperball with Muon: each matrix keeps its initial Frobenius norm. All parameters must be matrices.
 
     Args:
         learning_rate: the norm of a step relative to the norm of the weight, a number or a schedule.
@@ -293,7 +293,7 @@ def dion(
     view: MatrixView = MatrixView(),
     mask: Mask = None,
 ) -> Transform:
-    """Dion, for parameters that are all matrices: orthonormalized updates of low rank.
+    """Dion: orthonormalized updates of low rank. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule.
@@ -356,7 +356,7 @@ def soap(
     view: MatrixView = MatrixView(),
     mask: Mask = None,
 ) -> Transform:
-    """SOAP, for parameters that are all matrices: AdamW in the eigenbases of Shampoo's factors.
+    """SOAP: AdamW in the eigenbases of Shampoo's factors. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule.
@@ -391,7 +391,7 @@ def soap_muon(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """SOAP with Muon, for parameters that are all matrices: Muon with SOAP in place of the momentum.
+    """SOAP with Muon: Muon with SOAP in place of the momentum. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule.

@@ -28,7 +28,7 @@ Rate = Scalar | Schedule | Callable[[Tensor], Tensor]
 
 
 class ScheduleFreeState(NamedTuple):
-    """State of the transform `schedule_free`."""
+    """State of `schedule_free`: the iterate, the weights of the average, and the state of the inner transform."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -57,19 +57,19 @@ def schedule_free(
 ):
     r"""Replace momentum and a decaying learning rate by averaging the iterates of a transform.
 
-    The iterate is $z_{t+1} = z_t + u_t$, where $u_t$ is the inner transform's update for the gradient at the parameters
-    $y_t$ of the training loop. The average of the iterates is $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$, with
-    weights in proportion to a power of the largest learning rate so far. The parameters are
-    $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. This interpolation replaces momentum, so switch off the momentum of the
-    inner transform. The learning rate need not decay. Evaluate the model with the average $x$, which
+    The training loop computes gradients at the parameters $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The next iterate is
+    $z_{t+1} = z_t + u_t$, where $u_t$ is the inner transform's update for this gradient. The average of the iterates is
+    $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$. Each iterate has the weight $r^p$ in it, where $r$ is the largest
+    learning rate so far and $p$ is ``weight_lr_power``. Using $y_t$ replaces momentum, so switch off the momentum of
+    the inner transform. The learning rate need not decay. Evaluate the model with the average $x$, which
     `schedule_free_eval_params` returns.
 
     Args:
         inner: the whole chain, with the learning rate and without momentum, such as ``scale_by_adam(b1=0.0)``.
-        learning_rate: the learning rate of the inner chain, a number or a schedule. It weights the average. As in
-            Optax, a schedule is called with 1 for the first update, so that the first iterate of a warmup from zero has
-            a weight. Schedulers of ``torch.optim`` change only the inner chain's rate (``lr`` of a group), not this
-            argument: give both the same schedule of `muonfx.core.schedules` instead.
+        learning_rate: the learning rate of the inner chain, a number or a schedule. It weights the average. A schedule
+            is called with 1 for the first update, as in Optax, because a warmup may return zero at step 0. Schedulers
+            of ``torch.optim`` change only the inner chain's rate (``lr`` of a group), not this argument: give both the
+            same schedule of `muonfx.core.schedules` instead.
         b1: the weight $\beta_1$ of the average in the parameters, in (0, 1].
         weight_lr_power: the power of the learning rate that weights the average, 0 or more.
         dtype: storage dtype of $z$. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
@@ -149,7 +149,7 @@ def schedule_free(
 
 
 def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
-    """Warn if the inner transform has a momentum, or learning rates that all differ from ``learning_rate``."""
+    """Warn if the inner transform has a momentum, or if none of its learning rates equals ``learning_rate``."""
     rates = [_number_of(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
     given = _number_of(learning_rate)
     known = all(isinstance(rate, float | Schedule) for rate in (*rates, given))
@@ -172,7 +172,7 @@ def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
 
 
 def _number_of(value: object) -> object:
-    """Return the value of a schedule that is constant; return any other object unchanged."""
+    """Return the number that a constant schedule always returns. Return any other object unchanged."""
     if not isinstance(value, Schedule):
         return value
     first = value(0)
@@ -180,7 +180,7 @@ def _number_of(value: object) -> object:
 
 
 def schedule_free_eval_params(state: PyTree, params: T) -> T:
-    """Return the parameters with which to evaluate a model trained with `schedule_free`: the average of the iterates.
+    """Return the parameters for evaluating a model trained with `schedule_free`: the average of the iterates.
 
     Args:
         state: the state of `schedule_free`, or of a chain that contains it.

@@ -69,7 +69,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
 def sam_gradient(
     gradient: Callable[[PyTree], Any], params: PyTree, perturbation: Transform | None = None, *, has_aux: bool = False
 ) -> Any:
-    """Return the gradient for sharpness-aware minimization: the gradient after an ascent step from the parameters.
+    """Return the gradient at the point after an ascent step from the parameters, for sharpness-aware minimization.
 
     Args:
         gradient: a function from parameters to a tree of gradients, such as ``torch.func.grad(loss)``. It is called

@@ -19,7 +19,7 @@ from muonfx.tree import elementwise as ew
 __all__ = ["SoapState", "scale_by_soap"]
 
 _SHIFT = 2.0**-13
-"""Added to the eigenvalues of a factor whose largest element is in [1, 2), so that rounding does not choose a basis."""
+"""Added to the eigenvalues of a factor, scaled to a maximum in [1, 2), so that rounding does not choose the basis."""
 
 
 class SoapState(NamedTuple):
@@ -31,17 +31,17 @@ class SoapState(NamedTuple):
     count: PyTree  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of gradients of each matrix so far, of shape (..., 1, 1)."""
     mu: PyTree
-    """Averages of the gradient, like the parameters."""
+    """The average of the gradients: a tree like the parameters."""
     nu: PyTree
-    """Averages of the squared gradient in the bases, like the parameters."""
+    """The average of the squared gradients in the bases: a tree like the parameters."""
     left: PyTree
     """The average of $G G^T$ of each matrix, (..., rows, rows)."""
     right: PyTree
     """The average of $G^T G$ of each matrix, (..., columns, columns)."""
     left_basis: PyTree
-    """An orthogonal matrix near the eigenvectors of ``left``, by falling eigenvalue."""
+    """The basis $P$: orthogonal, near the eigenvectors of ``left``, which are sorted by falling eigenvalue."""
     right_basis: PyTree
-    """An orthogonal matrix near the eigenvectors of ``right``, by falling eigenvalue."""
+    """The basis $Q$: orthogonal, near the eigenvectors of ``right``, which are sorted by falling eigenvalue."""
 
 
 @matrixwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
@@ -72,7 +72,7 @@ def scale_by_soap(
             optimizers whose default is 10.
         max_precondition_size: sides longer than this keep the identity as their basis. The QR decomposition of a side
             of length n takes about $8 n^3 / 3$ operations.
-        view: which matrices a leaf consists of, as for `orthogonalize`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
         ValueError: an argument is out of range; at `init`, a leaf is not a matrix or does not fit the view.
@@ -142,13 +142,13 @@ def scale_by_soap(
 
 
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left.mT @ x @ right``, with an empty matrix for the identity."""
+    """Return ``left.mT @ x @ right``. An empty ``left`` or ``right`` counts as the identity."""
     x = left.mT @ x if left.shape[-1] else x
     return x @ right if right.shape[-1] else x
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-    """Do one power iteration where it is due. Return the basis and the old indices of its columns, (..., 1, n)."""
+    """Do one power iteration if it is due. Return the new basis and the old indices of its columns, (..., 1, n)."""
     product = (factor * unit_power(factor)) @ basis + _SHIFT * basis
     # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding. The identity is
     # not sorted: the order of its columns says nothing yet, and each change of order is a jump.

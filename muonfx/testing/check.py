@@ -47,7 +47,6 @@ class LawReport:
     left_out: dict[str, str]
 
     def __str__(self) -> str:
-        """Return a text with one line for each law."""
         lines = [f"{self.tx}: {len(self.held)} {'law holds' if len(self.held) == 1 else 'laws hold'}"]
         lines += [f"  {name} ({count} example{'s' * (count != 1)})" for name, count in self.held.items()]
         lines += ["left out"] * bool(self.left_out)
@@ -56,7 +55,7 @@ class LawReport:
 
 
 def laws_for(tx: Transform) -> dict[str, str | None]:
-    """Return a dict by the name of each law: None if the law applies to the transform, else the reason why not.
+    """Return a dict with the name of every law: None if it applies to the transform, else the reason why not.
 
     >>> import muonfx as mfx
     >>> found = laws_for(mfx.clip_by_global_norm(1.0))
@@ -89,8 +88,8 @@ def _strategy(ranks: tuple[int, int]) -> st.SearchStrategy[Example]:
 def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
     """Return a hypothesis strategy that draws examples (parameters and gradients) which the transform accepts.
 
-    To find out, the transform is run on a tree whose leaves have any number of dims. If it raises an error, it is run
-    on a tree whose leaves have two or more dims.
+    The transform is first tried on a tree whose leaves have any number of dims. If it raises an error, it is tried on a
+    tree whose leaves have two or more dims.
 
     Raises:
         TypeError: the transform raises an error on both trees; the message contains both errors.
@@ -191,7 +190,7 @@ def check_transform(
 
 
 def _spread(pool: list[Example], number: int) -> list[Example]:
-    """Return ``number`` of the examples, evenly spaced; the last is included, because the first are the simplest."""
+    """Return ``number`` evenly spaced examples. The last one is included, because the first are the simplest."""
     return [pool[-1 - place * len(pool) // number] for place in range(number)]
 
 
@@ -222,7 +221,7 @@ _pools: dict[Any, list[Example]] = {}
 
 
 def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
-    """Draw the examples once for all laws, because drawing costs more than most laws; cache them if reproducible."""
+    """Return drawn examples for all laws to share (drawing costs more than most laws), cached if reproducible."""
     fixed = seed is not None or hypothesis.settings().derandomize
     if fixed and (strategy, number, seed) in _pools:
         return _pools[strategy, number, seed]
@@ -238,7 +237,7 @@ SLOW = 0.1
 
 
 def _smallest_drawn(holds: Check, pool: list[Example]) -> LawViolation | None:
-    """Return the violation on the smallest drawn example that breaks a law, or None if the ten smallest break none."""
+    """Return the `LawViolation` of the smallest drawn example that breaks a law, if it is among the ten smallest."""
 
     def size(example: Example) -> tuple[int, int]:
         tensors = list(tree.tensors(example))
@@ -253,7 +252,7 @@ def _smallest_drawn(holds: Check, pool: list[Example]) -> LawViolation | None:
 
 
 def _shrunk(holds: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:
-    """Return the violation on the smallest example that hypothesis finds by shrinking, or None if it finds none."""
+    """Return the `LawViolation` of the smallest example that hypothesis finds by shrinking, or None if none fails."""
     try:
         _for_each(holds, strategy, max(number, 100), seed)
     except LawViolation as found:

@@ -89,7 +89,7 @@ class Example(NamedTuple):
         return self.dense().map(lambda leaf: leaf.detach().double().clone(memory_format=torch.contiguous_format))
 
     def smooth(self, steps: int = 2) -> Example:
-        """Return an example of the same shapes with random float64 values away from zero, to check derivatives."""
+        """Return an example of the same shapes with random float64 values away from zero, where derivatives exist."""
         generator = torch.Generator().manual_seed(0)
 
         def away(leaf: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Example(NamedTuple):
         return Example(tree.map(away, params), [tree.map(away, params) for _ in range(steps)])
 
     def in_every_dtype(self) -> list[Example]:
-        """Return four versions with mixed dtypes: leaves have the dtypes of `DTYPES` in turn from another start."""
+        """Return four copies with mixed dtypes. Each copy assigns the `DTYPES` to its leaves in another order."""
         leaves, treedef = tree.flatten(self.params)
         places = tree.unflatten(treedef, list(range(len(leaves))))
 
@@ -111,7 +111,7 @@ class Example(NamedTuple):
         return [Example(turned(self.params, n), [turned(grads, n) for grads in self.steps]) for n in shifts]
 
     def prolonged(self, steps: int) -> Example:
-        """Return the example with at least ``steps`` optimizer steps, by repeating its gradients in order."""
+        """Return the example with at least ``steps`` optimizer steps: its gradients are repeated in order."""
         return Example(self.params, [self.steps[i % len(self.steps)] for i in range(max(steps, len(self.steps)))])
 
 
@@ -133,12 +133,12 @@ def on_meta(values: PyTree) -> PyTree:
 
 
 def updates_of(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[PyTree]:
-    """Run a transform from its initial state on the gradients of each step, and return the updates of each step."""
+    """Run a transform from its initial state through all steps, and return a list with the updates of each step."""
     return [updates for updates, _ in history(tx, params, steps)]
 
 
 def history(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[tuple[PyTree, PyTree]]:
-    """Run a transform from its initial state on the gradients of each step; return a pair (updates, state) for each."""
+    """Run a transform from its initial state through all steps; return a list with a pair (updates, state) per step."""
     state = tx.init(params)
     found: list[tuple[PyTree, PyTree]] = []
     for grads in steps:
@@ -151,7 +151,7 @@ _SEEDS = st.integers(0, 2**16)
 
 
 def _of_half_rank(values: Tensor) -> Tensor:
-    """Return matrices of half rank: their singular values fall from 1 to 0.001, and the others are zero."""
+    """Return matrices of half the full rank. Their nonzero singular values fall from 1 to 0.001."""
     left, _, right = torch.linalg.svd(values, full_matrices=False)
     kept = (left.shape[-1] + 1) // 2
     falling = torch.logspace(0, -3, kept, dtype=values.dtype)
@@ -167,7 +167,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class _DrawnLeaf:
-    """The drawn properties of a leaf; together with a seed, they determine its values."""
+    """The drawn shape, dtype and other properties of a leaf. A seed then determines its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -185,7 +185,7 @@ class _DrawnLeaf:
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """Return a tensor with the same values, and with the strides or storage offset of a named memory layout."""
+    """Return a tensor with the same values in a named memory layout, which sets its strides and storage offset."""
     if layout == "transposed" and values.ndim >= 2:
         return values.mT.contiguous().mT
     if layout == "gaps" and values.ndim:
@@ -237,7 +237,7 @@ def _plan_trees(
 def trees(
     *, ranks: tuple[int, int] = (0, 4), dtypes: Sequence[torch.dtype] = DTYPES, nones: bool = True, layouts: bool = True
 ) -> st.SearchStrategy[PyTree]:
-    """Return a strategy that draws nested containers (dict, tuple, list, NamedTuple, OrderedDict, deque) of tensors.
+    """Return a hypothesis strategy that draws nested containers of tensors, such as dicts, tuples and lists.
 
     Args:
         ranks: the minimal and maximal number of dims of a leaf. The lengths of dims are 1 to 7, and rarely 0.
@@ -287,16 +287,16 @@ def params_and_grads(
     nones: bool = True,
     layouts: bool = True,
 ) -> st.SearchStrategy[Example]:
-    """Return a strategy that draws an `Example`: a tree of parameters and, for each step, a tree of gradients.
+    """Return a hypothesis strategy that draws an `Example`: a tree of parameters, and a tree of gradients per step.
 
     Gradients have the dtypes of their parameters, or are all float32, as in mixed-precision training.
 
     Args:
         steps: the minimal and maximal number of steps.
-        ranks: as in `trees`; ``(2, 4)`` for transforms that accept matrices only.
-        dtypes: as in `trees`.
+        ranks: the minimal and maximal number of dims of a leaf; ``(2, 4)`` for transforms of matrices.
+        dtypes: the dtypes of parameters; failing examples shrink to the first.
         nones: whether a parameter, or a gradient in some steps, may be None.
-        layouts: as in `trees`.
+        layouts: whether leaves may be noncontiguous, as in `trees`.
 
     >>> from hypothesis import find
     >>> params, steps = find(params_and_grads(nones=False), lambda e: type(e.params) is dict and len(e.steps) == 2)

@@ -18,7 +18,7 @@ __all__ = ["LAWS", "Law", "LawFunction", "law"]
 
 
 class LawFunction(Protocol):
-    """The signature of a law: a function of a transform, parameters and the gradients of each step."""
+    """The type of a law: a function of a transform, parameters, and a list with the gradients of each step."""
 
     __name__: str
 
@@ -55,7 +55,7 @@ LAWS: dict[str, Law] = {}
 
 
 def rough_chain(*transforms: Transform | tuple[str, Transform]) -> Transform:
-    """Return a chain without the warning about its order: laws put a scale after transforms that should be last."""
+    """Return a chain without the warning about its order, because laws put a scale after any transform."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "chain: .* comes before .*", UserWarning)
         return chain(*transforms)
@@ -80,7 +80,7 @@ def law(
     The function raises an error, such as an AssertionError, if the law does not hold.
 
     Args:
-        on: a function that returns the example to check for a generated example, for example in float64.
+        on: a function that prepares each generated example, for example by converting it to float64.
         unless: a function from a transform to the reason why the law does not apply to it, or to None.
         share: the fraction of the generated examples on which the law is checked.
 

@@ -37,7 +37,7 @@ Strategy = st.SearchStrategy[Any]
 
 
 def schedules() -> st.SearchStrategy[sch.Schedule]:
-    """Return a strategy that draws any public schedule, with small valid arguments.
+    """Return a hypothesis strategy that draws any public schedule, with small valid arguments.
 
     >>> from hypothesis import find
     >>> find(schedules(), lambda drawn: drawn(0) != drawn(1))
@@ -65,12 +65,12 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
 
 
 def halve(updates: PyTree, params: PyTree) -> PyTree:
-    """Return half of the updates: a function for `stateless` that can be pickled, because a module defines it."""
+    """Return half of the updates. A module defines this function for `stateless`, so that it can be pickled."""
     return tree.map(lambda u: u / 2, updates)
 
 
 def by_rank(params: PyTree) -> PyTree:
-    """Return labels for `partition`: "matrices" for leaves of two or more dims, else "rest"."""
+    """Return the labels (group names) for `partition`: "matrices" for leaves of two or more dims, else "rest"."""
     return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
 
 
@@ -80,7 +80,7 @@ def by_rank(params: PyTree) -> PyTree:
     reads_params=lambda inner: inner.reads_params,
 )
 def with_value(inner: Transform):
-    """Call a transform with ``value=1.0``, a loss that does not improve, because laws pass no named arguments."""
+    """Wrap a transform that requires a loss: pass ``value=1.0`` to it, because laws pass no named arguments."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
         return inner.run(updates, state, params, donate=donate, value=1.0)
@@ -118,7 +118,7 @@ _VIEWS = st.builds(
         )
     ),
 )
-"""Values of `MatrixView` that fit every tensor of at least two dims."""
+"""Several `MatrixView` values that fit every tensor of at least two dims."""
 
 _BY_NAME: dict[str, Strategy] = {
     **dict.fromkeys(("learning_rate", "adamw_learning_rate"), _RATES),
@@ -134,13 +134,13 @@ _BY_NAME: dict[str, Strategy] = {
     "labels": st.just(select.default_labels_by_name),
     "heads": st.just(()),  # drawn trees have no attention modules
 }
-"""Strategies for arguments that mean the same in every factory, by argument name."""
+"""A dict from the name of an argument to its strategy, for arguments that mean the same in every factory."""
 
 
 def _drawn(factory: Callable[..., Transform], **own: Strategy) -> st.SearchStrategy[Transform]:
-    """Return a strategy that draws a factory's transforms, with strategies for some arguments in ``own``.
+    """Return a strategy that draws transforms of one factory, with the strategies ``own`` for some arguments.
 
-    Other arguments use the strategy for their name; booleans are drawn, and any other argument keeps its default.
+    Another argument uses the shared strategy for its name. Without one, booleans are drawn and other defaults stay.
     """
     drawn = dict(own)
     for name, parameter in inspect.signature(factory).parameters.items():
@@ -242,7 +242,7 @@ MATRIX_ONLY = frozenset(name for name, factory in _FACTORIES.items() if _takes_m
 
 
 def arguments() -> dict[str, Strategy]:
-    """Return a dict from the name of each public factory or recipe to a strategy that draws its transforms.
+    """Return a dict from the name of each public factory or recipe to a hypothesis strategy for its transforms.
 
     >>> from hypothesis import find
     >>> find(arguments()["clip_by_value"], lambda tx: True)
@@ -252,11 +252,11 @@ def arguments() -> dict[str, Strategy]:
 
 
 def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) -> st.SearchStrategy[Transform]:
-    """Return a strategy that draws a public transform with valid arguments.
+    """Return a hypothesis strategy that draws a public transform with valid arguments.
 
     Args:
         names: names of the factories to draw from. None: all factories whose transforms accept any tree.
-        matrices: whether None also includes the factories of `MATRIX_ONLY`, which accept matrices only.
+        matrices: with ``names=None``, also draw transforms that accept only matrices (`MATRIX_ONLY`).
 
     >>> from hypothesis import find
     >>> find(transforms(["momentum", "scale"]), lambda tx: tx.name == "scale")
@@ -268,12 +268,12 @@ def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) ->
 
 
 def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> st.SearchStrategy[list[Transform]]:
-    """Return a strategy that draws a list of transforms which `chain` accepts without a warning.
+    """Return a hypothesis strategy that draws a list of transforms which `chain` accepts without a warning.
 
     Args:
         min_size: the minimal number of transforms.
         max_size: the maximal number of transforms.
-        matrices: whether to include the factories of `MATRIX_ONLY`, which accept matrices only.
+        matrices: also draw transforms that accept only matrices (`MATRIX_ONLY`).
 
     >>> from hypothesis import find
     >>> find(chains(), lambda drawn: len(drawn) == 1)

@@ -40,7 +40,7 @@ class LawViolation(AssertionError):
 
 
 class Breach(Exception):
-    """Raised inside a law; the decorator `law` adds the law and the transform, and raises a `LawViolation`."""
+    """The failure of a law, raised inside it. The decorator `law` turns it into a `LawViolation` with the transform."""
 
     def __init__(self, leaf: str | None, found: str) -> None:
         super().__init__(leaf, found)
@@ -48,7 +48,7 @@ class Breach(Exception):
 
 
 def shown(leaf: object) -> str:
-    """Return a description of a leaf in one line: its dtype, its shape, and its values if they are few."""
+    """Return one line that describes a leaf: its dtype, its shape, and its values if they are few."""
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
@@ -79,7 +79,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Return True if two tensors differ by at most `tolerance` times the largest magnitude of both; NaN equals NaN."""
+    """Return True if two tensors differ by at most ``tolerance`` times their largest magnitude; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.numel() == 0:
@@ -97,9 +97,9 @@ def _compare(
     same: Callable[[Tensor, Tensor], bool],
     describe: Callable[[Any], str] = shown,
 ) -> None:
-    """Raise `Breach` unless two trees have one structure and each pair of tensors satisfies ``same``.
+    """Raise `Breach` (a failed law) unless two trees have one structure and each pair of tensors satisfies ``same``.
 
-    ``what`` and ``expected_is`` describe both trees in the message.
+    ``what`` names the found tree and ``expected_is`` the expected tree in the message.
     """
     have, have_def = tree.flatten(found)
     want_def = tree.flatten(expected)[1]
@@ -114,17 +114,17 @@ def _compare(
 
 
 def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
-    """Raise `Breach` unless two trees are bitwise equal; ``what`` and ``expected_is`` describe them in the message."""
+    """Raise `Breach` (a failed law) unless two trees are bitwise equal. ``what`` and ``expected_is`` name the trees."""
     _compare(what, found, expected, expected_is, bits_equal)
 
 
 def require_close(what: str, found: PyTree, expected: PyTree, expected_is: str, tolerance: float) -> None:
-    """Raise `Breach` unless two trees agree within a tolerance, which is relative to each leaf's largest magnitude."""
+    """Raise `Breach` (a failed law) unless two trees agree within a tolerance, relative to each leaf's maximum."""
     _compare(what, found, expected, expected_is, lambda a, b: is_close(a, b, tolerance))
 
 
 def require_spec(what: str, found: PyTree, expected: PyTree, expected_is: str, *, devices: bool = True) -> None:
-    """Raise `Breach` unless two trees have equal structures, shapes and dtypes, and with ``devices`` equal devices."""
+    """Raise `Breach` (a failed law) unless two trees agree in structure, shapes, dtypes and, optionally, devices."""
 
     def traits(leaf: object) -> str:
         if not isinstance(leaf, Tensor):
@@ -139,7 +139,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, tor
 
 
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
-    """Return the tolerance for results of a transform, by the narrowest dtype in the trees and in its arguments."""
+    """Return the tolerance for comparing results of a transform, by the narrowest dtype in it and in the trees."""
     held = {leaf.dtype for given in trees for leaf in tree.tensors(given) if leaf.is_floating_point() and leaf.ndim}
     for value in values_within(tx):
         if isinstance(value, QuantizedDtype):
@@ -151,7 +151,7 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
 
 
 def values_within(value: Any) -> Iterator[Any]:
-    """Yield a value and all values inside it: the arguments of transforms and the items of containers, recursively."""
+    """Yield a value and all values inside it, recursively: the arguments of transforms and the items of containers."""
     yield value
     inside = value.arguments if isinstance(value, Recorded) else value
     if isinstance(inside, dict | tuple | list):

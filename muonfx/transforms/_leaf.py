@@ -28,7 +28,7 @@ _WRITES = frozenset({"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshif
 
 
 class Operation(NamedTuple):
-    """One recorded operation: a function of lists of tensors, the indices of its operands, and its scalars."""
+    """One recorded tensor operation of a `leafwise` step, which runs later on lists with the tensors of all leaves."""
 
     function: Callable[..., list[Tensor]]
     operands: list[int]
@@ -43,7 +43,7 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
-    """Return the methods for a Python operator and for its reflected form, such as ``__pow__`` and ``__rpow__``."""
+    """Return two methods for a Python operator: the operator itself and its reflected form, such as ``__rpow__``."""
     return lambda x, y: _each(function, x, y), lambda x, y: _each(function, y, x)
 
 
@@ -93,7 +93,6 @@ class Leaf:
     __array_ufunc__ = None  # makes numpy scalars defer to the operators of the leaf
 
     def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
-        """Append this placeholder to a record: an operand of the step, or the result of an operation."""
         self._record, self.place = record, len(record)
         record.append(operation)
 
@@ -105,7 +104,7 @@ class Leaf:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
-        """Record a call of a torch function, such as ``torch.sqrt(leaf)``, to run later on lists of tensors."""
+        """Record a call of a torch function on placeholders, such as ``torch.sqrt(x)``; return a placeholder."""
         name, given = function.__name__, kwargs or {}
         writes = given.get("out") is not None or given.get("inplace")
         if not torch.compiler.is_compiling():  # a compiler cannot trace the name
@@ -116,7 +115,7 @@ class Leaf:
         return own(*args, **given) if own and args and isinstance(args[0], Leaf) else _each(function, *args, **given)
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
-        """Return the tensor method of this name; a call of it is recorded and returns a placeholder."""
+        """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
         method: Callable[..., Tensor] | None = getattr(Tensor, name, None)
         if not callable(method) or name.startswith("__"):
             raise AttributeError(f"leafwise: a step runs for all leaves at once, so a leaf has no {name}; {_TRANSFORM}")
@@ -125,45 +124,45 @@ class Leaf:
         return functools.partial(_each, method, self)
 
     def add(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
-        """Return the placeholder of ``self + alpha * other``, which is computed later for every leaf."""
+        """Return a placeholder for ``self + alpha * other``. Its values are computed later, for every leaf."""
         if isinstance(other, Leaf):
             return _listed(ew.add, _plus, (self, other), (alpha,))
         return _listed(ew.shift, operator.add, (self,), (_times(alpha, other),))
 
     def sub(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
-        """Return the placeholder of ``self - alpha * other``, which is computed later for every leaf."""
+        """Return a placeholder for ``self - alpha * other``. Its values are computed later, for every leaf."""
         return self.add(other, alpha=-alpha)
 
     def mul(self, other: Operand) -> Leaf:
-        """Return the placeholder of ``self * other``, which is computed later for every leaf."""
+        """Return a placeholder for ``self * other``. Its values are computed later, for every leaf."""
         if isinstance(other, Leaf):
             return _listed(functools.partial(ew.apply, "mul"), operator.mul, (self, other))
         return _listed(ew.mul, operator.mul, (self,), (other,))
 
     def div(self, other: Operand, *, rounding_mode: str | None = None) -> Leaf:
-        """Return the placeholder of ``self / other``, which is computed later for every leaf."""
+        """Return a placeholder for ``self / other``. Its values are computed later, for every leaf."""
         if isinstance(other, Leaf) and rounding_mode is None:
             return _listed(ew.div, operator.truediv, (self, other), overwrites=1)
         return _each(torch.div, self, other, rounding_mode=rounding_mode)
 
     def lerp(self, end: Operand, weight: Operand) -> Leaf:
-        """Return the placeholder of ``self + weight * (end - self)``, which is computed later for every leaf."""
+        """Return a placeholder for ``self + weight * (end - self)``. Its values are computed later, for every leaf."""
         if isinstance(end, Leaf) and not isinstance(weight, Leaf):
             return _listed(ew.lerp, _lerp, (self, end), (weight,))
         return _each(torch.lerp, self, end, weight)
 
     def addcmul(self, x: Operand, y: Operand, *, value: Scalar = 1.0) -> Leaf:
-        """Return the placeholder of ``self + value * x * y``, which is computed later for every leaf."""
+        """Return a placeholder for ``self + value * x * y``. Its values are computed later, for every leaf."""
         if isinstance(x, Leaf) and isinstance(y, Leaf):
             return _listed(ew.addcmul, _addcmul, (self, x, y), (value,))
         return _each(torch.addcmul, self, x, y, value=value)
 
     def sqrt(self) -> Leaf:
-        """Return the placeholder of the elementwise square root, which is computed later for every leaf."""
+        """Return a placeholder for the elementwise square root. Its values are computed later, for every leaf."""
         return _listed(functools.partial(ew.apply, "sqrt"), torch.sqrt, (self,))
 
     def sign(self) -> Leaf:
-        """Return the placeholder of the sign of each element, which is computed later for every leaf."""
+        """Return a placeholder for the sign of each element. Its values are computed later, for every leaf."""
         return _listed(functools.partial(ew.apply, "sign"), torch.sign, (self,))
 
     def __neg__(self) -> Leaf:
@@ -203,7 +202,7 @@ def _listed(
     scalars: Sequence[object] = (),
     overwrites: int = 0,
 ) -> Leaf:
-    """Record a function of the lists of all leaves; or ``each``, of single tensors, if dtypes or shapes may vary."""
+    """Record one call of ``function`` on lists of all leaves' tensors, or else a call of ``each`` for every leaf."""
     record, places = operands[0]._record, [operand.place for operand in operands]
     is_odd = None in [getattr(record[place], "overwrites", 0) for place in places]  # an input has no operation
     if is_odd or not all(map(_is_number, scalars)):
@@ -212,14 +211,14 @@ def _listed(
 
 
 def _is_number(value: object) -> bool:
-    """Return True for a scalar that the functions of lists accept: a real number or a real 0-d tensor."""
+    """Return True for a real number or a real 0-d tensor, which functions on lists of tensors accept as a scalar."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
     return not isinstance(value, complex)
 
 
 def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
-    """Record a function that is called once for each leaf, and return the placeholder of its result."""
+    """Record a torch function that is called once for each leaf, and return a placeholder for the results."""
     found, treedef = tree.flatten((args, kwargs))
     is_leaf = [isinstance(x, Leaf) for x in found]  # `call` keeps bools, because leaves would be a reference cycle
     operands = [x for x in found if isinstance(x, Leaf)]
@@ -243,23 +242,23 @@ def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf
 
 
 class StepPlan(NamedTuple):
-    """The recorded operations of a `leafwise` step that its outputs (the update and the new state) need, in order.
+    """The recorded operations that compute the update and the new state of a `leafwise` step, in order.
 
-    The recorded values are numbered: first the operands, then the result of each operation.
+    Every value has a number: first the operands (update, state and parameters), then the result of each operation.
     """
 
     operations: list[tuple[int, Operation]]
-    """Pairs of the number of the result and its operation."""
+    """Pairs (number of the result, operation)."""
     uses: list[int]
-    """For each recorded value, the number of operations and outputs that read it."""
+    """For each value, how many operations and outputs read it. It may be overwritten after the last of them."""
     update: int
     """The number of the value that is the update."""
     state: list[int | Tensor]
     """For each field of the new state, the number of its value; for a step count, the new count itself."""
     unsure: frozenset[int]
-    """The numbers of values that must be checked, because they may be complex or have another shape than their leaf."""
+    """The numbers of values that must be checked: they may be complex, or have another shape than their leaf."""
     may_vary: bool
-    """Whether a scalar is a tensor, so that the step must be recorded again at the next call."""
+    """True if a scalar is a tensor. Its value may change, so the step is recorded again at the next call."""
 
 
 def record_step(
@@ -270,7 +269,7 @@ def record_step(
     is_tree: Sequence[bool],
     reads_params: bool,
 ) -> StepPlan:
-    """Call a `leafwise` step with placeholders, check its result against the declared state, and return its plan."""
+    """Call a `leafwise` step with placeholders, check the form of its result, and return the recorded operations."""
     containers = tree.flatten(declared)[1]
     record: list[Operation | None] = []
     u = Leaf(record)
@@ -296,7 +295,6 @@ def record_step(
 
 
 def _plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> StepPlan:
-    """Return the plan of the recorded operations that the update and the new state need."""
     uses = [0] * len(record)
     for leaf in (update, *state):
         if isinstance(leaf, Leaf):

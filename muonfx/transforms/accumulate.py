@@ -20,7 +20,7 @@ __all__ = ["AccumulateState", "accumulate"]
 
 
 class AccumulateState(NamedTuple):
-    """State of the transform `accumulate`."""
+    """State of the transform `accumulate`: sums of gradients, counts of micro-batches, and the inner state."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of micro-batches since the last update: int64, in CPU memory, so that reading it does not sync."""
@@ -52,9 +52,9 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
 
     At all other micro-batches the updates are zero. By default, a counter in the state finds the last micro-batch of
     each group. The extra (named argument of `update`) ``boundary`` marks it instead:
-    ``update(grads, state, params, boundary=True)``. The choice is made in Python; under ``torch.compile``, by
-    ``torch.cond``. Under ``torch.func.vmap`` over the state, and in ``make_fx``, the inner transform runs at every
-    call, and its result is used or dropped.
+    ``update(grads, state, params, boundary=True)``. The inner transform runs only for the last micro-batch; under
+    ``torch.compile``, ``torch.cond`` makes this choice. Under ``torch.func.vmap`` over the state, and in ``make_fx``,
+    the inner transform runs at every call, and its result is used or dropped.
 
     A gradient of None counts as zero. If it was None in all micro-batches of a group, the update is None.
 
@@ -126,7 +126,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
 
 
 def _by_path(updates: PyTree) -> list[int]:
-    """Return the indices of the leaves of a tree in the order of `AccumulateState.seen`: sorted by path."""
+    """Return the indices of the leaves of a tree, sorted by the path of each leaf."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
     # The name of its type precedes an entry, so that an int is never compared with a string.
@@ -135,7 +135,7 @@ def _by_path(updates: PyTree) -> list[int]:
 
 
 def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
-    """Return the gradients, where None is replaced by a tensor if the leaf had a gradient since the last update."""
+    """Return the gradients, but a tensor instead of None if an earlier micro-batch of the group had a gradient."""
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
         return updates
@@ -146,17 +146,17 @@ def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
 
 
 def _scalar_for(number: Tensor, total: Tensor) -> Tensor:
-    """Return a CPU scalar to combine with ``total``: as it is, or under ``torch.func`` on the device of ``total``."""
+    """Return a CPU scalar that can be combined with ``total``. Under ``torch.func`` it is moved to its device."""
     return number if torch.compiler.is_compiling() or not is_wrapped(number) else number.to(total.device)
 
 
 class _Outcomes(NamedTuple):
-    """The two outcomes of a call of `accumulate`, `step` and `wait`, and the ways to choose between them."""
+    """The two possible results of a call of `accumulate`: `step`, a real update, and `wait`, an update of zero."""
 
     inner: Transform
     updates: PyTree
     places: PyTree
-    """A tree with any tensor for each leaf that gets an update, and None for the others."""
+    """A tree with some tensor for each leaf that gets an update, and None for every other leaf."""
     mean: bool
     params: PyTree
     extras: dict[str, object]
@@ -186,12 +186,12 @@ class _Outcomes(NamedTuple):
         return tree.map(torch.zeros_like, self.updates), gathered
 
     def select(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Compute both outcomes and select one with ``torch.where``; under ``vmap``, for each state of a batch."""
+        """Compute both results and select one by ``due`` with ``torch.where``; ``vmap`` does so for each state."""
         stepped, waited = self.step(gathered, NOTHING), self.wait(gathered)
         return tree.map(lambda a, b: torch.where(due.to(a.device), a, b), stepped, waited)
 
     def cond(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Choose the outcome within a compiled graph, with ``torch.cond``."""
+        """Choose one of the two results by ``due`` with ``torch.cond``, in a compiled graph."""
         leaves, treedef = tree.flatten(gathered)
         shape = tree.flatten(self.wait(gathered))[1]
 

@@ -28,7 +28,7 @@ def __dir__() -> list[str]:
 _C = cast("Any", torch._C)
 
 _EXCLUDED = -9000.0
-"""A number in an attention mask that excludes a pair of query and key; common values are -1e4, -1e9 and -inf."""
+"""Numbers up to this one in an attention mask exclude a pair of query and key. Common are -1e4, -1e9 and -inf."""
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def max_logits(
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return a detached tensor without the wrappers of ``torch.func``, which end before the recorded value is used."""
+    """Return a detached tensor without ``torch.func`` wrappers, so that it can be stored after their function ends."""
     while is_wrapped(x):
         if _C._functorch.is_batchedtensor(x):
             raise NotImplementedError(
@@ -111,7 +111,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 class _Collector(TorchFunctionMode):
-    """Collects the largest logits of every ``scaled_dot_product_attention`` in ``found``, by the running module."""
+    """Stores the largest logits of each ``scaled_dot_product_attention`` in ``found``, by name of the module."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Collector(TorchFunctionMode):
             self._running.pop()
 
     def add(self, most: Tensor) -> None:
-        """Record the largest logits (heads,) of one attention call of the innermost running module."""
+        """Store the largest logits (heads,) of one attention call under the innermost running module."""
         if not self._running:
             return
         module = self._running[-1]

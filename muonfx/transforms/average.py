@@ -17,7 +17,7 @@ __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
 
 
 class EmaParamsState(NamedTuple):
-    """State of the transform `ema_params`."""
+    """State of the transform `ema_params`: the averaged parameters."""
 
     average: PyTree
     """The averaged parameters: a tree like the parameters in the storage dtype, or a `QuantizedState`."""
@@ -55,7 +55,7 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
 
 
 class MasterParamsState(NamedTuple):
-    """State of the transform `master_params`."""
+    """State of the transform `master_params`: the copy of the parameters and the state of the inner transform."""
 
     master: PyTree
     """The copy of the parameters in higher precision; the model's parameters are its rounded values."""

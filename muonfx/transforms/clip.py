@@ -124,5 +124,5 @@ def norm_over_leaves(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
 
 
 def _small(like: Tensor) -> float:
-    """Return a power of two: the square of any finite norm of the dtype of ``like``, times it, is finite."""
+    """Return a power of two so small that its product with the square of any finite norm is finite."""
     return 2.0**-513 if like.dtype == torch.float64 else 2.0**-65

@@ -39,7 +39,7 @@ None selects all."""
 def _functions(
     name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: Memory
 ) -> InitAndUpdate:
-    """Build ``init`` and ``update`` of a weight decay; ``sign`` is -1 after a learning rate, which reverses updates."""
+    """Return ``init`` and ``update`` of a weight decay; ``sign`` is -1 if it follows the learning rate, else 1."""
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
     decays = resolve_mask(f"{name}: mask", mask, memory)
 
@@ -85,20 +85,20 @@ def add_decayed_weights(
 
     Before `scale_by_learning_rate` this is the decoupled weight decay of AdamW: each step multiplies parameters by ``1
     - learning_rate * weight_decay``. At the start of a chain, before momentum or Adam, it is the L2 penalty of
-    ``torch.optim.SGD``. For a decay that is independent of the learning rate, use `subtract_decayed_weights`.
+    ``torch.optim.SGD``. Use `subtract_decayed_weights` for a decay without the learning rate as factor.
 
     Args:
         weight_decay: a number of 0 or more, or a schedule.
         mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.select`, or a
             function of the parameters. None: all.
-        cautious: do not decay an element whose sign is opposite to the sign of its update. Put the transform directly
-            before the learning rate.
+        cautious: decay an element $x_t$ only if $u_t x_t \geq 0$, so that the decay does not oppose its incoming
+            update $u_t$. Put the transform directly before the learning rate.
 
     Raises:
         ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.
 
-    Follows Loshchilov and Hutter (arXiv 1711.05101), Optax's transform of this name, and Cautious Weight Decay (arXiv
-    2510.12402), whose algorithm 1 decays where $u_t x_t \geq 0$.
+    Follows Loshchilov and Hutter (arXiv 1711.05101), Optax's transform of this name, and for ``cautious`` algorithm 1
+    of Cautious Weight Decay (arXiv 2510.12402).
 
     Example:
         >>> import muonfx as mfx
@@ -133,7 +133,7 @@ def subtract_decayed_weights(
             smaller than for `add_decayed_weights`: 1e-4 rather than 0.1.
         mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.select`, or a
             function of the parameters. None: all.
-        cautious: do not decay an element if the decay would oppose its update, as in `add_decayed_weights`.
+        cautious: decay an element only if the decay does not oppose its update, as in `add_decayed_weights`.
 
     Raises:
         ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.

@@ -35,7 +35,7 @@ P = ParamSpec("P")
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple[Leaf, PyTree]]
 StateAndStep = tuple[PyTree, Step]
-"""The pair that a constructor under `leafwise` returns: a state of `Slot` and `StepCount`, and the step of one leaf."""
+"""The pair (state, step) that a constructor decorated with `leafwise` returns."""
 
 WideStateDtype = torch.dtype | Literal["auto"] | None
 """The storage dtype of a state: a floating dtype, "auto" (the wider of fp32 and the parameter's dtype), or None (the
@@ -45,26 +45,26 @@ StateDtype = WideStateDtype | QuantizedDtype
 
 
 def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the state of a parameter of dtype ``own`` is stored."""
+    """Return the dtype in which a state is stored, for the option ``pinned`` and a parameter of dtype ``own``."""
     if pinned is None:
         return own
     return ew.wide_dtype(own) if isinstance(pinned, str) else pinned
 
 
 def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
-    """Return a tree of zeros with the shapes of the parameters, in a storage dtype."""
+    """Return a tree of zeros with the shapes of the parameters, in the storage dtype that ``dtype`` selects."""
     return tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(dtype, p.dtype), requires_grad=False), params)
 
 
 def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
-    """Return a tree of detached copies of the tensors of a tree, in a storage dtype."""
+    """Return a tree of detached copies of tensors, in the storage dtype that ``dtype`` selects."""
     return tree.map(lambda value: value.detach().to(state_dtype(dtype, value.dtype), copy=True), values)
 
 
 @plain_fields
 @dataclass(frozen=True)
 class Slot:
-    """The declaration of a part of a transform's state: a tree with one tensor in the shape of each parameter.
+    """The declaration of a part of a transform's state: one tensor for each parameter, of the same shape.
 
     Constructors under `leafwise` and `matrixwise` return slots. The dtype is fixed at `init` and never changes.
 
@@ -105,7 +105,7 @@ class StepCount:
 
 
 class SlotTrees:
-    """Creates, reads and writes the state tree that a `Slot` declares."""
+    """Creates, reads and writes the state tree that a `Slot` declares: one tensor for each parameter."""
 
     def __init__(self, slot: Slot, role: str) -> None:
         self._slot = slot
@@ -113,7 +113,7 @@ class SlotTrees:
         self.reads_copies = self._holder is not None
 
     def init(self, params: PyTree) -> PyTree:
-        """Return the state tree at the first step, for these parameters."""
+        """Return the initial state tree for these parameters."""
         is_zero = self._slot.start == "zeros"
         if self._holder is not None:
             return self._holder.zeros(params) if is_zero else self._holder.of(params)
@@ -121,11 +121,11 @@ class SlotTrees:
         return zeros(params, dtype) if is_zero else copies(params, dtype)
 
     def read(self, at: Present, held: PyTree) -> list[Tensor]:
-        """Return the values of the leaves that ``at`` selects, from the stored tree ``held``."""
+        """Return the state tensors in the tree ``held`` that belong to the leaves ``at`` (leaves that are not None)."""
         return at.pick(held) if self._holder is None else self._holder.read(at, held)
 
     def write(self, at: Present, values: list[Tensor], old: list[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
-        """Return ``held`` with new values of the leaves that ``at`` selects; with ``reuse``, overwrite ``old``."""
+        """Return the state tree ``held`` with new values at the leaves ``at``; if ``reuse``, stored in ``old``."""
         if self._holder is not None:
             return self._holder.write(at, values, held)
         return at.fill(ew.store(values, old, reuse=reuse), held)
@@ -155,32 +155,31 @@ def leafwise(
 ) -> Any:
     """Make a factory of transforms from a constructor that returns a state and the arithmetic of one leaf.
 
-    The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters) and `StepCount` (a step count that
-    all leaves share); ``EmptyState()`` if there is none.
+    The state is a NamedTuple, dict or tuple. Its items are `Slot` (a tree like the parameters) and `StepCount` (a step
+    count that all leaves share). A transform without state has ``EmptyState()``.
 
     The arithmetic is a function ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives
-    the update of one leaf, its state in the same containers, and its parameter; it returns the new update and the new
-    state. The operands are `Leaf` placeholders, to be used like tensors, and counts are 0-d tensors. Each leaf is
-    computed in the widest dtype of its operands, at least fp32. Results are rounded to the update's dtype and to the
-    storage dtypes of the state.
+    the update ``u``, the state ``s`` and the parameter ``p`` of one leaf, and returns the new update and state. The
+    state is in the declared NamedTuple, dict or tuple. The operands are `Leaf` placeholders, to be used like tensors;
+    counts are 0-d tensors. Each leaf is computed in the widest dtype of its operands, at least fp32. Results are
+    rounded to the update's dtype and to the storage dtypes of the state.
 
     Use `muonfx.transform` instead if one step needs several leaves, shapes, named arguments of `update` or other
     transforms.
 
     Args:
         constructor: the decorated function. It validates its arguments, and its name becomes the transform's name.
-        locality: the part of the tree that the step reads to compute one element. With a quantized dtype it is at
-            least `Locality.LEAF`.
+        locality: `Locality.ELEMENT` if an element of the result depends on the same element of the operands only;
+            `Locality.LEAF` if it depends on the whole leaf. A quantized dtype raises ELEMENT to LEAF.
         reads_params: whether the step receives the parameter. "updated" passes the parameter after this update has
             been applied. ``Slot(start="params")`` requires True or "updated".
         position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
-        short_names: the argument for a key of a torch optimizer's groups, such as ``{"betas": ("b1", "b2")}``, as for
-            `muonfx.transform`.
+        short_names: a dict from a key of torch's parameter groups to the arguments that it sets, such as
+            ``{"betas": ("b1", "b2")}``, as for `muonfx.transform`.
 
     Returns:
-        A factory with the constructor's name, signature and docstring. Its transforms skip gradients of None, support
-        donation (``donate=True``), ``torch.func`` and ``torch.compile``, and run each operation on all leaves in one
-        call.
+        A factory with the constructor's name, signature and docstring. Its transforms skip gradients of None and run
+        each operation on all leaves in one call. They work with ``torch.func``, ``torch.compile`` and ``donate=True``.
 
     Raises:
         TypeError: the constructor does not return a state and a step as described; at `update`, the step returns its
@@ -227,7 +226,7 @@ def leafwise(
 
 
 def state_and_step(kind: str, found: object, other: type, reads_params: ReadsParams) -> tuple[PyTree, Step]:
-    """Return a constructor's state and step, after checking that the state contains only `Slot` and ``other``."""
+    """Return a constructor's state and step. Raise an error if the state has items other than `Slot` and ``other``."""
     if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
         raise TypeError(f"{kind} constructor returns a state and a step, found {found!r}")
     for where, field in zip(tree.names(found[0]), tree.leaves(found[0]), strict=True):
@@ -310,7 +309,7 @@ def params_for(name: str, params: PyTree) -> PyTree:
 
 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[torch.dtype]]:
-    """Return for each list of operands its compute dtype, or one for each leaf: the widest operand's, at least fp32."""
+    """Return the compute dtypes of the operands: for each leaf, the widest dtype of its operands, at least fp32."""
     kinds = {x.dtype for xs in lists for x in xs}
     if len(kinds) <= 1 or all(len({x.dtype for x in xs}) <= 1 for xs in lists):
         return [ew.wide_dtype(*kinds)] * len(lists)
@@ -318,7 +317,7 @@ def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[to
 
 
 class Values:
-    """The values that a `StepPlan` computes, each as a list with one tensor for each leaf."""
+    """The values that the recorded operations (a `StepPlan`) compute, each as a list with one tensor for each leaf."""
 
     def __init__(self, plan: StepPlan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
         self._operands, self._dtypes = operands, _compute_dtypes(operands)
@@ -335,7 +334,7 @@ class Values:
                 self._may_write[place] = operation.overwrites is not None
 
     def read(self, place: int) -> list[Tensor]:
-        """Return the tensors of the value with this number; convert an operand to the compute dtype once."""
+        """Return the value of number ``place``, a list with one tensor for each leaf, in the compute dtype."""
         values = self._lists[place]
         if values is None:
             given = self._operands[place]
@@ -345,7 +344,7 @@ class Values:
         return values
 
     def _compute(self, operation: Operation) -> list[Tensor]:
-        """Run an operation; overwrite an operand that is not needed afterwards if this is allowed."""
+        """Run one operation on the lists of all leaves; overwrite an operand if allowed and no longer needed."""
         function, operands, scalars, overwrites = operation
         lists: list[list[Tensor]] = []
         for place in operands:
@@ -381,7 +380,7 @@ class Values:
                 )
 
     def take(self, place: int, taken: Sequence[int], spare: int | None = None) -> list[Tensor]:
-        """Return the tensors of an output; copy them if the caller owns their storage or they were returned before."""
+        """Return an output as a list of tensors, copied if the caller owns their storage or another output has them."""
         values = self.read(place)
         if self._may_write[place] and place not in taken:
             return values

@@ -35,20 +35,20 @@ __all__ = [
 ]
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
-"""The pair that a constructor under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step function."""
+"""The pair (state, step) that a constructor decorated with `matrixwise` returns."""
 
 P = ParamSpec("P")
 
 
 def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
-    """Return MATRIX if the view takes every matrix from the last two dims of its parameter, else LEAF."""
+    """Return the locality MATRIX if ``view`` takes every matrix from the last two dims of a parameter, else LEAF."""
     return Locality.MATRIX if isinstance(view.pattern, str) and parse(view.pattern).is_stack else Locality.LEAF
 
 
 def on_stacks(
     tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, only_plain: bool = False
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """Return a transform for parameters stored as stacks (number, rows, columns), and their matrix shapes by name.
+    """Return a transform for parameters reshaped to (number, rows, columns), and a dict of (rows, columns) by name.
 
     This is the option ``on_stacks`` of `muonfx.transform`. ``only_plain`` omits parameters whose independent parts are
     not single matrices.
@@ -69,7 +69,7 @@ def on_stacks(
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
-    """Return the parameter globs in a transform's ``view``: the option ``name_patterns`` of `muonfx.transform`."""
+    """Return the globs over parameter names in a transform's ``view``, for the option ``name_patterns``."""
     pattern = tx.arguments["view"].pattern
     globs = tuple((glob,) for glob in pattern) if isinstance(pattern, Mapping) else ()
     return [NamePatterns("view", globs, first_counts=True)] if globs else []
@@ -80,7 +80,7 @@ def _one_zero(matrices: Tensor) -> Tensor:
 
 
 def _shared_dims(stacks: Sequence[Tensor]) -> int:
-    """Return the number of batch dims of stacks of matrices, or 0 if their batch dims differ."""
+    """Return the number of batch dims if all stacks of matrices have the same batch dims, else 0."""
     batches = {tuple(stack.shape[:-2]) for stack in stacks}
     return len(batches.pop()) if len(batches) == 1 else 0
 
@@ -88,7 +88,7 @@ def _shared_dims(stacks: Sequence[Tensor]) -> int:
 @plain_fields
 @dataclass(frozen=True)
 class MatrixSlot:
-    """The declaration of a state tensor for each matrix, such as a norm or a basis, for `matrixwise`.
+    """The declaration of a state in `matrixwise` that has one tensor for each matrix, such as a norm or a basis.
 
     If a parameter is one stack of matrices (..., rows, columns), the state is stored as ``start`` returns it. If the
     view divides a parameter into matrices of several shapes, their states are flattened and concatenated:
@@ -120,7 +120,7 @@ class MatrixSlot:
         checks.state_dtype("dtype", self.dtype)
 
     def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the states of the stacks of matrices in a parameter, from the tensor in which they are stored."""
+        """Divide the stored state of one parameter: return a list with the state of each stack of its matrices."""
         if len(matrices) == 1:
             return [stored]
         shapes = [tuple(self.start(matrix.new_empty(matrix.shape, device="meta")).shape) for matrix in matrices]
@@ -129,14 +129,14 @@ class MatrixSlot:
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
-        """Round a state to its storage dtype; with ``saturates``, clamp it to the range of this dtype first."""
+        """Convert a state to its storage dtype. If the slot ``saturates``, clamp it to the dtype's range first."""
         limit = torch.finfo(dtype).max
         if self.saturates and torch.finfo(state.dtype).max > limit:
             state = state.clamp(-limit, limit)
         return state.to(dtype)
 
     def join(self, states: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
-        """Return the tensor in which the states of a parameter's stacks of matrices are stored; inverts `split`."""
+        """Return the state to store for one parameter from the states of its stacks of matrices; inverts `split`."""
         batch = _shared_dims(matrices)
         return states[0] if len(states) == 1 else torch.cat([state.flatten(batch) for state in states], dim=-1)
 
@@ -164,12 +164,12 @@ def matrixwise(
     """Make a factory of transforms from a constructor that returns a state and the arithmetic of a stack of matrices.
 
     The constructor has an argument ``view``, a `MatrixView`, which divides each parameter into matrices. It returns a
-    state and a step. The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters, divided into
-    matrices as they are) and `MatrixSlot` (a tensor of another shape for each matrix); ``EmptyState()`` if there is
-    none.
+    state and a step. The state is a NamedTuple, dict or tuple. Its items are `Slot` (a tree like the parameters, which
+    the step receives as matrices) and `MatrixSlot` (a tensor of another shape for each matrix). A transform without
+    state has ``EmptyState()``.
 
     The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives the updates of a
-    stack of matrices (..., rows, columns), their state in the same containers, and their parameters. It returns new
+    stack of matrices (..., rows, columns), their state as it was declared, and their parameters. It returns new
     tensors. A stack may contain small matrices of several parameters, so the step must treat each matrix separately.
     All operands have one dtype: the widest among them, at least fp32. The results are rounded to the update's dtype and
     to the storage dtypes of the state.
@@ -181,8 +181,8 @@ def matrixwise(
         constructor: the decorated function. It validates its arguments, and its name becomes the transform's name.
         reads_params: whether the step receives the parameters. ``Slot(start="params")`` requires it too.
         position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
-        short_names: the argument for a key of a torch optimizer's groups, such as ``{"momentum": "decay"}``, as for
-            `muonfx.transform`.
+        short_names: a dict from a key of torch's parameter groups to the arguments that it sets, such as
+            ``{"momentum": "decay"}``, as for `muonfx.transform`.
 
     Returns:
         A factory with the constructor's name, signature and docstring. Its transforms have locality MATRIX if the view
@@ -243,7 +243,7 @@ def matrixwise(
 
 
 class _SlotStates:
-    """Creates, reads and writes the state tree that a `Slot` declares, divided into matrices as the parameters are."""
+    """Creates, reads and writes the state tree that a `Slot` declares, and divides it into matrices for the step."""
 
     def __init__(self, slot: Slot, role: str) -> None:
         self._trees = SlotTrees(slot, role)
@@ -263,14 +263,14 @@ class _SlotStates:
 
 
 class MatrixStates:
-    """Creates, reads and writes the state tree that a `MatrixSlot` declares: one tensor for each parameter."""
+    """Creates, reads and writes the state tree of a `MatrixSlot`: one tensor per parameter, for all its matrices."""
 
     def __init__(self, slot: MatrixSlot) -> None:
         self._slot = slot
         self.rounded = slot.rounded
 
     def init(self, matrices: Matrices) -> PyTree:
-        """Return the state tree at the first step, for the matrices of the parameters."""
+        """Return the initial state tree for the matrices of the parameters."""
         slot, made = self._slot, list[Tensor]()
         for leaf, own in zip(matrices.leaves, matrices.of_leaves, strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
@@ -278,11 +278,11 @@ class MatrixStates:
         return matrices.at.fill(made)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
-        """Return for each leaf with a gradient the list of its matrices' states, from the stored tree ``held``."""
+        """Return for each leaf with a gradient a list of the states of its matrices, from the state tree ``held``."""
         return list(map(self._slot.split, matrices.at.pick(held), matrices.of_leaves))
 
     def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
-        """Return the stored tree ``held`` with new states for the leaves with a gradient."""
+        """Return the state tree ``held`` with new states for the leaves that have a gradient."""
         return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), held)
 
 

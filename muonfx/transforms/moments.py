@@ -27,14 +27,14 @@ __all__ = [
 
 
 class MomentumState(NamedTuple):
-    """State of the transform `momentum`."""
+    """State of the transform `momentum`: the running average of the gradients."""
 
     trace: PyTree
     """The average of the gradients: a tree like the parameters in the storage dtype, or a `QuantizedState`."""
 
 
 class DebiasedMomentumState(NamedTuple):
-    """State of the transform `momentum` with ``debias=True``."""
+    """State of the transform `momentum` with ``debias=True``: a step count and the average of the gradients."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -118,7 +118,7 @@ def momentum(
 
 
 class AdamState(NamedTuple):
-    """State of `scale_by_adam`. Each moment is a tree like the parameters, or a `QuantizedState` if it is quantized."""
+    """State of `scale_by_adam`: a step count and both moments, trees like the parameters (or `QuantizedState`)."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -197,14 +197,14 @@ def scale_by_adam(
 
 
 class RmsState(NamedTuple):
-    """State of the transform `scale_by_rms`."""
+    """State of the transform `scale_by_rms`: the running average of the squared gradients."""
 
     nu: PyTree
     """The average of the squared gradients: a tree like the parameters in ``nu_dtype``, or a `QuantizedState`."""
 
 
 class DebiasedRmsState(NamedTuple):
-    """State of the transform `scale_by_rms` with ``debias=True``."""
+    """State of the transform `scale_by_rms` with ``debias=True``: a step count and the average squared gradient."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -274,7 +274,7 @@ def scale_by_rms(
 
 
 class LionState(NamedTuple):
-    """State of the transform `scale_by_lion`."""
+    """State of the transform `scale_by_lion`: the running average of the gradients."""
 
     mu: PyTree
     """The average of the gradients: a tree like the parameters in ``mu_dtype``, or a `QuantizedState`."""

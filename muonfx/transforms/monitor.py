@@ -19,7 +19,7 @@ __all__ = ["METRICS", "Metric", "MonitorState", "metrics", "monitor"]
 
 
 class MonitorState(NamedTuple):
-    """State of the transform `monitor`."""
+    """State of the transform `monitor`: the latest measured values."""
 
     values: dict[str, Tensor]
     """The latest value of each metric, 0-d fp32, by the key "name/metric", or "name/leaf/metric" with ``by_leaf``."""
@@ -33,7 +33,7 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
 
 
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
-    """Return the mean relative distance of matrices from orthonormal ones; leaves are flattened after the first dim."""
+    """Return the mean relative distance of the leaves, flattened to matrices, from orthonormal matrices."""
     device = device_of(updates)
     errors: list[Tensor] = []
     for u in tree.tensors(updates):
@@ -93,7 +93,7 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
         raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
 
     def parts(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
-        """Return a dict from the key of each measured value to its metric and to the tree that is measured."""
+        """Return a dict from the key of each measured value to its metric function and to the tree that is measured."""
         trees = {f"{name}/{leaf}": x for leaf, x in tree.named_leaves(values)} if by_leaf else {name: values}
         return {f"{key}/{metric}": (metric, part) for key, part in trees.items() for metric in metrics}
 

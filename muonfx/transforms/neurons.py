@@ -20,7 +20,7 @@ __all__ = ["NeuronsState", "normalize_neurons"]
 
 
 class NeuronsState(NamedTuple):
-    """State of the transform `normalize_neurons`."""
+    """State of the transform `normalize_neurons`: the running mean square of each row or column."""
 
     nu: PyTree
     """For each parameter the running mean square of each row, (..., rows, 1), or of each column, (..., 1, columns)."""
@@ -57,8 +57,8 @@ def normalize_neurons(
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is
             not a matrix.
 
-    Follows NorMuon (arXiv 2510.05491). If the input is orthogonal, its factor $0.2\sqrt{mn} / \|U\|_F$ equals
-    ``scale_by_shape("match_rms_adamw")`` after this transform.
+    Follows NorMuon (arXiv 2510.05491). If the input is orthogonal, ``scale_by_shape("match_rms_adamw")`` after
+    this transform applies the paper's factor $0.2\sqrt{mn} / \|U\|_F$.
 
     Example:
         >>> import muonfx as mfx

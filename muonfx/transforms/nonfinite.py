@@ -17,7 +17,7 @@ __all__ = ["SkipNonfiniteState", "skip_nonfinite"]
 
 
 class SkipNonfiniteState(NamedTuple):
-    """State of the transform `skip_nonfinite`."""
+    """State of the transform `skip_nonfinite`: counts of skipped steps, and the state of the inner transform."""
 
     skipped: Tensor
     """The number of skipped steps so far, 0-d int64."""

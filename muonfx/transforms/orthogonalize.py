@@ -21,7 +21,7 @@ __all__ = ["orthogonalize"]
 
 
 def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the compute dtype if it has the range of ``dtype``; else ``dtype``: updates are scaled before rounding."""
+    """Return the dtype to which updates are rounded first: the compute dtype, or ``dtype`` if its range is wider."""
     given = tx.arguments
     compute = polar.compute_dtype(
         dtype, device, given["dtype"], coefficients=given["coefficients"], steps=given["steps"]
@@ -30,7 +30,7 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
-    """Return a function from name, shape and dtype of a leaf to the cost of orthogonalizing its matrices."""
+    """Return a function from a leaf's name, shape and dtype to the estimated work of orthogonalizing its matrices."""
     given = tx.arguments
     view: MatrixView = given["view"]
     settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}

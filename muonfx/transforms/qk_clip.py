@@ -32,7 +32,7 @@ _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 @plain_fields
 @dataclass(frozen=True, repr=False)
 class AttentionHeads:
-    """Where `qk_clip` finds the query and key weights of attention modules, and the rows that belong to each head.
+    """The query and key weights of attention modules for `qk_clip`, and the rows that belong to each head.
 
     The weights and biases of a module are found by name. With ``query="q_proj"``, the queries of ``layers.0.attn`` are
     ``layers.0.attn.q_proj.weight`` and ``.bias``, or a parameter ``layers.0.attn.q_proj``. The rows of a weight (its
@@ -96,17 +96,17 @@ class AttentionHeads:
 
     @property
     def keys(self) -> int:
-        """The number of key heads; equal to ``heads`` if ``key_heads`` is None."""
+        """The number of key heads. It equals ``heads`` if ``key_heads`` is None."""
         return self.heads if self.key_heads is None else self.key_heads
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
-        """Return tuples of globs over parameter names: one for the queries and one for the keys, or one for both."""
+        """Return globs over parameter names: a tuple for the queries and one for the keys, or a single one if fused."""
         roots = [f"{self.module}."] * bool(self.module) + [""] * matches("", self.module)
         parts = dict.fromkeys((self.query, self.key))
         return tuple(tuple(root + part + ending for root in roots for ending in _ENDINGS) for part in parts)
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Return the attention module of a parameter, and its roles there: a tuple of "query", "key", both or none."""
+        """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none."""
         module = ""
         roles: list[str] = []
         for part, role in ((self.query, "query"), (self.key, "key")):
@@ -118,9 +118,9 @@ class AttentionHeads:
         return module, tuple(roles)
 
     def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
-        """Return an index for each row of a query or key weight: which head's factor multiplies the row.
+        """Return for each row of a query or key weight the index of the row's factor in the module's vector of factors.
 
-        The indices refer to the result of `_factors`; ``size`` is the number of rows.
+        `_factors` computes this vector. ``roles`` has "query", "key" or both, and ``size`` is the number of rows.
         """
         found = torch.full((size,), 2 * self.heads + self.keys, device=device)
         for role in roles:
@@ -145,7 +145,7 @@ class AttentionHeads:
 
 
 class _Member(NamedTuple):
-    """A parameter that holds query or key weights of an attention module."""
+    """A parameter that holds query or key weights (or both) of an attention module."""
 
     name: str
     module: str
@@ -156,7 +156,7 @@ class _Member(NamedTuple):
     is_present: bool
 
     def places(self, device: torch.device | str) -> Tensor:
-        """Return which factor multiplies each row of this parameter, in a shape that broadcasts to the parameter."""
+        """Return the result of `AttentionHeads.places` in a shape that broadcasts to the parameter."""
         shape, axis = self.shape, 0 if len(self.shape) == 1 else self.heads.axis
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
@@ -167,7 +167,7 @@ class _Member(NamedTuple):
         return rows.reshape([size if dim == axis % len(shape) else 1 for dim, size in enumerate(shape)])
 
     def lacking(self, factors: dict[str, Tensor], device: torch.device) -> Tensor:
-        """Return 1 minus the factor of each element, in the full shape of the parameter."""
+        """Return a tensor in the parameter's full shape: 1 minus the factor that multiplies each element."""
         return (1.0 - factors[self.module].to(device)[self.places(device)]).expand(self.shape)
 
 
@@ -197,7 +197,7 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
-    """Return the transform with the full shapes of its parameters, so that it also works on shards."""
+    """Return the transform with the names and full shapes of its parameters, so that it also works on shards."""
     members = _members(_as_tuple(tx.arguments["heads"]), params)
     return tx.replace(heads=tuple(own for own in members if own.is_present))
 
@@ -363,7 +363,7 @@ def _factors(
     max_over_ranks: Callable[[Tensor], Tensor],
     like: Tensor,
 ) -> dict[str, Tensor]:
-    """Return for each module a vector of factors: of its query heads, key heads and rotary queries, and a final 1."""
+    """Return for each module a vector: factors of query heads, key heads and rotary queries, and 1 for other rows."""
     logits = _logits(members, max_logits)
     largest = max_over_ranks(torch.cat([own.to(like) for own in logits.values()]))
     exceeds = largest.isfinite() & (largest > tau)
@@ -380,7 +380,7 @@ def _factors(
 
 
 def _scaled(update: Tensor, weight: Tensor, lacking: Tensor) -> Tensor:
-    """Return the update that multiplies the updated weight by a factor; ``lacking`` is 1 minus this factor."""
+    """Return the update after which the new weight is multiplied by a factor; ``lacking`` is 1 minus this factor."""
     wide = ew.wide_dtype(update.dtype, weight.dtype)
     u, w, lack = update.to(wide), weight.to(wide), lacking.to(wide)
     # f (w + u) - w, written as u + (1 - f) (-w - u) to keep the digits of a small u.

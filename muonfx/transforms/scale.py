@@ -23,7 +23,7 @@ __all__ = ["SHAPE_RULES", "ShapeRule", "scale", "scale_by_learning_rate", "scale
 
 
 def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndUpdate:
-    """Build ``init`` and ``update`` without state from a function ``(leaves, may_overwrite) -> new leaves``."""
+    """Return a stateless ``init`` and ``update`` from ``function(leaves, may_overwrite) -> new leaves``."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -33,7 +33,7 @@ def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndU
 
 
 def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
-    """Build ``init`` and ``update`` without state from a function of one flattened leaf or a stack of such leaves."""
+    """Return a stateless ``init`` and ``update`` from a function of one flattened leaf or a stack of them."""
 
     def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
         (made,) = ew.by_stacks(function)([leaf.reshape(-1) for leaf in leaves])
@@ -49,7 +49,7 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 
 
 def _position_of_factor(factor: object) -> Position | None:
-    """Return the position of `scale` in a chain by the sign of its factor: None if the factor is positive."""
+    """Return the position of `scale` in a chain relative to the learning rate, by the sign of its factor."""
     numbers = [number for _, number in parts_of(factor)] if isinstance(factor, Schedule) else [factor]
     known = [number for number in numbers if isinstance(number, float)]
     if any(x < 0 for x in known):
@@ -144,7 +144,7 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
 
 
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
-    """Return the factor for a matrix by a rule of `SHAPE_RULES`; 1 if the matrix is empty."""
+    """Return the factor for a matrix's update by a rule of `SHAPE_RULES`, or 1 if the matrix is empty."""
     rows, columns = matrix.shape[-2:]
     return SHAPE_RULES[lr_scaling](rows, columns) if rows and columns else 1.0
 

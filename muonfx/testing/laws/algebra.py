@@ -12,7 +12,7 @@ from muonfx.tree import PyTree
 
 @law(share=0.4)
 def chain_of_one_is_its_member(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``chain(tx)`` returns the same updates as ``tx``, and a dict with the state of ``tx`` under its name.
+    """Check that ``chain(tx)`` returns the updates of ``tx``, and a dict with the state of ``tx`` under its name.
 
     >>> import muonfx as mfx
     >>> chain_of_one_is_its_member(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -25,7 +25,7 @@ def chain_of_one_is_its_member(tx: Transform, params: PyTree, steps: list[PyTree
 
 @law(share=0.4)
 def identity_is_neutral(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``identity()`` before or after a transform in a chain does not change the updates.
+    """Check that ``identity()`` before or after a transform in a chain does not change the updates.
 
     >>> import muonfx as mfx
     >>> identity_is_neutral(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -37,7 +37,7 @@ def identity_is_neutral(tx: Transform, params: PyTree, steps: list[PyTree]) -> N
 
 @law(share=0.4)
 def nested_chains_equal_flat_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``chain(chain(a, tx), b)``, ``chain(a, chain(tx, b))`` and ``chain(a, tx, b)`` return the same updates.
+    """Check that ``chain(chain(a, tx), b)``, ``chain(a, chain(tx, b))`` and ``chain(a, tx, b)`` have equal updates.
 
     >>> import muonfx as mfx
     >>> nested_chains_equal_flat_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

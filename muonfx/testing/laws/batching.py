@@ -19,7 +19,7 @@ FACTORS = (1.0, -0.5, 3.0)
 
 @law(on=lambda example: example.precise().prolonged(3), share=0.25)
 def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.func.vmap`` of `update` over a batch of gradients and states returns the results of a loop.
+    """Check that ``torch.func.vmap`` of `update` over a batch of gradients and states equals a loop.
 
     >>> import muonfx as mfx
     >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -47,7 +47,7 @@ def _has_no_numbers(tx: Transform) -> str | None:
 
 @law(on=lambda example: example.precise().prolonged(3), unless=_has_no_numbers, share=0.25)
 def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.func.vmap`` over transforms that differ in numeric arguments returns the results of a loop over them.
+    """Check that ``torch.func.vmap`` over transforms with different numeric arguments equals a loop over them.
 
     >>> import muonfx as mfx
     >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

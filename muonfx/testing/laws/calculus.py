@@ -24,7 +24,7 @@ from muonfx.tree import PyTree
 
 
 def widened(value: Any) -> Any:
-    """Return a transform whose arguments have float64 for every floating dtype, so that derivatives can be compared."""
+    """Return a transform with float64 for every floating dtype in its arguments, to compare derivatives."""
     if isinstance(value, Recorded):
         return value.replace(**{name: widened(argument) for name, argument in value.arguments.items()})
     if isinstance(value, torch.dtype):
@@ -49,13 +49,13 @@ def _state_is_narrow(tx: Transform) -> str | None:
 
 
 def _joined(trees: PyTree) -> Tensor:
-    """Return one vector of all elements of a tree's floating tensors."""
+    """Return one vector of all elements of the floating tensors in a tree."""
     found = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
 def _split_like(vector: Tensor, like: PyTree) -> PyTree:
-    """Return a tree in the structure and shapes of the tree ``like`` from one vector of its elements."""
+    """Divide a vector of elements into a tree with the structure and shapes of ``like``; inverts `_joined`."""
     leaves, treedef = tree.flatten(like)
     parts = vector.split([leaf.numel() for leaf in leaves])
     return tree.unflatten(treedef, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
@@ -93,7 +93,7 @@ def _smooth(example: Example) -> Example:
 
 @law(on=_smooth, unless=_state_is_narrow, share=0.2)
 def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The derivatives of the updates of two steps by all gradients agree with finite differences.
+    """Check the derivatives of two steps' updates by all gradients against finite differences.
 
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -103,7 +103,7 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
 
 @law(on=_smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.2)
 def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The derivatives of the updates of two steps by all numeric arguments agree with finite differences.
+    """Check the derivatives of two steps' updates by all numeric arguments against finite differences.
 
     >>> import muonfx as mfx
     >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -113,7 +113,7 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
 
 @law(on=_smooth, unless=_state_is_narrow, share=0.2)
 def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.func.jvp`` and ``torch.func.vjp`` of the updates agree, by gradients and by hyperparameters.
+    """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, by gradients and by hyperparameters.
 
     >>> import muonfx as mfx
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -141,7 +141,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
 
 @law(on=lambda example: example.smooth(1), unless=_state_is_narrow, share=0.1)
 def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The second derivatives of the updates by the gradients agree with finite differences of the first derivatives.
+    """Check second derivatives of the updates by the gradients against finite differences of first derivatives.
 
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
@@ -154,7 +154,7 @@ def _check(check: Callable[..., bool], function: Function, at: Tensor, **options
         return
 
     def connected(x: Tensor) -> Tensor:
-        """Add a term of zero, so that the result and its derivative depend on the input, as gradcheck requires."""
+        """Add zero times the input, so that the result has a derivative by the input, as gradcheck requires."""
         return function(x) + 0.0 * x.square().sum()
 
     check(connected, at.clone().requires_grad_(), fast_mode=True, **options)

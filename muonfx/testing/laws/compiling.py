@@ -20,14 +20,14 @@ from muonfx.tree import PyTree
 
 
 class Counter:
-    """A backend of ``torch.compile`` that counts the graphs and passes them to another backend."""
+    """A backend of ``torch.compile`` that counts the graphs and compiles them with another backend."""
 
     def __init__(self, backend: str = "eager") -> None:
         self.graphs = 0
         self.backend = torch._dynamo.lookup_backend(backend)
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        """Count a graph, require that it reads no tensor's value back to Python, and compile it."""
+        """Count one graph and compile it. Raise `Breach` (a failed law) if it reads a tensor's value back to Python."""
         self.graphs += 1
         _require_no_value_read(graph)
         with without_torchs_own_warnings():
@@ -35,7 +35,7 @@ class Counter:
 
 
 def _require_no_value_read(graph: GraphModule) -> None:
-    """Raise `Breach` if a graph reads a tensor's value back to Python, which waits for the device."""
+    """Raise `Breach` (a failed law) if a graph reads a tensor's value back to Python, which waits for the device."""
     for module in graph.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             if node.target in ("item", "tolist") or "_local_scalar_dense" in str(node.target):
@@ -80,7 +80,7 @@ def _steady(example: Example) -> Example:
 
 @law(on=_steady, unless=is_in_no_module, share=0.08)
 def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``torch.compile(tx.update)`` returns the values of eager mode, in one graph that is compiled once for all steps.
+    """Check that ``torch.compile(tx.update)`` equals eager mode, with one graph, compiled once for all steps.
 
     >>> import muonfx as mfx
     >>> compiled_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -90,7 +90,7 @@ def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTr
 
 @law(on=_steady, unless=lambda tx: _has_no_numbers(tx) or is_in_no_module(tx), share=0.04)
 def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A compiled function of a transform whose numeric arguments are tensors uses new numbers without recompiling.
+    """Check that a compiled transform with tensors as numeric arguments uses changed values without recompiling.
 
     >>> import muonfx as mfx
     >>> changing_a_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -99,7 +99,7 @@ def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: l
 
 
 def _grown(values: PyTree, times: int) -> PyTree:
-    """Return a tree of random leaves whose dims are ``times`` as long, so that a view can still divide them."""
+    """Return a tree of random tensors with dims ``times`` as long, so that a `MatrixView` can still divide them."""
     generator = torch.Generator().manual_seed(times)
 
     def grown(leaf: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _grown(values: PyTree, times: int) -> PyTree:
 
 @law(on=lambda example: example.precise().prolonged(1), unless=is_in_no_module, share=0.04)
 def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """One compiled `update` returns the values of eager mode for several shapes, up to three times as long in each dim.
+    """Check that one compiled `update` equals eager mode for several shapes, with dims up to three times as long.
 
     >>> import muonfx as mfx
     >>> compiled_update_takes_other_shapes(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -137,7 +137,7 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
 
 @law(on=lambda example: example.precise().prolonged(2), unless=is_in_no_module, share=0.08)
 def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A graph recorded by ``make_fx`` in one step returns the values of eager mode in the next, without a sync.
+    """Check that a graph which ``make_fx`` records in one step equals eager mode in the next step, without a sync.
 
     >>> import muonfx as mfx
     >>> traced_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

@@ -43,7 +43,7 @@ def _without(what: str) -> Any:
 
 @law(unless=lambda tx: "it declares that it reads the parameters" if tx.reads_params else None, share=0.3)
 def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If a transform declares ``reads_params=False``, neither `init` nor `update` depends on the parameters' values.
+    """Check that with ``reads_params=False`` neither `init` nor `update` depends on the parameters' values.
 
     In a sharded run, `update` of such a transform receives None as parameters, and `init` parameters without values.
 
@@ -63,7 +63,7 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
 
 @law()
 def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The insertion order of dicts in the trees does not change the update of any leaf.
+    """Check that the insertion order of dicts in the trees does not change the update of any leaf.
 
     Checkpoints, ranks and ``torch.compile`` do not keep this order.
 
@@ -100,9 +100,9 @@ def _reversed(values: PyTree) -> PyTree:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.2)
 def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A transform with the locality ELEMENT returns the same updates for flattened leaves.
+    """Check that a transform which reads one element at a time (locality ELEMENT) ignores the shapes of leaves.
 
-    ZeRO splits flattened leaves into intervals. Choices that depend on shapes must be made before, by the option
+    ZeRO splits flattened leaves into intervals. Choices that depend on shapes must be made earlier, by the option
     ``resolve`` of `muonfx.transform`.
 
     >>> import muonfx as mfx
@@ -117,7 +117,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
 
 @law(on=lambda example: enlarged(precise(example)), share=0.1)
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Leaves of several thousand elements have updates of their shapes, which read no more than the declared locality.
+    """Check leaves of several thousand elements: updates have their shapes and read only the declared locality.
 
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -134,9 +134,9 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=precise, unless=_without("resolve"), share=0.3)
 def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`Transform.resolve` returns a transform with the same updates and states.
+    """Check that `Transform.resolve` returns a transform with the same updates and states.
 
-    It makes all choices that depend on the names and shapes of parameters, and does not need their values.
+    `resolve` makes all choices that depend on the names and shapes of parameters, and does not need their values.
 
     >>> import muonfx as mfx
     >>> resolving_changes_nothing(mfx.scale_by_shape(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -151,9 +151,9 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
 
 @law(on=lambda example: example.dense(), unless=_without("rounds_to"), share=0.5)
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If updates are first rounded to the dtype that the option ``rounds_to`` returns, no bit of the result changes.
+    """Check that updates may first be rounded to the dtype of the option ``rounds_to``: no bit of the result changes.
 
-    The result has no more precision than this dtype either, so ranks send updates in it.
+    Ranks send updates in this dtype. The result must not have more precision than this dtype either.
 
     >>> import muonfx as mfx
     >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -174,7 +174,7 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=lambda example: _stacked(precise(example)), share=0.3)
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If `Transform.on_stacks` declares a leaf to be a stack of independent matrices, each is updated independently.
+    """Check that each matrix of a leaf is updated independently if `Transform.on_stacks` declares a stack of matrices.
 
     The updates are the same if the stack is reshaped to (number, rows, columns), or shortened to its first matrix.
 
@@ -211,7 +211,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _stacked(example: Example) -> Example:
-    """Return an example whose leaves consist of three different matrices, joined along their rows or a batch dim."""
+    """Return an example in which each leaf consists of three different matrices, joined along rows or a batch dim."""
 
     def more(leaf: Tensor) -> Tensor:
         if leaf.ndim < 2:
@@ -230,9 +230,9 @@ def _calls_none(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_calls_none, share=0.2)
 def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A wrapper around elementwise transforms reads no more than its declared ``own_locality``.
+    """Check that a wrapper of elementwise transforms reads no more than its declared ``own_locality``.
 
-    A wrapper is a transform that calls other transforms. It must call them only with leaves that it has received.
+    A wrapper is a transform that calls other transforms. It must call them with leaves that it has received.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -250,7 +250,7 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
 
 @transform(locality=Locality.ELEMENT)
 def _stand_in(names: tuple[str, ...]) -> Any:
-    """Multiply updates by a number and check the names of the leaves: the inner transform of a wrapper in this law."""
+    """The transform that the law wraps: it multiplies updates by a number and checks the names of the leaves."""
 
     def check(what: str, values: PyTree) -> None:
         for name in tree.names(values):

@@ -20,19 +20,19 @@ Compare = Callable[[str, PyTree, PyTree, str], None]
 
 
 def _comparison(tx: Transform, params: PyTree, steps: list[PyTree]) -> Compare:
-    """Return a comparison of trees: bitwise if all leaves are contiguous, else close, as strides may reorder sums."""
+    """Return a function that compares trees: bitwise if all leaves are contiguous, else with a tolerance."""
     if all(leaf.is_contiguous() for leaf in tree.tensors((params, steps))):
         return require_same
 
     def same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
-        require_close(what, found, expected, expected_is, tolerance_of(tx, found))
+        require_close(what, found, expected, expected_is, tolerance_of(tx, found))  # strides may reorder sums
 
     return same
 
 
 @law()
 def donation_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``donate=True`` changes neither the updates nor the state, and later steps do not overwrite earlier updates.
+    """Check that ``donate=True`` changes no update and no state, and that later steps keep earlier updates intact.
 
     With ``donate=True`` the caller promises not to use the gradients and the state again. The comparison is bitwise if
     all leaves are contiguous.
@@ -54,7 +54,7 @@ def donation_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]
 
 
 def _check_kept(what: str, tx: Transform, params: PyTree, steps: list[PyTree], donations: list[Donation]) -> None:
-    """Raise `Breach` if one of the donations changes a result, or if a tensor that is not donated is overwritten."""
+    """Raise `Breach` (a failed law) if a donation changes a result or `update` overwrites a tensor not donated."""
     same = _comparison(tx, params, steps)
     expected = copied_tree(history(tx, params, steps))
     for donate in donations:
@@ -72,7 +72,7 @@ def _check_kept(what: str, tx: Transform, params: PyTree, steps: list[PyTree], d
 
 @law()
 def donation_keeps_to_what_is_donated(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`update` never overwrites inputs that were not donated: gradients or state, and never the parameters.
+    """Check that `update` overwrites only donated gradients or state, and never the parameters.
 
     Donated inputs are those that the caller promises not to use again: ``donate=Donation(updates=True)``.
 
@@ -85,7 +85,7 @@ def donation_keeps_to_what_is_donated(tx: Transform, params: PyTree, steps: list
 
 @law()
 def next_in_chain_may_write_to_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The next transform of a chain may overwrite the updates without changing the state or gradients.
+    """Check that the next transform of a chain may overwrite the updates without changing the state or gradients.
 
     Only gradients that the caller donated (promised not to use again) may change.
 

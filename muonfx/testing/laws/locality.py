@@ -26,7 +26,7 @@ from muonfx.tree import PyTree
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
-    """Return a function for ``law(unless=...)``: the law does not apply to transforms with a wider locality."""
+    """Return an ``unless`` function for `law`: it excludes transforms that read more of the tree than ``locality``."""
 
     def why_not(tx: Transform) -> str | None:
         return f"its locality is {tx.locality.name}" if tx.locality > locality else None
@@ -35,12 +35,12 @@ def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
 
 
 def precise(example: Example) -> Example:
-    """Return an example in float64, without None, and with at least two steps."""
+    """Return the example in float64, with a tensor in place of each None, and with at least two steps."""
     return example.precise().prolonged(2)
 
 
 def enlarged(example: Example) -> Example:
-    """Return an example in which leaves of at most three shapes are repeated to several thousand elements."""
+    """Return an example whose leaves, of at most three shapes, are repeated to several thousand elements."""
     leaves = [leaf for leaf in tree.leaves(example.params) if leaf is not None]
     chosen = {tuple(leaf.shape) for leaf in leaves if leaf.numel()}
     kept = sorted(chosen, key=lambda shape: -len(shape))[:3]
@@ -63,7 +63,7 @@ def enlarged(example: Example) -> Example:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.4)
 def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """With the locality ELEMENT, splitting leaves into halves or permuting their elements only reorders the updates.
+    """Check that, with locality ELEMENT, halving leaves or permuting their elements only reorders the updates.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -72,7 +72,7 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless halves of leaves, or permuted elements, have the same updates as in whole leaves."""
+    """Raise `Breach` (a failed law) unless halved or permuted leaves have the updates of whole leaves, reordered."""
     _check_halves("leaf", tx, params, steps)
     whole = updates_of(tx, params, steps)
     shuffled = updates_of(tx, *Example(params, steps).map(_shuffled))
@@ -82,7 +82,7 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless the updates of each half of the leaves, as on two ranks, equal the half of the updates."""
+    """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, have the updates of whole leaves."""
     whole = history(tx, params, steps)
     for which, half in (("first", _first_half), ("second", _second_half)):
         found = updates_of(tx, *Example(params, steps).map(half))
@@ -92,7 +92,7 @@ def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -
 
 
 def _for_halves(tolerance: float) -> float:
-    """Return a larger tolerance for halves of leaves, as one half lacks the leaf's largest magnitude."""
+    """Return a larger tolerance for half a leaf, because it may lack the largest magnitude, which sets the scale."""
     return tolerance * 1e3 if tolerance < 1e-6 else tolerance
 
 
@@ -111,7 +111,7 @@ def _shuffled(leaf: Tensor) -> Tensor:
 
 
 def _batched(example: Example) -> Example:
-    """Return an example in which each leaf of fewer than three dims is replaced by a batch of two matrices."""
+    """Return an example in which a batch of two matrices replaces each leaf of fewer than three dims."""
 
     def widen(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:
@@ -124,7 +124,7 @@ def _batched(example: Example) -> Example:
 
 @law(on=_batched, unless=wider_than(Locality.MATRIX), share=0.4)
 def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """With the locality MATRIX, the update of each matrix in the last two dims does not depend on other matrices.
+    """Check that, with locality MATRIX, each matrix in the last two dims is updated independently of the others.
 
     The law splits leaves into halves along their first batch dim.
 
@@ -138,7 +138,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
 
 @law(on=precise, unless=wider_than(Locality.LEAF), share=0.4)
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """With the locality LEAF or less, the update of a leaf does not depend on other leaves, which may also be None.
+    """Check that, with locality LEAF or less, a leaf's update does not depend on other leaves, even if they are None.
 
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
@@ -160,7 +160,7 @@ OTHERS_ABSENT: Others = {"other leaves are None": (_absent, _absent)}
 
 
 def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree], others: Others) -> None:
-    """Raise `Breach` if a leaf's update depends on other leaves, which the pairs of functions in ``others`` change."""
+    """Raise `Breach` (a failed law) if other leaves affect a leaf's update. Functions in ``others`` change these."""
     whole = history(tx, params, steps)
     treedef = tree.flatten(params)[1]
     for place, name in enumerate(tree.names(params)):
@@ -193,7 +193,7 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_needs_more_than_sums, share=0.2)
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """A TREE transform with an argument ``sum_over_leaves`` needs no data of other ranks except these sums.
+    """Check that a transform with locality TREE needs only its ``sum_over_leaves`` from other ranks.
 
     The law runs two threads as two ranks, which hold different leaves or a half of each leaf, and adds up their sums.
 
@@ -205,13 +205,13 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
 
 
 def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless two ranks, with different leaves or halves of leaves, compute the updates of one rank."""
+    """Raise `Breach` (a failed law) unless two ranks, with different leaves or halves, compute the updates of one."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     halves = (_first_half, _second_half)
 
     def counted_on(rank: int, scalars: PyTree) -> list[Tensor]:
-        """Return the scalars that a rank adds to a sum; for a 0-d leaf, which both ranks hold, only the first adds."""
+        """Return a rank's terms of a sum over leaves. Both ranks hold each 0-d leaf, so only the first counts it."""
         own = zip(tree.leaves(scalars), tree.leaves(params), strict=True)
         return [x for x, p in own if x is not None and (p.ndim or rank == 0)]
 
@@ -243,10 +243,10 @@ OnRank = Callable[[int, PyTree], PyTree]
 def _on_two_ranks(
     tx: Transform, params: PyTree, steps: list[PyTree], params_on: OnRank, grads_on: OnRank, counted_on: OnRank
 ) -> list[list[PyTree]]:
-    """Run a transform on two ranks and return each rank's updates.
+    """Run a transform on two simulated ranks and return a list of updates for each rank.
 
-    ``params_on``, ``grads_on`` and ``counted_on`` return the parameters and gradients of a rank, and the terms that the
-    rank adds to sums over all leaves.
+    ``params_on`` and ``grads_on`` return the parameters and gradients of a rank. ``counted_on`` returns the terms that
+    a rank adds to a sum over all leaves.
     """
     ranks = _TwoRanks()
 
@@ -266,14 +266,14 @@ def _on_two_ranks(
 
 
 class _TwoRanks:
-    """Two threads that add up scalars, as two ranks do with an all-reduce."""
+    """Two threads that simulate two ranks and add up scalars, as ranks do with an all-reduce."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=60)
         self.given: list[list[Tensor | None]] = [[], []]
 
     def _exchange(self, rank: int, own: Tensor | None) -> list[Tensor]:
-        """Wait for the other rank and return the values of both; None means that a rank has finished."""
+        """Wait for the other thread and return the values of both. None means that a thread has finished."""
         self.given[rank].append(own)
         self.barrier.wait()
         call = len(self.given[rank])
@@ -284,13 +284,13 @@ class _TwoRanks:
         return present
 
     def sum(self, rank: int, scalars: PyTree) -> Tensor:
-        """Return the sum of the scalars of both ranks."""
+        """Return the sum of the scalars of both threads."""
         own = [leaf.double() for leaf in tree.tensors(scalars)]
         total = torch.stack(own, dim=-1).sum(-1) if own else torch.zeros((), dtype=torch.float64)
         return torch.stack(torch.broadcast_tensors(*self._exchange(rank, total))).sum(0)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Run a function of the rank in both threads at once; return both results, or raise the first error."""
+        """Call ``function(rank)`` in both threads at once. Return both results, or raise the first error."""
         errors: list[Exception] = []
 
         def work(rank: int) -> Any:

@@ -28,7 +28,7 @@ class Witness:
         return treedef, leaves, [(copied(x), x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
 
     def require_unchanged(self, when: str) -> None:
-        """Raise `Breach` if a tree has changed; ``when`` begins the message, such as "update, at step 0,"."""
+        """Raise `Breach` (a failed law) if a tree has changed. ``when`` starts its message: "update, at step 0,"."""
         for title, value in self.trees.items():
             treedef, leaves, kept = self.before[title]
             now, now_def = tree.flatten(value)
@@ -45,7 +45,7 @@ class Witness:
 
 @law()
 def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Neither `init` nor `update` modifies parameters, gradients or state: no tensor and no container.
+    """Check that `init` and `update` modify no tensor and no container of parameters, gradients or state.
 
     >>> import muonfx as mfx
     >>> update_leaves_its_inputs_unchanged(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -66,7 +66,7 @@ def _filled(values: PyTree) -> list[tuple[str, Tensor]]:
 
 
 def require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unless_same: bool = False) -> None:
-    """Raise `Breach` if a tensor shares its storage with a tensor of another tree.
+    """Raise `Breach` (a failed law) if a tensor shares its storage with a tensor of another tree.
 
     With ``unless_same``, both may contain the same tensor object.
     """
@@ -81,7 +81,7 @@ def require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unl
 
 @law()
 def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """No tensor that `init` or `update` returns shares storage with an input, and no update with the new state.
+    """Check that outputs of `init` and `update` share no storage with inputs, nor updates with the new state.
 
     An unchanged tensor may be returned as the same object: a gradient as its update, or a leaf of the state.
 
@@ -102,7 +102,7 @@ def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: l
 
 @law()
 def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Writing to the update of one leaf in place does not change the update of another leaf.
+    """Check that writing to the update of one leaf in place does not change the update of another leaf.
 
     Updates that are the gradient itself are not tested.
 
@@ -125,7 +125,7 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
 
 @law()
 def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The same call returns the same bits every time, whatever calls were made before.
+    """Check that the same call returns the same bits every time, whatever calls were made before.
 
     >>> import muonfx as mfx
     >>> update_remembers_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -142,7 +142,7 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
 
 @law()
 def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Two training runs that use one transform alternately have the same updates and states as each run alone.
+    """Check that two runs that call one transform alternately have the same results as each run alone.
 
     >>> import muonfx as mfx
     >>> interleaved_states_are_independent(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -159,7 +159,7 @@ def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: lis
 
 @law(share=0.2)
 def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Inside a chain, a transform ignores extras (named arguments of `update`) that its signature does not name.
+    """Check that a transform in a chain ignores extras (named arguments of `update`) which its signature lacks.
 
     So a chain passes all extras to all transforms. If no transform accepts an extra, `update` of the chain raises an
     error, because the name is probably misspelt.

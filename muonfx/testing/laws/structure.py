@@ -18,14 +18,14 @@ from muonfx.tree import PyTree
 
 
 def _after_a_full_step(example: Example) -> Example:
-    """Return the example with a new first step in which no gradient is None, so that the state has values to keep."""
+    """Return the example with an added first step in which every gradient is a tensor, so that the state has values."""
     full = tree.map(lambda p: 0.5 * p + 0.5, example.params)
     return Example(example.params, [full, *example.steps]).clone()
 
 
 @law(on=_after_a_full_step)
 def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """If a gradient is None, its update is None, and the state of its parameter is bitwise unchanged.
+    """Check that a gradient of None gives an update of None and does not change the state of its parameter.
 
     With `accumulate`, this holds only for parameters that had no gradient in any step so far.
 
@@ -59,14 +59,14 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _owner(place: str, names: list[str]) -> str | None:
-    """Return the name of the parameter to which a state leaf belongs: the longest that the leaf's name ends with."""
+    """Return the parameter of a state leaf: the longest of ``names`` that the leaf's name ``place`` ends with."""
     found = [name for name in names if name and (place == name or place.endswith(f".{name}"))]
     return max(found, key=len, default=None)
 
 
 @law()
 def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """At every step, the state has the structure, shapes, dtypes and devices that `init` gave it.
+    """Check that at every step the state has the structure, shapes, dtypes and devices that `init` gave it.
 
     This is also checked with trees that mix float32, float64, bfloat16 and float16.
 
@@ -90,7 +90,7 @@ def updates_look_like_the_gradients(
     *,
     updates_dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None,
 ) -> None:
-    """Updates have the structure, shapes, dtypes and devices of the gradients.
+    """Check that updates have the structure, shapes, dtypes and devices of the gradients.
 
     This is also checked with trees that mix float32, float64, bfloat16 and float16.
 
@@ -119,7 +119,7 @@ def updates_look_like_the_gradients(
 
 @law(share=0.05)
 def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """For a tree without leaves, or with leaves that are all None, the updates equal this tree.
+    """Check that the updates equal the gradients if the tree has no leaves, or only leaves that are None.
 
     >>> import muonfx as mfx
     >>> empty_trees_are_taken(mfx.momentum(), {}, [])
@@ -136,7 +136,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
 
 @law()
 def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`init` with parameters on the meta device returns a meta state of the same structure, shapes and dtypes.
+    """Check that `init` on the meta device returns meta tensors in the usual structure, shapes and dtypes.
 
     >>> import muonfx as mfx
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -150,7 +150,7 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
 
 @law()
 def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """The state that `init` returns for parameters that require grad contains no tensor that requires grad.
+    """Check that no tensor of the initial state requires grad, even if the parameters do.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example

@@ -21,7 +21,7 @@ from muonfx.tree import PyTree
 
 
 def names_within(tx: Transform) -> dict[str, Any]:
-    """Return a dict from each name in the repr of a transform to the factory, function or class of this name."""
+    """Return the names that ``eval(repr(tx))`` needs: a dict from each name to its factory, function or class."""
     found: dict[str, Any] = {}
     for value in values_within(tx):
         if isinstance(value, Recorded):
@@ -40,7 +40,7 @@ def _has_a_nameless_function(tx: Transform) -> str | None:
 
 @law(share=0.05, unless=_has_a_nameless_function)
 def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``eval(repr(tx)) == tx`` if the names of `muonfx`, `muonfx.contrib` and the user's own factories are defined.
+    """Check that ``eval(repr(tx)) == tx``, with the names of `muonfx`, `muonfx.contrib` and the user's factories.
 
     >>> import muonfx as mfx
     >>> repr_evaluates_to_an_equal_transform(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {}, [])
@@ -53,14 +53,14 @@ def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: l
 
 
 def is_in_no_module(tx: Transform) -> str | None:
-    """Return why a transform cannot be pickled or compiled: a part of it cannot be imported. Return None if it can."""
+    """Return why a transform cannot be pickled or compiled, if no module contains a part of it; else return None."""
     missing = [value for value in names_within(tx).values() if value.__module__ not in sys.modules]
     return f"{missing[0].__qualname__} is not in a module that can be imported" if missing else None
 
 
 @law(share=0.1, unless=is_in_no_module)
 def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """`pickle` and `copy.deepcopy` of a transform return an equal transform with the same updates and states.
+    """Check that `pickle` and `copy.deepcopy` return an equal transform with the same updates and states.
 
     >>> import muonfx as mfx
     >>> pickle_gives_an_equal_transform(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -76,7 +76,7 @@ def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[P
 
 @law(share=0.05)
 def replacing_nothing_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """``tx.replace(**tx.arguments) == tx``, and `replace` raises a TypeError for an argument the factory does not have.
+    """Check that ``tx.replace(**tx.arguments) == tx``, and that an unknown argument of `replace` raises a TypeError.
 
     >>> import muonfx as mfx
     >>> replacing_nothing_changes_nothing(mfx.momentum(), {}, [])
@@ -93,7 +93,7 @@ def replacing_nothing_changes_nothing(tx: Transform, params: PyTree, steps: list
 
 @law(share=0.05)
 def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Transforms that differ only in numeric arguments have the same fingerprint (their identity in checkpoints).
+    """Check that transforms that differ only in numbers have one fingerprint (their identity in checkpoints).
 
     >>> import muonfx as mfx
     >>> fingerprint_ignores_numbers(mfx.momentum(), {}, [])
@@ -107,9 +107,9 @@ def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTre
 
 @law(share=0.05)
 def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Flattening a transform with optree or torch gives the same leaves; unflattening gives an equal transform.
+    """Check that optree and torch flatten a transform to the same leaves, and unflatten these to an equal transform.
 
-    Unflattening accepts any objects as leaves, as transformations of pytrees need.
+    Unflattening must also accept other objects as leaves, because functions on pytrees use placeholders.
 
     >>> import muonfx as mfx
     >>> pytree_views_round_trip(mfx.momentum(), {}, [])
