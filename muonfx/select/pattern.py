@@ -203,7 +203,8 @@ class Pattern:
         missing = rest - sum(total for total, unknown in zip(sums, is_open, strict=True) if unknown)
         if known * rest != size or missing < 0:
             raise ValueError(
-                f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}; correct a size in the pattern"
+                f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}; correct a size in the "
+                "pattern"
             )
         for axis in dim:
             yield {part.name: missing if part.size is None else part.size for part in axis}
@@ -320,7 +321,8 @@ def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group
     if divided:
         found = [[part.name for part in divided[0] if part.name in _names(result)] for result in results]
         if sorted(map(tuple, found)) != sorted((part.name,) for part in divided[0]):
-            return f"each of {', '.join(part.name for part in divided[0])} must be in one result; separate results by commas, as in 'q in, k in'"
+            every = ", ".join(part.name for part in divided[0])
+            return f"each of {every} must be in one result; separate results by commas, as in 'q in, k in'"
         wanted = [own | {name} for own, (name,) in zip(wanted, found, strict=True)]
     elif len(results) > 1:
         return "several results, but no parts with '+' on the left"
