@@ -43,9 +43,9 @@ class MatrixView:
     ``"out ... -> out (...)"``                            a convolution as one matrix; this is the default
     ====================================================  ================================================
 
-    ``name=size`` gives the size of an axis. In each dim, one size may be left out; it follows from the shape. ``a + b``
-    are parts that are concatenated along a dim; on the right there is one result for each part, separated by commas.
-    ``...`` is any number of dims.
+    The size of an axis is written ``name=size``. In each dim, one size may be left out; it follows from the shape.
+    ``a + b`` are parts that are concatenated along a dim; on the right there is one result for each part, separated by
+    commas. ``...`` is any number of dims.
 
     Args:
         pattern: a pattern for all parameters; or a mapping from globs over dotted names to patterns, of which the first
