@@ -20,7 +20,8 @@ from sphinx.util import logging
 log = logging.getLogger(__name__)
 
 FORMULA = re.compile(r"(?<![\\$`])\$(?!\s)(?P<tex>[^$`]+?)(?<!\s)\$(?![\d$])")
-MARKED_WORD = re.compile(r"(?<![`\w])(?:``[^`]+``|(?::math:)?`[^`]+`)(?=\w)")  # a word goes on behind code: ``leaf``s
+DOUBLE = re.compile(r"(``.+?``)", re.DOTALL)
+SINGLE = re.compile(r"((?::math:)?`[^`]+`)")
 NAME = re.compile(r"(?:mfx|muonfx)(?P<path>(?:\.[A-Za-z]\w*)+)(?:\(.*\))?", re.DOTALL)
 
 
@@ -86,13 +87,22 @@ def _plain_if_unknown(app: Sphinx, env: Any, node: addnodes.pending_xref, contno
     return None
 
 
+def _before_letters(pieces: list[str]) -> str:
+    """Join text and code in turn, with an escaped space between code and a letter, as in ``leaf``s."""
+    marked = [
+        code + "\\ " if re.match(r"\w", after) else code for code, after in zip(pieces[1::2], pieces[2::2], strict=True)
+    ]
+    return "".join([pieces[0], *(text for pair in zip(marked, pieces[2::2], strict=True) for text in pair)])
+
+
 def _to_restructured(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Turn what a docstring writes as Markdown into reStructuredText; what stands in examples is left alone."""
     parts = re.split(r"(^ *>>> .*(?:\n *\S.*)*)", "\n".join(lines), flags=re.MULTILINE)
     for i in range(0, len(parts), 2):
-        pieces = re.split(r"(``.+?``)", parts[i], flags=re.DOTALL)
+        pieces = DOUBLE.split(parts[i])
         pieces[::2] = [FORMULA.sub(lambda m: f":math:`{' '.join(m['tex'].split())}`", piece) for piece in pieces[::2]]
-        parts[i] = MARKED_WORD.sub(r"\g<0>\\ ", "".join(pieces))
+        pieces[::2] = [_before_letters(SINGLE.split(piece)) for piece in pieces[::2]]
+        parts[i] = _before_letters(pieces)
     lines[:] = "".join(parts).split("\n")
 
 
@@ -107,7 +117,7 @@ class CheckMarkup(SphinxTransform):
             if "`" in text and not isinstance(text.parent, nodes.literal | nodes.literal_block | nodes.raw):
                 self._warn(text)
         for literal in self.document.findall(nodes.literal):
-            if "``" in literal.astext():
+            if "``" in literal.astext() or literal.astext().startswith("\\ "):
                 self._warn(literal)
 
     def _warn(self, node: nodes.Node) -> None:
