@@ -5,8 +5,9 @@ In docs/api/*.md, a block::
     ```{api} muonfx.recipes muonfx.contrib.recipes
     ```
 
-stands for all public names that these modules define, and ``{api-overview}`` for the list of all pages with their
-names. A public name without an entry is a warning, and so an error of the build.
+stands for all public names that these modules define; ``{api} muonfx.recipes | adamw lion`` for two of them.
+``{api-overview}`` stands for the list of all pages with their names. A public name without an entry is a warning, and
+so an error of the build.
 """
 
 import re
@@ -20,7 +21,7 @@ from sphinx.util import logging
 
 log = logging.getLogger(__name__)
 
-BLOCK = re.compile(r"^```\{api\} *(?P<modules>[\w. ]+)\n```$", re.MULTILINE)
+BLOCK = re.compile(r"^```\{api\} *(?P<modules>[\w. ]+?)(?: *\| *(?P<names>[\w ]+))?\n```$", re.MULTILINE)
 OVERVIEW = re.compile(r"^```\{api-overview\}\n```$", re.MULTILINE)
 WITH_BASE = {"muonfx.sharding.Layout"}
 """Classes that show the members of their base class, which has no entry of its own."""
@@ -53,16 +54,23 @@ def _entry(symbol: public_api.Symbol) -> list[str]:
     return [f".. {kind}:: {symbol.path}", *(["   :inherited-members: object"] if symbol.path in WITH_BASE else []), ""]
 
 
-def expand(modules: list[str]) -> str:
+def members(block: re.Match[str]) -> list[public_api.Symbol]:
+    """The public names of a block: those of its modules, or some of them."""
+    found = public_api.symbols_of(*block["modules"].split())
+    names = (block["names"] or "").split()
+    return [symbol for symbol in found if not names or symbol.name in names]
+
+
+def expand(block: re.Match[str]) -> str:
     """The Markdown that stands in the place of a block."""
     faces = {module.__name__ for module in public_api.public_modules()}
-    members = public_api.symbols_of(*modules)
+    modules, shown = block["modules"].split(), members(block)
     lines: list[str] = []
     for module in modules:
         no_index = [] if module in faces else ["   :no-index:"]
         lines += ["````{eval-rst}", f".. automodule:: {module}", "   :no-members:", *no_index, "````", ""]
-    lines += _table(members)
-    for symbol in members:
+    lines += _table(shown)
+    for symbol in shown:
         lines += ["````{eval-rst}", *_entry(symbol), "````", ""]
     return "\n".join(lines)
 
@@ -74,8 +82,8 @@ def overview(folder: Path) -> str:
         for name in (line for line in body.splitlines() if line and not line.startswith(":")):
             text = (folder / f"{name}.md").read_text(encoding="utf-8")
             title = text.splitlines()[0].removeprefix("# ")
-            modules = [module for found in BLOCK.findall(text) for module in found.split()]
-            links = [f"{{py:obj}}`{_shown(s)} <{s.path}>`" for s in public_api.symbols_of(*modules)]
+            shown = [symbol for block in BLOCK.finditer(text) for symbol in members(block)]
+            links = [f"{{py:obj}}`{_shown(s)} <{s.path}>`" for s in shown]
             lines += [f"**[{title}]({name}.md)**", f": {', '.join(links)}", ""]
     return "\n".join(lines)
 
@@ -83,7 +91,7 @@ def overview(folder: Path) -> str:
 def _on_source(app: Sphinx, docname: str, content: list[str]) -> None:
     if not docname.startswith("api/"):
         return
-    text = BLOCK.sub(lambda match: expand(match["modules"].split()), content[0])
+    text = BLOCK.sub(expand, content[0])
     content[0] = OVERVIEW.sub(lambda _: overview(Path(app.srcdir) / "api"), text)
 
 
