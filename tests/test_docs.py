@@ -301,10 +301,14 @@ def test_formulas_and_words_behind_code_are_translated_and_examples_are_not(mark
 
 
 def test_a_block_gives_every_name_a_row_and_an_entry():
-    text = api_pages.expand(["muonfx.recipes"])
-    assert "{py:obj}`mfx.muon <muonfx.muon>`" in text
-    assert ".. autofunction:: muonfx.muon\n" in text
-    assert text.count(".. autofunction::") == len(public_api.symbols_of("muonfx.recipes"))
+    def text(block: str) -> str:
+        return api_pages.BLOCK.sub(api_pages.expand, block)
+
+    whole = text("```{api} muonfx.recipes\n```")
+    assert "{py:obj}`mfx.muon <muonfx.muon>`" in whole
+    assert ".. autofunction:: muonfx.muon\n" in whole
+    assert whole.count(".. autofunction::") == len(public_api.symbols_of("muonfx.recipes"))
+    assert text("```{api} muonfx.recipes | lion adamw\n```").count(".. autofunction::") == 2
 
 
 PAGE = (ROOT / "docs" / "beside-others.md").read_text(encoding="utf-8")
