@@ -5,8 +5,8 @@ In docs/api/*.md, a block::
     ```{api} muonfx.recipes muonfx.contrib.recipes
     ```
 
-stands for all public names that these modules define; ``{api} muonfx.recipes | adamw lion`` for two of them.
-``{api-overview}`` stands for the list of all pages with their names. A public name without an entry is a warning, and
+is replaced by all public names that these modules define; ``{api} muonfx.recipes | adamw lion`` for two of them.
+``{api-overview}`` becomes the list of all pages with their names. A public name without an entry is a warning, and
 so an error of the build.
 """
 

@@ -210,7 +210,8 @@ def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route]
         for tx in within(own):
             view = view_of(tx)
             by_leaf = tx.locality is Locality.LEAF and not tx.children
-            mixes = by_leaf if view is None else not view.is_set_for(name)
+            pattern = None if view is None else view.of([name])[0]
+            mixes = by_leaf if view is None else pattern is None or pattern.flattens_more_dims
             if mixes:
                 raise ValueError(
                     f"partition: {name!r} has shape {tuple(leaf.shape)}, expected {route.shape}, the shape when its "

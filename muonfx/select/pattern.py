@@ -127,6 +127,13 @@ class Pattern:
         return bool(front) and whole and all(set(front) <= set(_names(result[:-2])) for result in self.results)
 
     @property
+    def flattens_more_dims(self) -> bool:
+        """True if the pattern also fits tensors with more dims, and then mixes their first dim into the matrices."""
+        has_dots = any(dim[0][0].name == _DOTS for dim in self.dims)
+        in_matrices = {name for result in self.results for name in _names(result[-2:])}
+        return has_dots and any(part.name in in_matrices for axis in self.dims[0] for part in axis)
+
+    @property
     def is_transposed(self) -> bool:
         """True if the tensor stores the columns of its matrices (input features) before their rows."""
         place = {axis.name: at for at, dim in enumerate(self.dims) for parts in dim for axis in parts}
@@ -314,7 +321,7 @@ def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group
     if any(sum(part.size is None for axis in dim for part in axis) > 1 for dim in dims):
         return "a dim has several axes without a size; only one size per dim follows from the shape"
     if any(axis[0].name == _DOTS and len(dim) + len(axis) > 2 for dim in dims for axis in dim):
-        return "'...' stands for whole dims, and cannot be inside parentheses on the left"
+        return "'...' is any number of whole dims, and cannot be inside parentheses on the left"
     if len(divided) > 1:
         return "several axes are divided by '+'; expected at most one"
     wanted = [{axis[0].name for axis in axes if len(axis) == 1}] * len(results)

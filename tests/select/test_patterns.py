@@ -139,7 +139,7 @@ def test_units_begin_after_the_leading_batch_axes(text: str, shape: tuple[int, .
         ("a b -> a b, b a", "several results, but no parts"),
         ("x-y z -> x z", "cannot read '-y z'"),
         ("a b -> a=2 b", "sizes belong to the left side"),
-        ("(... a=2) b -> a b", r"'\.\.\.' stands for whole dims"),
+        ("(... a=2) b -> a b", r"'\.\.\.' is any number of whole dims"),
     ],
 )
 def test_a_malformed_pattern_names_the_rule_that_it_breaks(text: str, problem: str):

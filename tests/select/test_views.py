@@ -433,6 +433,16 @@ def test_only_a_tensor_with_more_dims_that_would_be_flattened_is_refused(front, 
         tx.replace(labels=others).init({"w": torch.zeros(shape)})
 
 
+@pytest.mark.parametrize(
+    "conv", [nn.Conv2d(16, 16, 3, groups=4), nn.ConvTranspose2d(16, 16, 3)], ids=["groups", "transposed"]
+)
+def test_a_stack_of_convolutions_is_refused_though_its_pattern_fits_more_dims(conv: nn.Module):
+    labels = default_labels(held(body=conv))
+    stack = {f"body.{name}": torch.zeros(3, *param.shape) for name, param in conv.named_parameters()}
+    with pytest.raises(ValueError, match=r"'body.weight' has shape \(3, 16, .*one matrix"):
+        mfx.muon_with_adamw(labels=labels).init(stack)
+
+
 def test_labels_remember_the_shapes_that_they_were_chosen_for():
     module = model()
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
