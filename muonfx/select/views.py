@@ -219,15 +219,19 @@ def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[st
     stored, count, note = _stored(info, leaf, owner, shapes)
     if count:
         return MatrixView(divided(stored, count)), note, None
-    rows = info.shape[0] if info.ndim > 2 and stored == _PLAIN else _rows(stored, info.shape)
+    is_flattened = info.ndim > 2 and stored == _PLAIN
+    divisible = (
+        _CONVOLUTION if is_flattened else stored
+    )  # the parts of a tensor that is flattened keep its further dims
+    rows = _rows(divisible, info.shape)
     # The layer or parameter by its name in the module that holds it.
     is_layer = leaf in PLAIN_LEAVES and len(plain) > 1
     own = plain[-2] if is_layer else leaf
     holder = modules.get(above.removesuffix(".base_layer").rpartition(".")[0]) if is_layer else owner
-    pattern, parts = _fused(stored, own, holder, rows)
+    pattern, parts = _fused(divisible, own, holder, rows)
     suspected = None
     if not parts and (count := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
-        glob, suspected = "*." + ".".join(plain_name(info.name).split(".")[-2:]), divided(stored, count)
+        glob, suspected = "*." + ".".join(plain_name(info.name).split(".")[-2:]), divided(divisible, count)
         parts = f"{MAYBE_FUSED}: to split equal parts, view={{{glob!r}: {suspected!r}}}"
     if pattern is None and stored != _PLAIN:
         pattern = stored.replace("{out}", "out")

@@ -283,6 +283,19 @@ def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_spl
     near(stepped(model, whole), {key: matrix for key, (matrix,) in plain.items()})
 
 
+@pytest.mark.filterwarnings("ignore:default_labels. these have more than two dims")
+def test_the_line_that_splits_a_parameter_of_three_dims_fits_it():
+    model = held(odd=Holder(qkv=(12, 4, 5)))
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        mfx.Muon(model)
+    split, whole = lines_of(caught)
+    found, together = stepped(model, split), stepped(model, whole)
+    wanted = as_matrices(model, {"odd.qkv": [part.flatten(1) for part in model.odd.qkv.chunk(3)]})["odd.qkv"]
+    near({"odd.qkv": found["odd.qkv"]}, {"odd.qkv": torch.cat(wanted).reshape(12, 4, 5)})
+    wanted = as_matrices(model, {"odd.qkv": [model.odd.qkv.flatten(1)]})["odd.qkv"][0]
+    near({"odd.qkv": together["odd.qkv"]}, {"odd.qkv": wanted.reshape(12, 4, 5)})
+
+
 def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
     model = nn.ModuleList([Block(qkv=12, other=8), held(experts=Experts(True), attn=nn.MultiheadAttention(8, 2))])
     given = {"*.other.weight": "(part=2 out) in -> part out in"}
