@@ -34,6 +34,7 @@ from benchmarks import (
 )
 from benchmarks.measure import save
 from benchmarks.simulator.__main__ import main as simulate
+from benchmarks.track import standings
 
 BENCHMARKS = {
     "adapter": "adapter_speed adapter_memory",
@@ -115,6 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
         plots.draw_parts()
         report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
         plots.draw_training()
+        report.rewrite(standings.PAGE, standings.SECTIONS)
+        standings.draw_track()
         sharding_timeline.draw()
 
 

@@ -29,7 +29,8 @@ def load(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -49,7 +50,8 @@ def _fold(title: str, body: str) -> str:
     return f"<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>\n"
 
 
-def _machine(found: dict[str, Any], threads: str = "") -> str:
+def machine_line(found: dict[str, Any], threads: str = "") -> str:
+    """Return a sentence with the machine and the versions of a result."""
     m = found["machine"]
     threads = threads or f"{m['threads']} threads"
     bf16 = f" ({', '.join(m['bf16'])})" if m["bf16"] else ""
@@ -103,7 +105,7 @@ def adapter() -> str:
             for row in speed["rows"]
         ]
         head = ["one optimizer step, fp32", "torch, ms", "muonfx, ms", "muonfx / torch", "torch / torch"]
-        parts.append(_fold("Time of a step", f"{_table(head, rows)}\n\n{_machine(speed)}"))
+        parts.append(_fold("Time of a step", f"{table(head, rows)}\n\n{machine_line(speed)}"))
     if memory := load("adapter_memory"):
         rows = [
             [
@@ -113,7 +115,7 @@ def adapter() -> str:
             for row in memory["rows"]
         ]
         head = ["peak beyond parameters, gradients, state", "parameters", "largest parameter", "torch", "muonfx"]
-        parts.append(_fold("Memory of a step", f"{_table(head, rows)}\n\n{_machine(memory)}"))
+        parts.append(_fold("Memory of a step", f"{table(head, rows)}\n\n{machine_line(memory)}"))
     return "\n".join(parts)
 
 
@@ -136,7 +138,7 @@ def checkpoint() -> str:
             ]
             for row in speed["rows"]
         ]
-        parts.append(_fold("Time of a checkpoint", f"{_table(head, rows)}\n\n{_machine(speed)}"))
+        parts.append(_fold("Time of a checkpoint", f"{table(head, rows)}\n\n{machine_line(speed)}"))
     if fresh := load("checkpoint_fresh"):
         rows = [
             [
@@ -148,14 +150,14 @@ def checkpoint() -> str:
             for row in fresh["rows"]
         ]
         head = ["a load in a fresh process", *head[1:], "by processor time, muonfx / safetensors"]
-        parts.append(_fold("The first load of a process", f"{_table(head, rows)}\n\n{_machine(fresh)}"))
+        parts.append(_fold("The first load of a process", f"{table(head, rows)}\n\n{machine_line(fresh)}"))
     if memory := load("checkpoint_memory"):
         rows = [
             [row["what"], *(_bytes(row[key]) for key in ("bytes", "largest leaf", "peak beyond"))]
             for row in memory["rows"]
         ]
         head = ["peak of the process beyond the state", "state", "largest leaf", "muonfx"]
-        parts.append(_fold("Memory of a checkpoint", f"{_table(head, rows)}\n\n{_machine(memory)}"))
+        parts.append(_fold("Memory of a checkpoint", f"{table(head, rows)}\n\n{machine_line(memory)}"))
     return "\n".join(parts)
 
 
@@ -196,8 +198,8 @@ def _quality_tables(speed: str, quality: str, heading: str, key: Callable[[dict[
             bands = [f"{found[s]['smallest']:.3f} to {found[s]['largest']:.3f}" if s in found else "" for s in SPECTRA]
             spent = [_milliseconds(row["milliseconds"]), _ratio(row["ratio"])]
             lines.append([f"{row['candidate']}{star}{mark}", row["coefficients"], *spent, *errors, *bands])
-        parts.append(_fold(case, _table(head, lines)))
-    return "\n".join([*parts, f"{_machine(times)}\n"])
+        parts.append(_fold(case, table(head, lines)))
+    return "\n".join([*parts, f"{machine_line(times)}\n"])
 
 
 def polar() -> str:
@@ -223,7 +225,7 @@ def scratch() -> str:
         cells = [f"**{_bytes(row[k])}**" if row[k] > max(int(k), row["one matrix"]) else _bytes(row[k]) for k in limits]
         dtype = row["dtype"].removeprefix("torch.")
         rows.append([row["list"], dtype, row["results"], _bytes(row["one matrix"]), *cells])
-    return _fold("Scratch by limit", f"{_table(head, rows)}\n\n{_machine(found)}")
+    return _fold("Scratch by limit", f"{table(head, rows)}\n\n{machine_line(found)}")
 
 
 def sharding() -> str:
@@ -248,9 +250,9 @@ def sharding() -> str:
                 for row in found["rows"]
                 if (row["case"], row["processes"]) == (case, processes)
             ]
-            parts.append(_fold(f"{case}, {processes} processes: {what}", _table(["", *head], lines)))
+            parts.append(_fold(f"{case}, {processes} processes: {what}", table(["", *head], lines)))
     cores = found["machine"]["cores"]
-    return "\n".join([*parts, f"{_machine(found, f'{cores} cores, a thread for each process')}\n"])
+    return "\n".join([*parts, f"{machine_line(found, f'{cores} cores, a thread for each process')}\n"])
 
 
 def sharding_timeline() -> str:
@@ -269,8 +271,7 @@ def sharding_timeline() -> str:
         for row in found["rows"]
     ]
     head = ["case, processes: candidate", "an iteration, ms", *phases, "collectives: agreement + out + back"]
-    table = _table(head, lines)
-    return _fold("An iteration by phase", f"{table}\n\n{_machine(found, 'a thread for each process')}")
+    return _fold("An iteration by phase", f"{table(head, lines)}\n\n{machine_line(found, 'a thread for each process')}")
 
 
 def engines() -> str:
@@ -292,8 +293,8 @@ def engines() -> str:
         for (case, dtype), own in by_case.items()
     ]
     about = f"{ours['processes']} processes, a thread for each, {ours['rounds']} rounds"
-    table = _table(["an iteration", *(f"{name}, ms" for name in candidates), "muonfx / first column"], lines)
-    return _fold("An iteration", f"{table}\n\n{_machine(found, about)}")
+    head = ["an iteration", *(f"{name}, ms" for name in candidates), "muonfx / first column"]
+    return _fold("An iteration", f"{table(head, lines)}\n\n{machine_line(found, about)}")
 
 
 def planner() -> str:
@@ -310,8 +311,10 @@ def planner() -> str:
         ]
         for row in found["rows"]
     ]
-    table = _table(["a step of two processes", "predicted, ms", "measured, ms", "predicted / measured"], lines)
-    return _fold("Predicted and measured", f"{table}\n\n{_machine(found, 'two processes, a thread for each')}")
+    head = ["a step of two processes", "predicted, ms", "measured, ms", "predicted / measured"]
+    return _fold(
+        "Predicted and measured", f"{table(head, lines)}\n\n{machine_line(found, 'two processes, a thread for each')}"
+    )
 
 
 def parts() -> str:
@@ -337,10 +340,10 @@ def parts() -> str:
         head += ["products / peak", "passes / least", "step / least"]
         limit = own[0]["roofline"]
         least = f"Least: products {limit['least products']:.2f} ms, passes {limit['least passes']:.2f} ms."
-        made += [f"## {case}\n", _table(head, lines), f"\n{least}\n"]
+        made += [f"## {case}\n", table(head, lines), f"\n{least}\n"]
     peaks = found["rows"][0]["peaks"]
     rates = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in peaks["flops"].items())
-    return "\n".join([*made, f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n", f"{_machine(found)}\n"])
+    return "\n".join([*made, f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n", f"{machine_line(found)}\n"])
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -390,8 +393,8 @@ def training() -> str:
             f"mean loss at {default_rate:g}",
             "optimizer's share",
         ]
-        parts += [f"## {size} parameters\n", _table(head, lines), ""]
-    return "\n".join([*parts, f"{_machine(found, 'one thread')}\n"])
+        parts += [f"## {size} parameters\n", table(head, lines), ""]
+    return "\n".join([*parts, f"{machine_line(found, 'one thread')}\n"])
 
 
 # ------------------------------------------------------------------------------------------------------- findings
@@ -457,7 +460,8 @@ def _slower() -> str:
             )
     for row in saved["rows"] if saved else ():
         if (rate := 1 / row["muonfx"]["ratio"]["median"]) < 0.9:
-            slower.append(f"the {row['what']} of a checkpoint has {rate:.2f} of the throughput of plain safetensors")
+            what = f"the {row['what']} of a checkpoint of {row['leaves']:,} leaves"
+            slower.append(f"{what} has {rate:.2f} of the throughput of plain safetensors")
     if not slower:
         return ""
     return (

@@ -1,0 +1,11 @@
+"""SOAP in front of `orthogonalize`, as in records of modded-nanogpt."""
+
+import muonfx as mfx
+from benchmarks.track.parts import DECAY, FP32, schedule, with_adamw
+
+SETTINGS = {"rate": 0.01}
+
+
+def optimizer(model, steps, rate):
+    hidden = mfx.contrib.soap_muon(schedule(rate, steps), weight_decay=DECAY, orthogonalize=FP32)
+    return with_adamw(model, hidden, steps)

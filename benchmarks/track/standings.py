@@ -1,0 +1,135 @@
+"""The table and the plot of the track, from ``results/track_quality.json`` alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from statistics import fmean, stdev, variance
+from typing import Any
+
+from benchmarks.plots import ASSETS, COLORS, GREY, LINE, pyplot
+from benchmarks.report import DOCS, load, machine_line, table
+from benchmarks.track.task import module_of
+
+PAGE, PICTURE = DOCS / "track.md", ASSETS / "track.svg"
+DEFAULT = "muon"
+CLEAR = 3.0
+"""A difference of more standard errors is called clear. With twenty comparisons, one in twenty tables errs once."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The result of one contender."""
+
+    name: str
+    steps: list[float]
+    """Steps to the target, by seed; empty if the target was not reached."""
+    settings: dict[str, float]
+    optimizer_ms: float
+    """Least median of processor milliseconds per step."""
+
+    @property
+    def mean(self) -> float:
+        """Geometric mean over seeds; infinity if the target was not reached."""
+        return math.exp(fmean(map(math.log, self.steps))) if self.steps else math.inf
+
+    @property
+    def title(self) -> str:
+        """First sentence of the contender's docstring."""
+        return str(module_of(self.name).__doc__).strip().removesuffix(".")
+
+
+def standings(found: dict[str, Any]) -> list[Standing]:
+    """Return the contenders by the number of steps, fewest first."""
+    made = []
+    for name, settings in found["settings"].items():
+        rows = [row for row in found["rows"] if row["contender"] == name]
+        by_length: dict[int, dict[int, float]] = {}
+        for row in rows:
+            if row["settings"] == settings and row["seed"] != found["tuning_seed"]:
+                by_length.setdefault(row["steps"], {})[row["seed"]] = row["loss"]
+        steps = _crossing(by_length, found["task"]["target"])
+        made.append(Standing(name, steps, settings, min(row["optimizer_ms"] for row in rows)))
+    return sorted(made, key=lambda one: one.mean)
+
+
+def _crossing(by_length: dict[int, dict[int, float]], target: float) -> list[float]:
+    """Return the steps to the target by seed.
+
+    The mean losses of two neighboring lengths enclose the target and give a slope over log(steps). A seed's line has
+    this slope and passes through the mean of its two losses.
+    """
+    lengths = sorted(by_length)
+    for short, long in itertools.pairwise(lengths):
+        first, second = by_length[short], by_length[long]
+        if len(first) == len(second) and fmean(first.values()) > target >= fmean(second.values()):
+            slope = (fmean(second.values()) - fmean(first.values())) / math.log(long / short)
+            middle = math.sqrt(short * long)
+            return [middle * math.exp((target - (first[seed] + second[seed]) / 2) / slope) for seed in sorted(first)]
+    return []
+
+
+def differences(ranked: list[Standing]) -> dict[str, tuple[float, float]]:
+    """Return log(steps / the default's steps) and its standard error for each contender that reached the target.
+
+    Runs of one seed share their initial weights and batches, so differences are taken seed by seed. The variance of
+    such a difference is pooled over all contenders, because three seeds give no good estimate for one of them.
+    """
+    base = next(one for one in ranked if one.name == DEFAULT)
+    logs = {
+        one.name: [math.log(a / b) for a, b in zip(one.steps, base.steps, strict=True)] for one in ranked if one.steps
+    }
+    pooled = fmean(variance(own) for name, own in logs.items() if name != DEFAULT)
+    return {name: (fmean(own), math.sqrt(pooled / len(own))) for name, own in logs.items()}
+
+
+def track() -> str:
+    """Return the table of the track."""
+    if (found := load("track_quality")) is None:
+        return ""
+    ranked = standings(found)
+    apart = differences(ranked)
+    lines = []
+    for one in ranked:
+        settings = ", ".join(f"{name} {value:g}" for name, value in one.settings.items())
+        steps = f"{one.mean:.0f} ± {stdev(one.steps) / len(one.steps) ** 0.5:.0f}" if one.steps else "not reached"
+        against = "" if one.name == DEFAULT or not one.steps else _against(*apart[one.name])
+        lines.append([f"`{one.name}`: {one.title}", settings, steps, against, f"{one.optimizer_ms:.1f}"])
+    head = ["contender", "tuned", "steps ± standard error", f"against `{DEFAULT}`", "optimizer, ms per step"]
+    return f"{table(head, lines)}\n\n{machine_line(found, 'one thread')}\n"
+
+
+def _against(difference: float, error: float) -> str:
+    """Format a difference of logarithms in per cent, in bold if it is clear."""
+    text = f"{100 * math.expm1(difference):+.1f} % ± {100 * error:.1f}"
+    return f"**{text}**" if abs(difference) > CLEAR * error else text
+
+
+def draw_track() -> None:
+    """Plot the steps to the target; do nothing without results or matplotlib."""
+    if (found := load("track_quality")) is None or (plt := pyplot()) is None:
+        return
+    ranked = [one for one in standings(found) if one.steps][::-1]
+    figure, axes = plt.subplots(figsize=(9.6, 0.8 + 0.3 * len(ranked)), layout="constrained")
+    for place, one in enumerate(ranked):
+        color = LINE if one.name == DEFAULT else COLORS["torch"] if one.name.startswith("torch") else COLORS["muonfx"]
+        axes.plot(one.steps, [place] * len(one.steps), "o", color=color, alpha=0.35, markersize=4)
+        axes.plot([one.mean], [place], "D", color=color, markersize=7)
+    axes.set_yticks(range(len(ranked)), [one.name for one in ranked])
+    axes.set_xlabel(f"steps to a validation loss of {found['task']['target']:g} nats per byte", color=GREY)
+    axes.set_xscale("log")
+    ticks = [200, 250, 300, 400, 500, 600, 800, 1000, 1300]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    least, most = (pick(min(one.steps) if pick is min else max(one.steps) for one in ranked) for pick in (min, max))
+    axes.set_xlim(0.95 * least, 1.05 * most)
+    axes.grid(axis="x", alpha=0.25)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(colors=GREY, length=0)
+    figure.savefig(PICTURE, transparent=True, metadata={"Date": None})
+    plt.close(figure)
+
+
+SECTIONS = {"track": track}
