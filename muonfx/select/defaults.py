@@ -1,4 +1,4 @@
-"""The default labels: "muon" for hidden matrices, "adamw" for all other parameters, with a reason for each."""
+"""The default labels: "muon" and "adamw", or the role of each parameter, with a reason for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from muonfx.core.checks import warn_caller
 from muonfx.select.params import ParamInfo, Params, read_params
-from muonfx.select.roles import reasons_against_muon
+from muonfx.select.roles import ROLES, roles_of
 from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
 from muonfx.select.views import is_convolution
 from muonfx.tree.display import format_list
@@ -18,7 +18,12 @@ __all__ = ["default_labels", "default_labels_by_name"]
 
 
 def default_labels(
-    model_or_params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
+    model_or_params: Params,
+    rules: Sequence[Rule] = (),
+    *,
+    muon: Label = "muon",
+    other: Label = "adamw",
+    roles: bool = False,
 ) -> Labels:
     """Label each parameter for Muon or AdamW: hidden matrices "muon", other parameters "adamw", frozen ones None.
 
@@ -39,6 +44,17 @@ def default_labels(
        is at most 4 and whose long side is at least 32 times as long: ``other``;
     9. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
+    With ``roles=True``, the label is the role of the parameter in the model, so that each role can have its own
+    learning rate; `muon_with_adamw` accepts a rate for each role. The rules are the same:
+
+    - "hidden": hidden matrices, by rule 9.
+    - "embedding": token and position tables, and a head that is tied to one.
+    - "head": the matrices of an output head that is not tied.
+    - "vector": biases, gains, norms, depthwise convolutions, tables of state-space rates, and all else that has fewer
+      than two dims or a side of 1.
+    - "other": the other matrices, such as routers, convolutions and patch embeddings of raw input, maps to state-space
+      rates, factors of adapters, parts of a parametrization, and maps from or to a few features.
+
     The result also has a view (a `MatrixView`: how a tensor divides into matrices) for each stack of experts, and for
     each transposed or fused matrix. ``Muon`` and ``muon_with_adamw`` use these views by default. For other chains,
     pass ``view=labels.view()`` to the transforms.
@@ -54,13 +70,14 @@ def default_labels(
             the default rules.
         muon: the label of hidden matrices.
         other: the label of all other trained parameters.
+        roles: whether to use the roles above as labels, instead of ``muon`` and ``other``.
 
     Returns:
         `Labels`, a mapping from parameter name to label, in the order of the parameters.
 
     Raises:
         TypeError: a rule is not a (Predicate, label) pair, or a parameter is not a tensor.
-        ValueError: a name occurs twice, or a parameter has no shape yet.
+        ValueError: a name occurs twice, a parameter has no shape yet, or ``roles`` is given with ``muon`` or ``other``.
 
     Warns:
         UserWarning: one of ``rules`` matches no parameter; named tensors without a model were labelled as hidden
@@ -73,14 +90,15 @@ def default_labels(
     >>> model = nn.Sequential(nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 32))
     >>> default_labels(model)["2.weight"], default_labels(model).reason("0.weight")
     ('muon', 'embedding (module type Embedding)')
+    >>> list(default_labels(model, roles=True).values())
+    ['embedding', 'vector', 'vector', 'hidden', 'vector']
     >>> from muonfx.select import path
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    found, infos = _labels(model_or_params, rules, muon, other)
+    found, hidden = _labels("default_labels", model_or_params, rules, muon, other, roles)
     if torch.compiler.is_compiling():
         return found
-    hidden = [info for info in infos if found.reason(info.name).startswith(_HIDDEN)]
     said = ""
     if hidden and not isinstance(model_or_params, nn.Module):
         said += (
@@ -104,9 +122,14 @@ def default_labels(
 
 
 def default_labels_by_name(
-    params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
+    params: Params,
+    rules: Sequence[Rule] = (),
+    *,
+    muon: Label = "muon",
+    other: Label = "adamw",
+    roles: bool = False,
 ) -> Labels:
-    """Label named tensors "muon" or "adamw" as `default_labels` does, without its warning about unknown module types.
+    """Label named tensors as `default_labels` does, without its warning about unknown module types.
 
     Use this function if there is no model and the names are reliable. Without module types, an embedding named
     ``lookup`` looks like a hidden matrix, and a stack of matrices like a convolution. Arguments and errors are as
@@ -116,25 +139,32 @@ def default_labels_by_name(
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
-    return _labels(params, rules, muon, other)[0]
-
-
-_HIDDEN = "hidden matrix"
+    return _labels("default_labels_by_name", params, rules, muon, other, roles)[0]
 
 
 def _labels(
-    model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label
-) -> tuple[Labels, tuple[ParamInfo, ...]]:
+    caller: str, model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label, roles: bool
+) -> tuple[Labels, list[ParamInfo]]:
+    """Return the labels, and the parameters that are hidden matrices by the default rules."""
+    if roles and (muon, other) != ("muon", "adamw"):
+        raise ValueError(
+            f"{caller}: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the labels "
+            "are then the roles. To give a role another label, use a dict: "
+            "Labels({name: mine.get(role, role) for name, role in labels.items()})"
+        )
     infos, absent = read_params(model_or_params)
     decided = apply_rules(infos, rules, "user rule")
-    reasons = reasons_against_muon(infos)
+    found = roles_of(infos)
+    hidden: list[ParamInfo] = []
     for info in infos:
         if info.name in decided:
             continue
+        role, reason = found[info.name]
         if not info.requires_grad:
             decided[info.name] = (None, "frozen")
-        elif reason := reasons.get(info.name):
-            decided[info.name] = (other, reason)
-        else:
-            decided[info.name] = (muon, f"{_HIDDEN} ({info.ndim}-D)")
-    return make_labels(model_or_params, infos, decided, absent, other), infos
+            continue
+        decided[info.name] = (role if roles else muon if role == "hidden" else other, reason)
+        if role == "hidden":
+            hidden.append(info)
+    # All roles but "hidden" keep their parameters whole.
+    return make_labels(model_or_params, infos, decided, absent, ROLES[1:] if roles else (other,)), hidden

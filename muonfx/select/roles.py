@@ -1,10 +1,10 @@
-"""The parameters that are not hidden matrices, by module type, name and shape, with a reason for each.
+"""The role of each parameter in a model, such as "embedding", by module type, name and shape, with a reason.
 
 Module types decide first, if a model is given: an embedding is recognized under any name. Names decide where types are
 ambiguous, since a hidden layer, an output head and a router are all ``nn.Linear``. Shapes decide the rest. A name is
 split into components and their words, and never matched by substrings: ``gate`` is a router and ``gate_proj`` is not,
-``embed_tokens`` is an embedding and ``embedder_proj`` is not. Ambiguous parameters get AdamW, which is never wrong, but
-may train slower.
+``embed_tokens`` is an embedding and ``embedder_proj`` is not. An ambiguous parameter is not called a hidden matrix,
+because AdamW is never wrong, but may train slower.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence, Set
 from math import prod
+from typing import Literal, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,7 +21,21 @@ from torch.nn.modules.conv import _ConvNd
 from muonfx.select.params import ParamInfo, plain_name
 from muonfx.select.views import PLAIN_LEAVES, class_name_fits, is_convolution
 
-__all__ = ["reasons_against_muon"]
+__all__ = ["ROLES", "Role", "roles_of"]
+
+Role = Literal["hidden", "embedding", "head", "vector", "other"]
+"""The role of a parameter; `default_labels` describes the roles."""
+
+ROLES: tuple[Role, ...] = ("hidden", "embedding", "head", "vector", "other")
+"""All roles."""
+
+
+class Found(NamedTuple):
+    """The role of a parameter and the reason for it, as text."""
+
+    role: Role
+    reason: str
+
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 # Class names of layers in other packages: VocabParallelEmbedding, Embedding4bit; LlamaRMSNorm, LayerNorm2d,
@@ -33,7 +48,7 @@ _EMBEDDING_WORDS = frozenset(
 )
 # Words that may follow an embedding word: embed_tokens, embed_positions, embed_in, ...
 _EMBEDDED = frozenset(
-    {"token", "tokens", "tok", "position", "positions", "pos", "in", "out", "state", "action", "return", "timestep"}
+    {"token", "tokens", "tok", "position", "positions", "pos", "in", "state", "action", "return", "timestep"}
 )
 _HEAD_WORDS = frozenset({"head", "classifier", "unembed", "unembedding", "unembedder", "logits"})
 _HEADS = frozenset(
@@ -71,95 +86,111 @@ _FEW = 4  # features, such as the coordinates of a box
 _MANY = 32  # ratio of the long side to the short side
 
 
-def reasons_against_muon(infos: Sequence[ParamInfo]) -> dict[str, str]:
-    """Return the reason, as text, to train a parameter with AdamW, by name; hidden matrices are left out."""
+def roles_of(infos: Sequence[ParamInfo]) -> dict[str, Found]:
+    """Return the role of each parameter and the reason for it, by name."""
     gated = _gated_mlps(infos)
     known = _known_by_others(infos)
-    found = {info.name: known.get(info.name) or _not_hidden(info, gated) for info in infos}
-    return {name: reason for name, reason in found.items() if reason}
+    return {info.name: known.get(info.name) or _role(info, gated) for info in infos}
 
 
-def _not_hidden(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
-    """Return the reason, as text, to train a parameter with AdamW; None if it is a hidden matrix, for Muon."""
-    if reason := _by_type(info):
-        return reason
+def _role(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> Found:
+    if found := _by_type(info):
+        return found
     for part in (part for name in info.names for part in name.split(".")):
         if "lora" in _words(part) or _ADAPTER.match(part.lower()):
-            return f"low-rank factor (name component {part!r})"
+            return Found("vector" if info.ndim < 2 else "other", f"low-rank factor (name component {part!r})")
     if info.ndim < 2:
-        return f"{info.ndim}-D"
-    return _by_name(info, gated) or _by_shape(info) or _first_convolution(info)
+        return Found("vector", f"{info.ndim}-D")
+    found = _by_name(info, gated) or _by_shape(info) or _first_convolution(info)
+    return found or Found("hidden", f"hidden matrix ({info.ndim}-D)")
 
 
-def _by_type(info: ParamInfo) -> str | None:
+def _by_type(info: ParamInfo) -> Found | None:
     for module in info.modules:
         if issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS):
             tied = f", tied with {info.tied[0]!r}" if info.tied else ""
-            return f"embedding (module type {module.__name__}{tied})"
+            return Found("embedding", f"embedding (module type {module.__name__}{tied})")
     for module in info.modules:
         is_norm = issubclass(module, _NORMS) or class_name_fits(module, _NORM_CLASS)
         if is_norm and not issubclass(module, nn.Linear | _ConvNd):
-            return f"norm (module type {module.__name__})"
+            return Found("vector", f"norm (module type {module.__name__})")
     return None
 
 
-def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, str]:
-    """Find parameters that get AdamW because of other parameters; return a dict from name to the reason as text."""
+def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, Found]:
+    """Find parameters whose role depends on other parameters; return a dict by name."""
     # The lengths and directions of weight norm, and similar parts, form one weight. A projector that is a direct child
     # of the model next to a classifier is a part of its head.
     names = {info.name for info in infos}
     layers = {info.name: _layer_of_model(_components(info.name)) for info in infos}
-    head = "classifier" in layers.values()
-    found = {name: "name component 'projector'" for name, layer in layers.items() if head and layer == "projector"}
+    has_head = "classifier" in layers.values()
+    found: dict[str, Found] = {}
     for info in infos:
         above, _, leaf = info.name.rpartition(".")
         sibling = {"weight_g": "weight_v", "weight_v": "weight_g", "original1": "original0"}.get(leaf)
         if leaf == "original0" or (sibling and f"{above}.{sibling}".removeprefix(".") in names):
-            found[info.name] = f"part of a parametrized weight (name component {leaf!r})"
+            found[info.name] = Found("other", f"part of a parametrized weight (name component {leaf!r})")
+        elif has_head and layers[info.name] == "projector":
+            found[info.name] = Found("vector" if info.ndim < 2 else "head", "name component 'projector'")
     return found
 
 
-def _by_name(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
-    for name in info.names:  # any name of a tied tensor decides
-        parts = _components(name)
-        if _words(parts[-1])[-1:] == ["bias"]:
-            return f"bias (name component {parts[-1]!r})"
-        named = _embedding_component(parts) or _head_component(parts) or _router_component(parts, info.ndim, gated)
-        own = _own_component(parts)[1]
-        if info.module is None and _ends_in(_words(own), _NORM_WORDS):  # a known module type has decided
-            named = named or own
-        if named:
-            return f"name component {named!r}"
-    return None
+def _by_name(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> Found | None:
+    # Any name of a tied tensor decides. A head that is tied to an embedding is an embedding.
+    found = [own for name in info.names if (own := _by_one_name(name, info, gated))]
+    embeddings = [own for own in found if own.role == "embedding"]
+    return (embeddings or found or [None])[0]
+
+
+def _by_one_name(name: str, info: ParamInfo, gated: frozenset[tuple[str, int]]) -> Found | None:
+    parts = _components(name)
+    if _words(parts[-1])[-1:] == ["bias"]:
+        return Found("vector", f"bias (name component {parts[-1]!r})")
+    own = _own_component(parts)[1]
+    is_norm = info.module is None and _ends_in(_words(own), _NORM_WORDS)  # a known module type has decided
+    components: dict[Role, str | None] = {
+        "embedding": _embedding_component(parts),
+        "vector": _vector_component(parts) or (own if is_norm else None),
+        "other": _other_component(parts) or _router_component(parts, info.ndim, gated),
+        "head": _head_component(parts),
+    }
+    return next((Found(role, f"name component {named!r}") for role, named in components.items() if named), None)
 
 
 def _embedding_component(parts: list[str]) -> str | None:
     held, own = _own_component(parts)
     words = _words(own)
+    if held and "patch" in words:  # a layer, not a table
+        return None
     if _ends_in(words, _EMBEDDING_WORDS) or words[-2:] in (["embedding", "table"], ["bias", "table"], ["pos", "bias"]):
         return own
     for pair in (words[:2], words[-2:]):  # embed_tokens, vision_embed_tokens
         if pair and pair[0] in _EMBEDDING_WORDS and _EMBEDDED.issuperset(pair[1:]):
             return own
-    if own.lower() in _STATE_SPACE or own == "relative_attention_bias":
+    if own == "relative_attention_bias" or (held and parts[-2:-1] == ["shared"]):  # T5 and BART share an embedding
         return own
-    if not held and _is_table(own, words):
-        return own
-    if held and parts[-2:-1] == ["shared"]:  # the embedding of encoder and decoder in T5 and BART
-        return own
+    is_table = _ends_in(words, _TABLES) or words[:2] == ["rel", "pos"] or words[:1] == ["latents"]
+    is_table |= bool({"embedding", "embeddings"} & set(words)) and {"proj", "projection"}.isdisjoint(words)
+    return own if is_table and not held else None
+
+
+def _vector_component(parts: list[str]) -> str | None:
+    """Return the name component of a gain, a bias of relative attention, or a table of state-space rates; or None."""
+    held, own = _own_component(parts)
+    words = _words(own)
+    is_bias = words[-1:] in (["u"], ["v"]) and "bias" in words
+    return own if not held and (is_bias or own.lower() in _ELEMENTWISE or _ends_in(words, _GAINS)) else None
+
+
+def _other_component(parts: list[str]) -> str | None:
+    """Return the name component of a layer from patches, or of a map to state-space rates; None if there is none."""
+    own = _own_component(parts)[1]
+    return own if own.lower() in _STATE_SPACE else _patch_component(parts)
+
+
+def _patch_component(parts: list[str]) -> str | None:
     # The layer that embeds patches may be nested: patch_embed.proj, to_patch_embedding.2.
     return next((part for part in parts if "patch" in _words(part) and _ends_in(_words(part), _EMBEDDING_WORDS)), None)
-
-
-def _is_table(own: str, words: list[str]) -> bool:
-    """Return True if the name ``own`` of a parameter, in ``words``, suggests a token table, gain, rate or bias."""
-    if own.lower() in _ELEMENTWISE or _ends_in(words, _TABLES | _GAINS):
-        return True
-    if words[-1:] in (["u"], ["v"]) and "bias" in words:  # biases of relative attention
-        return True
-    if words[:2] == ["rel", "pos"] or words[:1] == ["latents"]:
-        return True
-    return bool({"embedding", "embeddings"} & set(words)) and {"proj", "projection"}.isdisjoint(words)
 
 
 def _head_component(parts: list[str]) -> str | None:
@@ -167,7 +198,8 @@ def _head_component(parts: list[str]) -> str | None:
     for part in parts:
         words = _words(part)
         of_attention = words[-1:] == ["head"] and not {"attn", "attention", "multi"}.isdisjoint(words)
-        if "_".join(words) in _HEADS or (_ends_in(words, _HEAD_WORDS) and not of_attention):
+        is_unembedding = words[-1:] == ["out"] and _ends_in(words[:-1], _EMBEDDING_WORDS)  # embed_out in GPT-NeoX
+        if is_unembedding or "_".join(words) in _HEADS or (_ends_in(words, _HEAD_WORDS) and not of_attention):
             return part
     if held and parts[-2:-1] == ["decoder"]:  # a decoder of one layer, as BERT's from features to the vocabulary
         return own
@@ -206,29 +238,29 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
     return frozenset(found)
 
 
-def _by_shape(info: ParamInfo) -> str | None:
+def _by_shape(info: ParamInfo) -> Found | None:
     rows, columns = info.shape[0], prod(info.shape[1:])
     if rows == 1 or columns == 1:
-        return "a side of 1: a vector"
+        return Found("vector", "a side of 1: a vector")
     if info.ndim > 2 and info.shape[1] == 1:
-        return "depthwise: one vector a channel"
+        return Found("vector", "depthwise: one vector a channel")
     if (info.module is not None or info.ndim > 3) and is_convolution(info) and min(info.shape[:2]) <= _IMAGE_CHANNELS:
-        return f"convolution from or to {min(info.shape[:2])} channels"
+        return Found("other", f"convolution from or to {min(info.shape[:2])} channels")
     if info.ndim == 2 and 0 < min(info.shape) <= _FEW and max(info.shape) >= _MANY * min(info.shape):
-        return f"from or to {min(info.shape)} features"
+        return Found("other", f"from or to {min(info.shape)} features")
     return None
 
 
-def _first_convolution(info: ParamInfo) -> str | None:
-    """Return the reason for AdamW, as text, if the name is that of the convolution of the raw input; else None."""
+def _first_convolution(info: ParamInfo) -> Found | None:
+    """Return the role and the reason if the name is that of the convolution of the raw input; else None."""
     for parts in map(_components, info.names) if is_convolution(info) else ():
         own = _own_component(parts)[1]
         above = [part for part in parts[:-2] if not part.isdigit()]
         at = parts.index("conv_layers") if "conv_layers" in parts else -1  # in speech encoders
         if own in _FIRST_CONVOLUTIONS and (_layer_of_model(parts) == own or (above and _is_front(above[-1]))):
-            return f"convolution of the input (name component {own!r})"
+            return Found("other", f"convolution of the input (name component {own!r})")
         if at > 0 and parts[at + 1 : at + 2] == ["0"] and any(map(_is_front, parts[:at])):
-            return "convolution of the input (name component 'conv_layers', the first)"
+            return Found("other", "convolution of the input (name component 'conv_layers', the first)")
     return None
 
 
