@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
 
 from muonfx.core import Transform, chain
 from muonfx.core.contract import require_transform, within
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.select import Labels, MatrixView, default_labels
+from muonfx.select import Labels, MatrixView, default_labels, default_labels_by_name
 from muonfx.select.partition import partition
 from muonfx.transforms import (
     AttentionHeads,
@@ -23,9 +24,13 @@ from muonfx.transforms import (
 )
 from muonfx.transforms.decay import Mask
 from muonfx.transforms.scale import ShapeRule
-from muonfx.tree.arguments import plain_arguments
+from muonfx.tree.arguments import check_plain, plain_arguments, plain_kinds
+from muonfx.tree.display import format_list
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
+
+ByRole: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
+"""A number or schedule for all parameters, or one for each role, which is the label of the parameters."""
 
 
 def view_of(orthogonalize: Transform) -> MatrixView:
@@ -175,26 +180,88 @@ def lion(
     return chain(scale_by_lion(b1, b2), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
 
 
+def check_roles(
+    owner: str, numbers: Mapping[str, object], labels: object, number: object = ScalarOrSchedule
+) -> list[str] | None:
+    """Return the roles that have their own numbers for AdamW, as a list; None if each number holds for all of AdamW.
+
+    Args:
+        owner: the function that received the arguments, for errors.
+        numbers: the arguments of that function, by name. Each is a number, or a dict from role to number.
+        labels: the labels of the parameters. A dict or `Labels` is checked here; `partition` checks a function or tree.
+        number: the type of the numbers.
+
+    Raises:
+        TypeError: a number in a dict has another type.
+        ValueError: two dicts have different roles, a role is "hidden", a label has no number, or no parameter has the
+            label of a number.
+    """
+    by_role = {name: cast("Mapping[str, object]", own) for name, own in numbers.items() if isinstance(own, Mapping)}
+    roles = list(next(iter(by_role.values()), {}))
+    kinds = plain_kinds(number, {})
+    for name, own in by_role.items():
+        for role, value in own.items():
+            check_plain(owner, f"{name}[{role!r}]", value, kinds)
+        if "hidden" in own:
+            raise ValueError(
+                f"{owner}: {name} has a number for 'hidden', the role of Muon's parameters, expected roles of AdamW's: "
+                "remove it, and use the argument for Muon"
+            )
+        if set(own) != set(roles):
+            raise ValueError(
+                f"{owner}: {next(iter(by_role))} has numbers for {format_list(roles)} and {name} for "
+                f"{format_list(list(own))}, expected the same roles: add the missing ones, or give one number for all"
+            )
+    if isinstance(labels, Mapping) and all(own is None or isinstance(own, str) for own in labels.values()):
+        _check_labels(owner, list(by_role or numbers), roles if by_role else None, labels)
+    elif by_role and (labels is default_labels or labels is default_labels_by_name):
+        raise ValueError(
+            f"{owner}: {next(iter(by_role))} has numbers by role, found labels 'muon' and 'adamw' (labels="
+            f"{labels.__name__}), expected roles: give labels=muonfx.default_labels(model, roles=True)"
+        )
+    return roles if by_role else None
+
+
+def _check_labels(owner: str, arguments: list[str], roles: list[str] | None, labels: Mapping[str, str | None]) -> None:
+    """Raise ValueError if a label has no number in ``arguments``, or if no parameter has the label of a role."""
+    expected = ["muon", "adamw"] if roles is None else ["hidden", *roles]
+    for name, label in labels.items():
+        if label is not None and label not in expected:
+            add = f"give {arguments[0]} as a dict" if roles is None else f"add {label!r} to {' and '.join(arguments)}"
+            raise ValueError(
+                f"{owner}: parameter {name!r} has the label {label!r}, expected None or one of "
+                f"{format_list(expected)}: {add}, or change the label"
+            )
+    if unused := [role for role in roles or () if role not in labels.values()]:
+        raise ValueError(
+            f"{owner}: {arguments[0]} has a number for {format_list(unused)}, which is the label of no parameter; the "
+            f"labels are {format_list(sorted({own for own in labels.values() if own}))}: remove or correct it"
+        )
+
+
 @plain_arguments
 def muon_with_adamw(
     learning_rate: ScalarOrSchedule = 2e-3,
-    adamw_learning_rate: ScalarOrSchedule | None = None,
+    adamw_learning_rate: ByRole | None = None,
     *,
     decay: ScalarOrSchedule = 0.95,
     orthogonalize: Transform = orthogonalize(),
     lr_scaling: ShapeRule = "match_rms_adamw",
     weight_decay: ScalarOrSchedule = 0.1,
     adam: Transform = scale_by_adam(0.9, 0.95),
-    adamw_weight_decay: ScalarOrSchedule = 0.1,
+    adamw_weight_decay: ByRole = 0.1,
     labels: Any = default_labels,
     mask: Mask = None,
 ) -> Transform:
     """Muon for hidden matrices and AdamW for the rest, each with its own learning rate and weight decay.
 
+    AdamW may have a learning rate and a weight decay for each role of a parameter, such as "embedding" and "head". Then
+    the labels are the roles, and the label of Muon's parameters is "hidden" instead of "muon".
+
     Args:
         learning_rate: Muon's learning rate, a number or a schedule.
-        adamw_learning_rate: AdamW's learning rate, a number or a schedule. None uses Muon's learning rate, which is
-            suitable with ``lr_scaling="match_rms_adamw"``.
+        adamw_learning_rate: AdamW's learning rate, a number or a schedule, or a dict from role to either. None uses
+            Muon's learning rate, which is suitable with ``lr_scaling="match_rms_adamw"``.
         decay: decay rate of Muon's momentum.
         orthogonalize: the transform that orthogonalizes, as in `muon`. If ``labels`` are `Labels`, their views are
             added to its view for parameters that its view does not mention; ``Labels(labels)`` has no views.
@@ -203,16 +270,27 @@ def muon_with_adamw(
         adam: the transform that computes AdamW's updates before weight decay and learning rate. Muon always uses
             Nesterov momentum here; for Nesterov momentum in AdamW too, give
             ``scale_by_adam(0.9, 0.95, nesterov=True)``.
-        adamw_weight_decay: decoupled weight decay of the AdamW parameters.
+        adamw_weight_decay: decoupled weight decay of the AdamW parameters, a number or a schedule, or a dict from role
+            to either.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. To label by module type, give
             ``default_labels(model)``. The default labels by name and shape, with a warning;
-            ``muonfx.select.default_labels_by_name`` returns the same labels without a warning.
+            ``muonfx.select.default_labels_by_name`` returns the same labels without a warning. With numbers by role,
+            give ``default_labels(model, roles=True)``.
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
+
+    Raises:
+        ValueError: a label has no learning rate or weight decay; or a dict has a role that is the label of no
+            parameter. If ``labels`` is a function, `partition` raises the first error at ``init``, and warns of the
+            second.
 
     >>> from muonfx.select import default_labels_by_name
     >>> tx = muon_with_adamw(0.02, 3e-4, labels=default_labels_by_name)
-    >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
+    >>> params = {"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}
+    >>> list(tx.init(params))
     ['adamw', 'muon']
+    >>> tx = muon_with_adamw(0.02, {"embedding": 0.3}, labels=default_labels_by_name(params, roles=True))
+    >>> list(tx.init(params))
+    ['embedding', 'hidden']
     """
     matrices = muon(
         learning_rate,
@@ -223,20 +301,25 @@ def muon_with_adamw(
         mask=mask,
     )
     require_transform("adam", adam)
-    rest = chain(
-        adam,
-        add_decayed_weights(adamw_weight_decay, mask),
-        scale_by_learning_rate(learning_rate if adamw_learning_rate is None else adamw_learning_rate),
-    )
+    rates = learning_rate if adamw_learning_rate is None else adamw_learning_rate
+    numbers = {"adamw_learning_rate": rates, "adamw_weight_decay": adamw_weight_decay}
+
+    def elements(role: str) -> Transform:
+        rate, decay = (own[role] if isinstance(own, Mapping) else own for own in numbers.values())
+        return chain(adam, add_decayed_weights(decay, mask), scale_by_learning_rate(rate))
+
+    roles = check_roles("muon_with_adamw", numbers, labels)
     muon_part = with_views(matrices, labels) if isinstance(labels, Labels) else matrices
-    return partition({"muon": muon_part, "adamw": rest}, labels)
+    if roles is None:
+        return partition({"muon": muon_part, "adamw": elements("adamw")}, labels)
+    return partition({"hidden": muon_part, **{role: elements(role) for role in roles}}, labels)
 
 
 @plain_arguments
 def muonclip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],
     learning_rate: ScalarOrSchedule = 2e-3,
-    adamw_learning_rate: ScalarOrSchedule | None = None,
+    adamw_learning_rate: ByRole | None = None,
     *,
     tau: ScalarOrSchedule = 100.0,
     alpha: ScalarOrSchedule = 0.5,

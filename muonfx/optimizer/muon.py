@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups, scalar
-from muonfx.recipes import muon_with_adamw, with_views
+from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.select import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms import orthogonalize, scale_by_adam
@@ -49,11 +50,16 @@ class Muon(TransformOptimizer):
             "out in -> out in".
         lr_scaling: the factor for the shape of each matrix, as in `muonfx.scale_by_shape`. The default
             "match_rms_adamw" gives updates of the size of AdamW's, so both can use one learning rate.
-        adamw_lr: the learning rate of AdamW. None: ``lr``.
-        adamw_weight_decay: the decoupled weight decay of AdamW's parameters. None: ``weight_decay``.
+        adamw_lr: the learning rate of AdamW, or a dict with a rate for each role of a parameter, such as
+            ``{"embedding": 0.3, "head": 0.004, "vector": 0.01}``. Then the labels are the roles that
+            ``muonfx.default_labels(model, roles=True)`` describes, ``param_groups`` has a group for each, and Muon's
+            parameters have the label "hidden". None: ``lr``.
+        adamw_weight_decay: the decoupled weight decay of AdamW's parameters, or a dict with a number for each role.
+            None: ``weight_decay``.
         betas: AdamW's decays of the first and the second moment.
         labels: a dict from each parameter name to "muon", "adamw" or None (not trained), or a function from the model
-            to such a dict. Without a model, the function receives the named parameters. None: `muonfx.default_labels`.
+            to such a dict. Without a model, the function receives the named parameters. None: `muonfx.default_labels`,
+            with ``roles=True`` if a rate or a weight decay is given by role.
             To put own rules before the default ones: ``labels=lambda model: muonfx.default_labels(model, rules)``. To
             choose by names only: ``labels=muonfx.select.default_labels_by_name``.
         layout: the shards of plain tensors in a distributed run, as in `TransformOptimizer`. DTensors need none.
@@ -80,8 +86,8 @@ class Muon(TransformOptimizer):
         momentum: float = 0.95,
         orthogonalize: Transform = orthogonalize(),
         lr_scaling: ShapeRule = "match_rms_adamw",
-        adamw_lr: float | None = None,
-        adamw_weight_decay: float | None = None,
+        adamw_lr: float | Mapping[str, float] | None = None,
+        adamw_weight_decay: float | Mapping[str, float] | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         labels: LabelsLike = None,
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
@@ -139,6 +145,10 @@ class Muon(TransformOptimizer):
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             kind = ValueError if isinstance(betas, tuple | list) else TypeError
             raise kind(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
+        numbers = {"adamw_lr": given.adamw_lr, "adamw_weight_decay": given.adamw_weight_decay}
+        by_role = any(isinstance(number, Mapping) for number in numbers.values())
+        labels = _route(given.labels, params, given.model, roles=by_role)
+        check_roles("Muon", numbers, labels, float)
         return muon_with_adamw(
             given.lr,
             given.adamw_lr,
@@ -148,7 +158,7 @@ class Muon(TransformOptimizer):
             weight_decay=given.weight_decay,
             adam=scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1])),
             adamw_weight_decay=given.weight_decay if given.adamw_weight_decay is None else given.adamw_weight_decay,
-            labels=_route(given.labels, params, given.model),
+            labels=labels,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -161,7 +171,7 @@ class Muon(TransformOptimizer):
         model = next((m for m, own in models if all(own.get(name) is param for name, param in new.items())), None)
         with warnings.catch_warnings():  # a rule may match only earlier parameters
             warnings.filterwarnings("ignore", message="user rule")
-            found = _route(self._labels, new, model)
+            found = _route(self._labels, new, model, roles="hidden" in self.tx.arguments["transforms"])
         old = self.tx.arguments["labels"]
         # Views of the new parameters only: construction has warned of the others.
         warned = {name: Route(own.label, own.reason, shape=own.shape) for name, own in old.routes.items()}
@@ -169,11 +179,13 @@ class Muon(TransformOptimizer):
         return with_views(self.tx.replace(labels=labels), found)
 
 
-def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None) -> Labels:
-    """Return the label ("muon", "adamw" or None) of each parameter, from a dict or a function of the model."""
+def _route(
+    labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None, *, roles: bool
+) -> Labels:
+    """Return the label of each parameter, from a dict or a function of the model. ``roles``: by default its role."""
     names = [name for name, _ in named_pairs(params)]
     if labels is None:
-        labels = default_labels
+        labels = partial(default_labels, roles=roles)
     if not (isinstance(labels, Mapping) or callable(labels)):
         raise TypeError(
             "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
@@ -187,21 +199,21 @@ def _route(labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: 
 
 @contextmanager
 def _either_part_may_be_empty() -> Generator[None]:
-    """Suppress the warning of `partition` that no parameter has the label "muon", or "adamw"."""
+    """Suppress the warning of `partition` that no parameter has the label of Muon, or of AdamW."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
+        warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon|hidden)'")
         yield
 
 
 def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
-    if not named or "muon" in labels.values():
+    if not named or not {"muon", "hidden"}.isdisjoint(labels.values()):
         return
     trained_first = sorted(labels.items(), key=lambda pair: pair[1] is None)
     why = "; ".join(f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in trained_first[:5])
     if all(param.ndim < 2 for param in named.values()):
         why = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     warnings.warn(
-        f"Muon: found no parameter with the label 'muon' ({why}), expected at least one; AdamW trains "
+        f"Muon: found no parameter with the label 'muon' or 'hidden' ({why}), expected at least one; AdamW trains "
         f"{sum(label is not None for label in labels.values())} of {len(named)} parameters, and none is "
         "orthogonalized. Give labels=, or use TransformOptimizer(params, muonfx.adamw())",
         stacklevel=4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType, MappingProxyType
 from typing import NamedTuple, TypeAlias, cast
 
@@ -200,17 +200,17 @@ def make_labels(
     infos: Sequence[ParamInfo],
     decided: Mapping[str, tuple[Label, str]],
     absent: Sequence[str],
-    other: Label = None,
+    whole: Collection[Label] = (),
 ) -> Labels:
     """Return `Labels` in the order of the parameters, from the label and the reason that were decided for each name.
 
-    The views (how parameters divide into matrices) are added, except for the labels ``other`` and None. ``absent``
-    are the names of parameters that are None.
+    The views (how parameters divide into matrices) are added, except for the label None and the labels ``whole``.
+    ``absent`` are the names of parameters that are None.
     """
     routes: dict[str, Route] = {info.name: Route(*decided[info.name], shape=info.shape) for info in infos}
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
         return Labels({name: route.label for name, route in routes.items()} | dict.fromkeys(absent, None))
-    routed = [info for info in infos if routes[info.name].label not in (None, other)]
+    routed = [info for info in infos if routes[info.name].label not in (None, *whole)]
     for name, (view, note, suspected) in find_matrices(model_or_params, routed).items():
         reason = f"{routes[name].reason}; {note}" if note else routes[name].reason
         routes[name] = routes[name]._replace(reason=reason, view=view, suspected=suspected)

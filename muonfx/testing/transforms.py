@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ def halve(updates: PyTree, params: PyTree) -> PyTree:
 def by_rank(params: PyTree) -> PyTree:
     """Return the labels (group names) for `partition`: "matrices" for leaves of two or more dims, else "rest"."""
     return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
+
+
+def by_role(params: PyTree) -> Mapping[str, str | None]:
+    """Return the role of each parameter as its label, by name and shape."""
+    return select.default_labels_by_name(params, roles=True)
 
 
 @transform(
@@ -220,6 +225,12 @@ _ARGUMENTS: dict[str, Strategy] = {
     "scale_by_adam": _ADAMS,
     "chain": st.lists(_INNER, max_size=3).map(lambda members: chain(*members)),
     "partition": st.builds(lambda a, b: partition({"matrices": a, "rest": b}, by_rank), _INNER, _INNER),
+    "muon_with_adamw": _drawn(recipes.muon_with_adamw)
+    | _drawn(
+        recipes.muon_with_adamw,
+        adamw_learning_rate=st.fixed_dictionaries(dict.fromkeys(select.roles.ROLES[1:], _RATES)),
+        labels=st.just(by_role),
+    ),
     "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
     "reduce_on_plateau": st.builds(
         lambda *given: with_value(contrib.reduce_on_plateau(*given)),

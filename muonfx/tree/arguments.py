@@ -121,7 +121,7 @@ def _kinds_of_member(member: object) -> list[str]:
         return [_SHOWN.get(member.__name__, member.__name__) if isinstance(member, type) else ""]
     if origin is Literal:
         return list(map(repr, get_args(member)))
-    return [re.sub(r"\b(collections\.abc|typing|torch)\.", "", str(member))]
+    return [re.sub(r"\b(collections\.abc|typing|torch|muonfx(\.\w+)*)\.", "", str(member))]
 
 
 def _is_literal(kind: str) -> bool:

@@ -449,6 +449,70 @@ def test_names_are_read_by_component():
         assert {name for name in found if default_labels({name: torch.zeros(6, 4)})[name] != label} == set()
 
 
+OTHER_ROLES = {
+    "embedding": """
+        transformer.wte.weight pos_embed patch_embed.pos_embed mask_token encoder.pe shared.weight
+        relative_position_bias_table block.0.relative_attention_bias.weight attn.rel_pos_h perceiver.latents_1d
+        quantizer.codevectors
+    """,
+    "head": "lm_head.weight classifier.1.weight score.weight embed_out.weight fc.weight mtp.shared_head.head.weight",
+    "vector": """
+        head.bias experts.gate_up_proj_bias mixer.A_log mamba.D self_attn.pos_bias_u q_l2_clip.scale
+        self_attn.q_a_layernorm.weight
+    """,
+    "other": """
+        mlp.gate.weight moe.router.gate.weight router.classifier.weight mlp.shared_expert_gate.weight
+        to_patch_embedding.2.weight vit.embeddings.patch_embeddings.projection.weight mamba.x_proj.weight
+        mixer.dt_proj.weight q_proj.lora_A.default.weight fc.oft_R.default.weight
+        embed_tokens.parametrizations.weight.original0
+    """,
+}
+
+
+def test_roles_are_read_by_component():
+    for role, names in ("hidden", MUON_NAMES), *OTHER_ROLES.items():
+        found = {name: default_labels_by_name({name: torch.zeros(6, 4)}, roles=True)[name] for name in names.split()}
+        assert found == dict.fromkeys(names.split(), role)
+
+
+def test_roles_are_read_by_shape():
+    vectors = {(), (4,), (1, 8), (8, 1, 3, 3)}
+    others = {(8, 3, 7, 7), (2, 64)}
+    for size in vectors | others:
+        assert default_labels_by_name({"x": torch.zeros(size)}, roles=True) == {
+            "x": "vector" if size in vectors else "other"
+        }
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("by_name_alone", [False, True])
+def test_roles_divide_what_adamw_trains_and_leave_hidden_matrices_and_views_as_they_are(make, by_name_alone):
+    model = make()
+    whole = dict(model.named_parameters()) if by_name_alone else model
+    usual, roles = default_labels_by_name(whole), default_labels_by_name(whole, roles=True)
+    coarse = {None: None, "hidden": "muon", **dict.fromkeys(("embedding", "head", "vector", "other"), "adamw")}
+    assert {name: coarse[role] for name, role in roles.items()} == usual
+    assert {name: roles.reason(name) for name in roles} == {name: usual.reason(name) for name in usual}
+    assert roles.views == usual.views
+    vectors = {name for name, param in model.named_parameters() if param.ndim < 2 and param.requires_grad}
+    assert {name for name, role in roles.items() if role == "vector"} == vectors
+
+
+def test_a_tied_head_has_the_role_of_the_embedding():
+    assert "head" not in default_labels(gpt2(), roles=True).values()
+    assert default_labels(torchtitan(), roles=True)["output.weight"] == "head"
+    weight = torch.zeros(V, D)
+    tied = {"lm_head.weight": weight, "wte.weight": weight}
+    assert set(default_labels_by_name(tied, roles=True).values()) == {"embedding"}
+
+
+@pytest.mark.parametrize("route", [default_labels, default_labels_by_name])
+def test_roles_and_labels_of_your_own_are_an_error(route):
+    for own in ({"muon": "m"}, {"other": None}):
+        with pytest.raises(ValueError, match=rf"^{route.__name__}: found roles=True with muon=.*, expected one"):
+            route(gpt2(), roles=True, **own)
+
+
 def test_a_gate_beside_up_and_down_belongs_to_the_mlp():
     mlp = {f"layers.0.mlp.{n}.weight": torch.zeros(4, 4) for n in ("gate", "up", "down")}
     assert set(default_labels(mlp).values()) == {"muon"}

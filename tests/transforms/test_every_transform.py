@@ -18,7 +18,7 @@ from muonfx.core import schedules
 from muonfx.core.contract import NOTHING, within
 from muonfx.core.order import signs
 from muonfx.select.matrix_view import STACK
-from muonfx.testing.transforms import by_rank, halve, with_value
+from muonfx.testing.transforms import by_rank, by_role, halve, with_value
 from muonfx.tree import elementwise as ew
 from tests.public import NAMES, NO_MATCH
 
@@ -26,6 +26,7 @@ pytestmark = NO_MATCH
 
 STACKS = mfx.MatrixView(STACK)
 A_SCHEDULE = mfx.linear_schedule(1.0, 0.1, 3)
+RATES_BY_ROLE = {"embedding": 0.3, "head": A_SCHEDULE, "vector": 0.1, "other": 0.0}
 MOMENTUM = mfx.momentum(0.9)
 FP32 = mfx.orthogonalize(dtype=torch.float32)
 TWO_STEPS = FP32.replace(steps=2)
@@ -172,7 +173,8 @@ CASES: dict[str, list[mfx.Transform]] = {
     "muon": [mfx.muon(0.1, weight_decay=0.1, orthogonalize=TWO_STEPS)],
     "normuon": [mfx.normuon(A_SCHEDULE, orthogonalize=TWO_STEPS)],
     "muon_with_adamw": [
-        mfx.muon_with_adamw(0.1, A_SCHEDULE, orthogonalize=TWO_STEPS, labels=mfx.select.default_labels_by_name)
+        mfx.muon_with_adamw(0.1, A_SCHEDULE, orthogonalize=TWO_STEPS, labels=mfx.select.default_labels_by_name),
+        mfx.muon_with_adamw(0.1, RATES_BY_ROLE, orthogonalize=TWO_STEPS, labels=by_role),
     ],
 }
 """Cases of every public transform and recipe. The recipes of `muonfx.contrib` are chains of these."""
