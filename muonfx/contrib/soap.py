@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from muonfx.contrib.norms import norm
-from muonfx.core import checks
+from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
 from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import Slot
-from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
+from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
@@ -24,6 +24,9 @@ Factors = Literal["shampoo", "kl"]
 
 _SHIFT = 2.0**-13
 """Added to the eigenvalues of a factor, scaled to a maximum in [1, 2), so that rounding does not choose the basis."""
+
+_QR_PRODUCTS = 5.0
+"""The number of products of square matrices that take as long as one QR decomposition. On a CPU, it is 4 to 7."""
 
 
 class SoapState(NamedTuple):
@@ -48,7 +51,20 @@ class SoapState(NamedTuple):
     """The basis $Q$: orthogonal, near the eigenvectors of ``right``, which are sorted by falling eigenvalue."""
 
 
-@matrixwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
+def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
+    """Return a function from the shape of a matrix to the operations of its products and QR decompositions."""
+    longest, is_kl = tx.arguments["max_precondition_size"], tx.arguments["factors"] == "kl"
+
+    def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
+        sides = [side for side in (rows, columns) if side <= longest]
+        # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
+        on_both = (4 + is_kl) * sum(side * rows * columns for side in sides)
+        return 2.0 * (on_both + (1 + is_kl + _QR_PRODUCTS) * sum(side**3 for side in sides))
+
+    return cost
+
+
+@matrixwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size", cost=_cost)
 def scale_by_soap(
     b1: ScalarOrSchedule = 0.95,
     b2: ScalarOrSchedule = 0.95,

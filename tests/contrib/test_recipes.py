@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import muonfx as mfx
+from muonfx import sharding
 from muonfx import testing as kit
+from muonfx.select.matrix_view import STACK
 from tests import formulas
 from tests.formulas import EXACT, Step, average
 
@@ -348,6 +351,18 @@ def test_the_bases_of_kl_factors_do_not_depend_on_the_size_of_gradients(exponent
         _, scaled = tx.update({name: g * 2.0**exponent for name, g in grads.items()}, scaled)
     torch.testing.assert_close(scaled.left_basis, plain.left_basis, rtol=0, atol=1e-12)
     torch.testing.assert_close(scaled.right_basis, plain.right_basis, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("longest", [100, 20])
+@pytest.mark.parametrize("factors", ["shampoo", "kl"])
+def test_the_cost_of_soap_counts_its_products_and_five_for_each_decomposition(factors: Any, longest: int):
+    tx = mfx.contrib.scale_by_soap(factors=factors, max_precondition_size=longest, view=mfx.MatrixView(STACK))
+    grads = {"w": torch.randn(3, 12, 40)}
+    with FlopCounterMode(display=False) as counted:
+        tx.run(grads, tx.init(grads), None)
+    decompositions = 3 * 5 * 2 * sum(side**3 for side in (12, 40) if side <= longest)
+    cost = sharding.plan_for(tx, sharding.zero(grads, 1, partition="whole")).runs[0].shares[0].cost
+    assert cost == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
 
 
 def off_diagonal(factor: Tensor, basis: Tensor) -> float:
