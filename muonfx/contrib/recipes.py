@@ -16,7 +16,7 @@ from muonfx.contrib.norms import (
     normalize_rows,
 )
 from muonfx.contrib.prodigy import scale_by_prodigy
-from muonfx.contrib.soap import scale_by_soap
+from muonfx.contrib.soap import Factors, scale_by_soap
 from muonfx.core import Transform, add_updates, chain
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.recipes import view_of
@@ -352,6 +352,7 @@ def soap(
     b1: ScalarOrSchedule = 0.95,
     b2: ScalarOrSchedule = 0.95,
     eps: ScalarOrSchedule = 1e-8,
+    factors: Factors = "shampoo",
     weight_decay: ScalarOrSchedule = 1e-2,
     view: MatrixView = MatrixView(),
     mask: Mask = None,
@@ -363,6 +364,7 @@ def soap(
         b1: decay rate of the momentum.
         b2: decay rate of the second moment and of the factors.
         eps: added to the root of the second moment.
+        factors: "shampoo", or "kl" for KL-SOAP, as in `scale_by_soap`.
         weight_decay: decoupled weight decay, as in `muon`.
         view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
@@ -373,7 +375,7 @@ def soap(
     ['scale_by_soap', 'add_decayed_weights']
     """
     return chain(
-        scale_by_soap(b1, b2, eps, view=view),
+        scale_by_soap(b1, b2, eps, factors=factors, view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -386,6 +388,7 @@ def soap_muon(
     b1: ScalarOrSchedule = 0.95,
     b2: ScalarOrSchedule = 0.95,
     eps: ScalarOrSchedule = 1e-8,
+    factors: Factors = "shampoo",
     orthogonalize: Transform = orthogonalize(),
     lr_scaling: ShapeRule = "match_rms_adamw",
     weight_decay: ScalarOrSchedule = 0.0,
@@ -398,6 +401,7 @@ def soap_muon(
         b1: decay rate of the momentum.
         b2: decay rate of the second moment and of the factors.
         eps: added to the root of the second moment.
+        factors: "shampoo" or "kl", as in `scale_by_soap`.
         orthogonalize: the transform that orthogonalizes, as in `muon`. Its view is also the view of `scale_by_soap`.
         lr_scaling: how the update of a matrix is scaled by its shape, as in `scale_by_shape`.
         weight_decay: decoupled weight decay, as in `muon`.
@@ -412,7 +416,7 @@ def soap_muon(
     """
     view = view_of(orthogonalize)
     return chain(
-        scale_by_soap(b1, b2, eps, view=view),
+        scale_by_soap(b1, b2, eps, factors=factors, view=view),
         orthogonalize,
         scale_by_shape(lr_scaling, view=view),
         add_decayed_weights(weight_decay, mask),

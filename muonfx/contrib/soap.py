@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonfx.core import checks
+from muonfx.contrib.norms import norm
+from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
 from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import Slot
-from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
+from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 __all__ = ["SoapState", "scale_by_soap"]
 
+Factors = Literal["shampoo", "kl"]
+"""The factors of `scale_by_soap`."""
+
 _SHIFT = 2.0**-13
 """Added to the eigenvalues of a factor, scaled to a maximum in [1, 2), so that rounding does not choose the basis."""
+
+_QR_PRODUCTS = 5.0
+"""The number of products of square matrices that take as long as one QR decomposition. On a CPU, it is 4 to 7."""
 
 
 class SoapState(NamedTuple):
@@ -35,21 +42,35 @@ class SoapState(NamedTuple):
     nu: PyTree
     """The average of the squared gradients in the bases: a tree like the parameters."""
     left: PyTree
-    """The average of $G G^T$ of each matrix, (..., rows, rows)."""
+    """The average of $G G^T$ of each matrix, or its KL form, (..., rows, rows)."""
     right: PyTree
-    """The average of $G^T G$ of each matrix, (..., columns, columns)."""
+    """The average of $G^T G$ of each matrix, or its KL form, (..., columns, columns)."""
     left_basis: PyTree
     """The basis $P$: orthogonal, near the eigenvectors of ``left``, which are sorted by falling eigenvalue."""
     right_basis: PyTree
     """The basis $Q$: orthogonal, near the eigenvectors of ``right``, which are sorted by falling eigenvalue."""
 
 
-@matrixwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
+def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
+    """Return a function from the shape of a matrix to the operations of its products and QR decompositions."""
+    longest, is_kl = tx.arguments["max_precondition_size"], tx.arguments["factors"] == "kl"
+
+    def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
+        sides = [side for side in (rows, columns) if side <= longest]
+        # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
+        on_both = (4 + is_kl) * sum(side * rows * columns for side in sides)
+        return 2.0 * (on_both + (1 + is_kl + _QR_PRODUCTS) * sum(side**3 for side in sides))
+
+    return cost
+
+
+@matrixwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size", cost=_cost)
 def scale_by_soap(
     b1: ScalarOrSchedule = 0.95,
     b2: ScalarOrSchedule = 0.95,
     eps: ScalarOrSchedule = 1e-8,
     *,
+    factors: Factors = "shampoo",
     refresh: int = 1,
     max_precondition_size: int = 10_000,
     view: MatrixView = MatrixView(),
@@ -67,6 +88,10 @@ def scale_by_soap(
         b1: $\beta_1$, in [0, 1).
         b2: $\beta_2$, in [0, 1).
         eps: added to the root, not negative.
+        factors: "shampoo" for the averages above. "kl" for the factors of KL-SOAP, which minimize the KL divergence
+            between two Gaussians, with the covariance of the gradients and with $L \otimes R$. Each gradient is then
+            whitened by the other factor: $G_t R_{t-1}^{-1} G_t^T / n$ takes the place of $G_t G_t^T$, and
+            $G_t^T L_{t-1}^{-1} G_t / m$ of $G_t^T G_t$, for m by n matrices.
         refresh: the number of steps from one new basis to the next. The QR decompositions run at every step for any
             value, because no branch may depend on a count, so larger values save no time. They reproduce runs of
             optimizers whose default is 10.
@@ -84,10 +109,17 @@ def scale_by_soap(
     third gradient on than after a start at eigenvectors with a refresh at every tenth step, and after 20 steps the
     start makes no difference.
 
+    With "kl", $R^{-1}$ is $Q \Lambda^{-1} Q^T$ with the diagonal $\Lambda$ of $Q^T R Q$. Since zeros in $\Lambda$ would
+    dominate the averages, $2^{-13}$ of the largest element is added to all elements, and the mean element times
+    $\beta_2^t / (1 - \beta_2^t)$, for $t$ gradients so far. The second term gives the identity the weight that the
+    average does not have yet. Before the first gradient, $R$ counts as the identity times the root mean square of this
+    gradient, so that a multiple of all gradients gives the same bases. The authors start with a constant instead. A
+    side without a factor counts as the identity. Each factor needs two more products per step.
+
     The square of a gradient beyond 1.8e19 overflows fp32, and the matrix is then lost. `clip_by_global_norm` in front
     keeps squares finite.
 
-    Follows SOAP (Vyas et al., arXiv 2409.11321).
+    Follows SOAP (Vyas et al., arXiv 2409.11321) and KL-SOAP (Lin et al., arXiv 2509.03378).
 
     Example:
         >>> import muonfx as mfx
@@ -103,6 +135,8 @@ def scale_by_soap(
     b1 = checks.in_unit_interval("b1", b1)
     b2 = checks.in_unit_interval("b2", b2)
     eps = checks.at_least("eps", eps, 0.0)
+    if factors not in ("shampoo", "kl"):
+        raise ValueError(f"factors: found {factors!r}, expected 'shampoo' or 'kl'")
     checks.positive_int("refresh", refresh)
     checks.positive_int("max_precondition_size", max_precondition_size)
 
@@ -127,12 +161,16 @@ def scale_by_soap(
         out = torch.where(is_first, 0.0, _rotate(scaled, s.left_basis.mT, s.right_basis.mT))
 
         left, right, left_basis, right_basis = s.left, s.right, s.left_basis, s.right_basis
+        by_right, by_left = u, u.mT
+        if factors == "kl":
+            by_right = _whitened(u, right, right_basis, 1.0 / c2 - 1.0)
+            by_left = _whitened(u.mT, left, left_basis, 1.0 / c2 - 1.0)
         if left.shape[-1]:
-            left = left + (1.0 - b2) * (u @ u.mT - left)
+            left = left + (1.0 - b2) * (by_right @ by_right.mT - left)
             left_basis, order = _refreshed(left, left_basis, is_due, is_first)
             nu = nu.take_along_dim(order.mT, -2)
         if right.shape[-1]:
-            right = right + (1.0 - b2) * (u.mT @ u - right)
+            right = right + (1.0 - b2) * (by_left @ by_left.mT - right)
             right_basis, order = _refreshed(right, right_basis, is_due, is_first)
             nu = nu.take_along_dim(order, -1)
         return out, SoapState(s.count + 1.0, mu, nu, left, right, left_basis, right_basis)
@@ -145,6 +183,21 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return ``left.mT @ x @ right``. An empty ``left`` or ``right`` counts as the identity."""
     x = left.mT @ x if left.shape[-1] else x
     return x @ right if right.shape[-1] else x
+
+
+def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
+    """Return a matrix whose product with its transpose is ``x`` times the inverse of ``factor`` times ``x.mT``, over n.
+
+    ``missing`` is the weight of the identity in ``factor``, relative to the weight of the gradients so far.
+    """
+    size = x.shape[-1] ** 0.5
+    if not factor.shape[-1]:
+        return x / size
+    eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
+    mean, largest = eigenvalues.mean(-1, keepdim=True), eigenvalues.amax(-1, keepdim=True)
+    rms = norm(x) / (x.shape[-2] ** 0.5 * size)
+    damped = torch.where(largest > 0, eigenvalues + missing * mean + _SHIFT * largest, rms)
+    return x @ basis / (torch.where(damped > 0, damped, 1.0).sqrt() * size)
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:

@@ -200,7 +200,11 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
     contrib.scale_by_dion: {"rank": _COUNTS},
     contrib.scale_by_prodigy: {"estim_lr0": st.sampled_from((1e-6, 1e-2))},
-    contrib.scale_by_soap: {"refresh": _COUNTS, "max_precondition_size": st.sampled_from((10_000, 3))},
+    contrib.scale_by_soap: {
+        "refresh": _COUNTS,
+        "max_precondition_size": st.sampled_from((10_000, 3)),
+        "factors": st.sampled_from(("shampoo", "kl")),
+    },
     contrib.schedule_free: {
         "inner": _WITHOUT_MOMENTUM,
         "b1": st.sampled_from((0.9, 1.0, 0.5)),

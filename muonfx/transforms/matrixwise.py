@@ -16,8 +16,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING, Position
+from muonfx.core.definition import LeafCost
 from muonfx.core.patterns import NamePatterns
-from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.select.matrix_view import Matrices, MatrixView, split
 from muonfx.select.pattern import Units, parse
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
 from muonfx.tree import PyTree, Structure
@@ -25,9 +26,11 @@ from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 
 __all__ = [
+    "MatrixCost",
     "MatrixSlot",
     "MatrixStates",
     "StateAndMatrixStep",
+    "cost_of_matrices",
     "matrix_locality",
     "matrixwise",
     "name_patterns",
@@ -36,6 +39,9 @@ __all__ = [
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
 """The pair (state, step) that a constructor decorated with `matrixwise` returns."""
+
+MatrixCost = Callable[[int, int, torch.dtype], float]
+"""A function ``(rows, columns, dtype) -> operations`` for one matrix; a multiply-add is two operations."""
 
 P = ParamSpec("P")
 
@@ -73,6 +79,20 @@ def name_patterns(tx: Transform) -> list[NamePatterns]:
     pattern = tx.arguments["view"].pattern
     globs = tuple((glob,) for glob in pattern) if isinstance(pattern, Mapping) else ()
     return [NamePatterns("view", globs, first_counts=True)] if globs else []
+
+
+def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
+    """Return a function that sums the cost of the matrices of a leaf, for the option ``cost`` of `muonfx.transform`."""
+
+    def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+        (own,) = view.of([name])
+        total = 0.0
+        for stack in split(own, torch.empty(shape, device="meta"), name):
+            *batch, rows, columns = stack.shape
+            total += prod(batch) * of_matrix(rows, columns, dtype)
+        return total
+
+    return cost
 
 
 def _one_zero(matrices: Tensor) -> Tensor:
@@ -151,6 +171,7 @@ def matrixwise(
     reads_params: bool = False,
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    cost: Callable[[Transform, str, torch.dtype], MatrixCost] | None = None,
 ) -> Callable[[Callable[P, StateAndMatrixStep]], Callable[P, Transform]]: ...
 
 
@@ -160,6 +181,7 @@ def matrixwise(
     reads_params: bool = False,
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    cost: Callable[[Transform, str, torch.dtype], MatrixCost] | None = None,
 ) -> Any:
     """Make a factory of transforms from a constructor that returns a state and the arithmetic of a stack of matrices.
 
@@ -183,6 +205,8 @@ def matrixwise(
         position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
         short_names: a dict from a key of torch's parameter groups to the arguments that it sets, such as
             ``{"momentum": "decay"}``, as for `muonfx.transform`.
+        cost: ``(transform, device, dtype) -> function``, as for `muonfx.transform`. The returned function maps the
+            rows, columns and dtype of one matrix to the number of operations of its update.
 
     Returns:
         A factory with the constructor's name, signature and docstring. Its transforms have locality MATRIX if the view
@@ -229,6 +253,10 @@ def matrixwise(
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
             return on_stacks(tx, shapes, only_plain=not is_simple)
 
+        def cost_of_leaf(tx: Transform, device: str, dtype: torch.dtype) -> LeafCost:
+            assert cost is not None
+            return cost_of_matrices(tx.arguments["view"], cost(tx, device, dtype))
+
         decorator = transform(
             locality=matrix_locality,
             reads_params=reads_params,
@@ -236,6 +264,7 @@ def matrixwise(
             name_patterns=name_patterns,
             position=position,
             short_names=short_names,
+            cost=cost_of_leaf if cost is not None else None,
         )
         return decorator(build)
 

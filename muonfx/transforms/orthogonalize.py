@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,8 @@ from muonfx.core.contract import NOTHING
 from muonfx.core.definition import LeafCost
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
-from muonfx.select.matrix_view import Matrices, MatrixView, split
-from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
+from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.transforms.matrixwise import cost_of_matrices, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import PyTree
 
 __all__ = ["orthogonalize"]
@@ -32,22 +30,15 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     """Return a function from a leaf's name, shape and dtype to the estimated work of orthogonalizing its matrices."""
     given = tx.arguments
-    view: MatrixView = given["view"]
     settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
 
-    def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-        (own,) = view.of([name])
+    def of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
         chosen = given["dtype"]
         if chosen == "auto":
             chosen = torch.float64 if dtype == torch.float64 else compute
-        total = 0.0
-        for matrices in split(own, torch.empty(shape, device="meta"), name):
-            *batch, rows, columns = matrices.shape
-            one = newton_schulz_cost((rows, columns), device, dtype=chosen, **settings)
-            total += one.load * prod(batch)
-        return total
+        return newton_schulz_cost((rows, columns), device, dtype=chosen, **settings).load
 
-    return cost
+    return cost_of_matrices(given["view"], of_matrix)
 
 
 @transform(

@@ -1,15 +1,19 @@
 """Variants of Muon follow the formulas of their papers, each written out in float64 with exact polar factors."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import muonfx as mfx
+from muonfx import sharding
 from muonfx import testing as kit
+from muonfx.select.matrix_view import STACK
 from tests import formulas
 from tests.formulas import EXACT, Step, average
 
@@ -205,8 +209,29 @@ def power_iterated(factor: Tensor, basis: Tensor, shift: float = 2.0**-13) -> tu
     return q * r.diagonal().sign(), order
 
 
+def inverse(factor: Tensor, basis: Tensor, t: int, g: Tensor, shift: float = 2.0**-13) -> Tensor:
+    """The inverse of the average of t - 1 gradients. The identity has the missing weight 0.8**(t - 1)."""
+    values = (basis.T @ factor @ basis).diagonal()
+    if t == 1:
+        values = g.square().mean().sqrt().expand_as(values)
+    else:
+        values = values + values.mean() * 0.8 ** (t - 1) / (1 - 0.8 ** (t - 1)) + shift * values.max()
+    return basis @ (1 / values).diag() @ basis.T
+
+
+@pytest.mark.parametrize("factors", ["shampoo", "kl"])
 @pytest.mark.parametrize(("refresh", "longest"), [(1, 100), (3, 100), (2, 4), (1, 2)])
-def test_soap(refresh: int, longest: int):
+def test_soap(refresh: int, longest: int, factors: Any):
+    def squares(t: int, g: Tensor, memory: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if factors == "shampoo":
+            return g @ g.T, g.T @ g
+        inverses = [torch.eye(side, dtype=g.dtype) for side in g.shape]
+        for side in range(2):
+            if g.shape[side] <= longest:
+                own = memory.get(f"factor{side}", torch.zeros_like(inverses[side]))
+                inverses[side] = inverse(own, memory["bases"][side], t, g)
+        return g @ inverses[1] @ g.T / g.shape[1], g.T @ inverses[0] @ g / g.shape[0]
+
     def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
         sides = [side for side in (0, 1) if x.shape[side] <= longest]
         bases = memory.setdefault("bases", [torch.eye(side, dtype=x.dtype) for side in x.shape])
@@ -216,15 +241,16 @@ def test_soap(refresh: int, longest: int):
             v = average(memory, "v", (bases[0].T @ g @ bases[1]).square(), 0.8) / (1 - 0.8 ** (t - 1))
             adam = bases[0].T @ m @ bases[1] / (1 - BETA ** (t - 1)) / (v.sqrt() + 1e-8)
             update = bases[0] @ adam @ bases[1].T
+        new = squares(t, g, memory)
         for side in sides:
-            factor = average(memory, f"factor{side}", g @ g.T if side == 0 else g.T @ g, 0.8)
+            factor = average(memory, f"factor{side}", new[side], 0.8)
             if (t - 1) % refresh == 0:
                 bases[side], order = power_iterated(factor, bases[side])
                 memory["v"] = memory["v"].index_select(side, order) if "v" in memory else torch.zeros_like(x)
         return x - RATE * (update + DECAY * x)
 
     tx = mfx.chain(
-        mfx.contrib.scale_by_soap(BETA, 0.8, refresh=refresh, max_precondition_size=longest),
+        mfx.contrib.scale_by_soap(BETA, 0.8, factors=factors, refresh=refresh, max_precondition_size=longest),
         mfx.add_decayed_weights(DECAY),
         mfx.scale_by_learning_rate(RATE),
     )
@@ -245,10 +271,10 @@ def test_soap_muon_orthogonalizes_the_direction_of_soap():
             torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-10, check_dtype=False)
 
 
-@pytest.mark.parametrize("longest", [100, 4])
-def test_soap_resumes_from_a_checkpoint_with_the_same_bits(longest: int, tmp_path: Path):
+@pytest.mark.parametrize(("longest", "factors"), [(100, "shampoo"), (4, "shampoo"), (100, "kl")])
+def test_soap_resumes_from_a_checkpoint_with_the_same_bits(longest: int, factors: Any, tmp_path: Path):
     params, steps = kit.Example.of(SHAPES | {"stack": (2, 3, 5)}, steps=4)
-    tx = mfx.contrib.scale_by_soap(max_precondition_size=longest)
+    tx = mfx.contrib.scale_by_soap(factors=factors, max_precondition_size=longest)
     state = tx.init(params)
     for grads in steps[:-1]:
         _, state = tx.update(grads, state)
@@ -272,6 +298,71 @@ def test_the_bases_of_soap_become_the_eigenvectors():
         values, vectors = torch.linalg.eigh(factor["w"])
         cosines = (vectors.flip(1) * basis["w"]).sum(0).abs()
         assert cosines[values.flip(0) > 1e-3 * values.max()].min() > 0.98
+
+
+def test_the_kl_factors_are_those_of_emerging_optimizers_without_damping(monkeypatch: pytest.MonkeyPatch):
+    """Their ``update_kronecker_factors_kl_shampoo`` on factors of many steps, whose eigenvalues it clamps to 1e-8."""
+    monkeypatch.setattr(import_module("muonfx.contrib.soap"), "_SHIFT", 0.0)
+    draw = torch.Generator().manual_seed(0)
+    params = {"w": torch.zeros(4, 6, dtype=torch.float64)}
+    tx = mfx.contrib.scale_by_soap(b2=BETA, factors="kl")
+    state = tx.init(params)
+    for _ in range(300):  # 0.9**300 is 2e-14
+        g = torch.randn(4, 6, generator=draw, dtype=torch.float64)
+        old, (_, state) = state, tx.update({"w": g}, state)
+    left, right = old.left["w"], old.right["w"]
+    p, q = old.left_basis["w"], old.right_basis["w"]
+    new_left = g @ q @ (1 / (q.T @ right @ q).diagonal().clamp(min=1e-8)).diag() @ q.T @ g.T / 6
+    new_right = g.T @ p @ (1 / (p.T @ left @ p).diagonal().clamp(min=1e-8)).diag() @ p.T @ g / 4
+    torch.testing.assert_close(state.left["w"], BETA * left + (1 - BETA) * new_left, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(state.right["w"], BETA * right + (1 - BETA) * new_right, rtol=1e-11, atol=1e-12)
+
+
+def test_the_bases_of_kl_factors_are_nearer_to_the_eigenvectors_of_the_covariance():
+    def excess(basis: Tensor, covariance: Tensor) -> float:
+        """The mean logarithm of the diagonal in the basis, less that of the eigenvalues: zero for eigenvectors."""
+        inside = (basis.T @ covariance @ basis).diagonal()
+        return float(inside.log().mean() - torch.linalg.eigvalsh(covariance).log().mean())
+
+    found = {"shampoo": torch.zeros(2), "kl": torch.zeros(2)}
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        turns = [torch.linalg.qr(torch.randn(n, n, generator=draw, dtype=torch.float64))[0] for n in (12, 20)]
+        rows, columns = (turn * torch.logspace(0, -2, len(turn), dtype=torch.float64) for turn in turns)
+        noise = torch.randn(100, 12, 20, generator=draw, dtype=torch.float64)
+        for factors, sums in found.items():
+            tx = mfx.contrib.scale_by_soap(factors=factors)  # type: ignore[arg-type]
+            state = tx.init({"w": noise[0]})
+            for z in noise:
+                _, state = tx.run({"w": rows @ z @ columns.T}, state, None)
+            sums += torch.tensor(
+                [excess(b["w"], f @ f.T) for b, f in ((state.left_basis, rows), (state.right_basis, columns))]
+            )
+    assert (found["kl"] < 0.5 * found["shampoo"]).all(), found
+
+
+@pytest.mark.parametrize("exponent", [-20, 20])
+def test_the_bases_of_kl_factors_do_not_depend_on_the_size_of_gradients(exponent: int):
+    params, steps = kit.Example.of(SHAPES, steps=5, dtype=torch.float64)
+    tx = mfx.contrib.scale_by_soap(factors="kl")
+    plain = scaled = tx.init(params)
+    for grads in steps:
+        _, plain = tx.update(grads, plain)
+        _, scaled = tx.update({name: g * 2.0**exponent for name, g in grads.items()}, scaled)
+    torch.testing.assert_close(scaled.left_basis, plain.left_basis, rtol=0, atol=1e-12)
+    torch.testing.assert_close(scaled.right_basis, plain.right_basis, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("longest", [100, 20])
+@pytest.mark.parametrize("factors", ["shampoo", "kl"])
+def test_the_cost_of_soap_counts_its_products_and_five_for_each_decomposition(factors: Any, longest: int):
+    tx = mfx.contrib.scale_by_soap(factors=factors, max_precondition_size=longest, view=mfx.MatrixView(STACK))
+    grads = {"w": torch.randn(3, 12, 40)}
+    with FlopCounterMode(display=False) as counted:
+        tx.run(grads, tx.init(grads), None)
+    decompositions = 3 * 5 * 2 * sum(side**3 for side in (12, 40) if side <= longest)
+    cost = sharding.plan_for(tx, sharding.zero(grads, 1, partition="whole")).runs[0].shares[0].cost
+    assert cost == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
 
 
 def off_diagonal(factor: Tensor, basis: Tensor) -> float:

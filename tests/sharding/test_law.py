@@ -343,6 +343,7 @@ BY_MATRICES = {
         mfx.contrib.radial_brake(),
         mfx.contrib.ema_nesterov(0.9),
     ),
+    "kl": mfx.contrib.scale_by_soap(factors="kl"),
     "sum": mfx.add_updates(muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))),
     "sphere": mfx.chain(muon(), mfx.contrib.match_weight_norms(), mfx.scale(-0.1), mfx.contrib.keep_weight_norms()),
     "rest": mfx.chain(mfx.contrib.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
@@ -350,12 +351,14 @@ BY_MATRICES = {
 NAMED = {"embed": "dion", "up": "sum", "down": "sphere", "odd": "unit", "conv": "polar"}
 NAMED |= {"norm": "rest", "scale": "rest"}
 SOAPS = dict.fromkeys(("embed", "up", "down", "odd", "conv", "cold"), "soap")
+KLS = dict.fromkeys(SOAPS, "kl")
 NAMED_TOO = NAMED | {"embed": "namo", "up": "dion", "conv": "normalize", "odd": "sphere"}
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_transform_of_whole_matrices(world: World, size: int):
-    for labels in (NAMED | {"cold": "namo"}, NAMED_TOO | {"cold": "normalize", "down": "polar"}, NAMED | SOAPS):
+    named = NAMED | {"cold": "namo"}, NAMED_TOO | {"cold": "normalize", "down": "polar"}, NAMED | SOAPS, NAMED | KLS
+    for labels in named:
         tx = mfx.partition({label: BY_MATRICES[label] for label in sorted(set(labels.values()))}, labels)
         layouts = [Zero(1, "flat"), Placed(ROWS), Zero(1, "whole")]
         check(world, size, [Case(SMALL, tx, layout, exact=False) for layout in layouts])

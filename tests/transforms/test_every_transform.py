@@ -152,6 +152,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "scale_by_soap": [
         mfx.contrib.scale_by_soap(),
         mfx.contrib.scale_by_soap(0.5, 0.9, refresh=2, max_precondition_size=3, view=STACKS),
+        mfx.contrib.scale_by_soap(factors="kl"),
     ],
     "scale_by_sign": [mfx.scale_by_sign()],
     "skip_nonfinite": [mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam()))],
