@@ -1,7 +1,9 @@
-"""Training loops that compose transforms over ranks, against their formulas in float64: local steps."""
+"""Training loops that compose transforms over ranks, against their formulas in float64: local steps and MuonBP."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import muonfx as mfx
 from muonfx import sharding
 from tests.formulas import EXACT
 from tests.processes import Here, World, on_ranks
-from tests.sharding.cases import some
+from tests.sharding.cases import Placed, laid_out, some
 from tests.sharding.counting import Counted, counting
 
 pytestmark = pytest.mark.dist
@@ -152,3 +154,60 @@ def test_inner_steps_send_nothing_and_an_outer_step_what_an_all_reduce_sends(wor
         assert all(not inner.sent and inner.matrices == STEPS * len(START) for inner, _ in found)
         assert sum(outer.exchanged for _, outer in found) == 2 * total * (size - 1)
         assert all(outer.else_sent < 300 for _, outer in found)
+
+
+# ------------------------------------------------------------------------------------------------------------ MuonBP
+
+PERIOD = 3
+VIEWS = {"rows": "(part=2 out) in -> part out in", "columns": "out (part=2 in) -> part out in"}
+
+
+def block_periodic(view: str) -> tuple[mfx.Transform, mfx.Transform]:
+    """The two transforms of docs/muon-variants.md, with equal states."""
+    in_blocks = EXACT.replace(view=mfx.MatrixView(view))
+    return tuple(mfx.muon(RATE, decay=DECAY, orthogonalize=part) for part in (EXACT, in_blocks))
+
+
+def run_block_periodic(here: Here, cut: str) -> list[tuple[Tree, Counted]]:
+    """Return the parameters and the messages after each step."""
+    layout = laid_out(Placed(dict.fromkeys(START, ("0" if cut == "rows" else "1",))), START, here)
+    whole, blocks = (sharding.sharded(tx, layout) for tx in block_periodic(VIEWS[cut]))
+    params = layout.shard(START)
+    state, found = whole.init(params), []
+    for step in range(2 * PERIOD + 1):
+        grads = layout.shard(gradient(0, layout.gather(params), step))
+        # The first step also compares parameters and states between ranks, by collectives that `counting` refuses.
+        with counting(here) if step else nullcontext(Counted()) as counted:
+            stx = whole if step % PERIOD == 0 else blocks
+            updates, state = stx.update(grads, state, params)
+        params = mfx.apply_updates(params, updates)
+        found.append((layout.gather(params), counted))
+    return found
+
+
+def block_periodic_by_formula(cut: str) -> Iterator[Tree]:
+    params, memory = START, {}
+    for step in range(2 * PERIOD + 1):
+        grads, after = gradient(0, params, step), {}
+        for name, param in params.items():
+            parts = 1 if step % PERIOD == 0 else 2
+            blocks = averaged(memory, name, grads[name]).chunk(parts, 0 if cut == "rows" else 1)
+            scale = 0.2 * max(blocks[0].shape) ** 0.5
+            after[name] = param - RATE * scale * torch.cat([*map(polar, blocks)], 0 if cut == "rows" else 1)
+        params = after
+        yield params
+
+
+@pytest.mark.parametrize("cut", VIEWS)
+def test_block_periodic_muon_sends_nothing_at_steps_in_blocks_of_rows(world: World, cut: str):
+    total = sum(leaf.numel() * 8 for leaf in START.values())
+    by_rank: list[Any] = world.check(2, run_block_periodic, cut=cut)
+    for step, expected in enumerate(block_periodic_by_formula(cut)):
+        steps = [found[step] for found in by_rank]
+        for params, _ in steps:
+            torch.testing.assert_close(params, expected, rtol=0, atol=1e-9)
+        is_whole = step % PERIOD == 0
+        if step > 0 and cut == "rows":  # blocks of columns are not contiguous, and are gathered like whole matrices
+            assert sum(counted.exchanged for _, counted in steps) == (total if is_whole else 0)
+            assert sum(counted.matrices for _, counted in steps) == len(START) * (1 if is_whole else 2)
+            assert all(counted.else_sent < 300 for _, counted in steps)
