@@ -114,6 +114,7 @@ search_words = {
     "sharding": ["FSDP", "FSDP2", "fully_shard", "DTensor", "ZeRO", "DDP", "HSDP", "tensor parallel", "distributed"],
     "engines": ["FSDP", "DDP"],
     "checkpoints": ["resume", "save", "load", "state_dict"],
+    "local-steps": ["DiLoCo", "MuLoCo", "local SGD", "outer optimizer"],
     "muonclip": ["QK-Clip", "attention logits"],
     "conversion": ["convert"],
     "offload": ["CPU offload", "memory"],

@@ -366,7 +366,13 @@ def test_what_the_table_names_is_there(column: str):
         look_up(package, name)
 
 
-PAGES_OVER_RANKS = ["checkpoints-over-ranks.md", "muonclip.md", "sharding.md", "sharding-agreement.md"]
+PAGES_OVER_RANKS = [
+    "checkpoints-over-ranks.md",
+    "local-steps.md",
+    "muonclip.md",
+    "sharding.md",
+    "sharding-agreement.md",
+]
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
