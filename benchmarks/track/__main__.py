@@ -37,7 +37,7 @@ SEEDS = (0, 1, 2)
 TUNING_SEED = 100
 FACTOR = 2**0.5
 """Ratio of neighboring values in the search for a learning rate."""
-LENGTHS = tuple(10 * round(20 * 1.15**k) for k in range(-4, 20))
+LENGTHS = tuple(10 * round(20 * 1.15**k) for k in range(-4, 13))
 """Numbers of steps of a run."""
 
 Settings = dict[str, float]
