@@ -115,6 +115,7 @@ search_words = {
     "engines": ["FSDP", "DDP"],
     "checkpoints": ["resume", "save", "load", "state_dict"],
     "local-steps": ["DiLoCo", "MuLoCo", "local SGD", "outer optimizer"],
+    "meta-learning": ["MAML", "hypergradient", "bilevel", "differentiable optimizer", "unrolled"],
     "muonclip": ["QK-Clip", "attention logits"],
     "conversion": ["convert"],
     "offload": ["CPU offload", "memory"],
