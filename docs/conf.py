@@ -118,6 +118,7 @@ search_words = {
     "meta-learning": ["MAML", "hypergradient", "bilevel", "differentiable optimizer", "unrolled"],
     "muonclip": ["QK-Clip", "attention logits"],
     "conversion": ["convert"],
+    "coming-from-torchopt": ["posteriors", "MetaAdam", "variational inference"],
     "offload": ["CPU offload", "memory"],
     "muon-variants": ["NorMuon", "Dion", "Scion", "AdaMuon"],
 }
