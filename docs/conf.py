@@ -115,8 +115,10 @@ search_words = {
     "engines": ["FSDP", "DDP"],
     "checkpoints": ["resume", "save", "load", "state_dict"],
     "local-steps": ["DiLoCo", "MuLoCo", "local SGD", "outer optimizer"],
+    "meta-learning": ["MAML", "hypergradient", "bilevel", "differentiable optimizer", "unrolled"],
     "muonclip": ["QK-Clip", "attention logits"],
     "conversion": ["convert"],
+    "coming-from-torchopt": ["posteriors", "MetaAdam", "variational inference"],
     "offload": ["CPU offload", "memory"],
     "muon-variants": ["NorMuon", "Dion", "Scion", "AdaMuon"],
 }
