@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from muonfx.contrib.dion import scale_by_dion
 from muonfx.contrib.directions import scale_by_dual_norm, scale_by_namo
+from muonfx.contrib.lora import muon_lora
 from muonfx.contrib.norms import keep_weight_norms, match_weight_norms, normalize_matrices
 from muonfx.contrib.prodigy import scale_by_prodigy
 from muonfx.contrib.scion import scion
@@ -25,7 +26,7 @@ from muonfx.transforms.decay import Mask
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
 
-__all__ = ["adamuon", "dion", "muon_hyperball", "musgd", "namo", "polargrad", "prodigy", "scion"]
+__all__ = ["adamuon", "dion", "muon_hyperball", "muon_lora", "musgd", "namo", "polargrad", "prodigy", "scion"]
 __all__ += ["soap", "soap_muon"]
 
 
