@@ -216,8 +216,8 @@ def check_roles(
         _check_labels(owner, list(by_role or numbers), roles if by_role else None, labels)
     elif by_role and (labels is default_labels or labels is default_labels_by_name):
         raise ValueError(
-            f"{owner}: {next(iter(by_role))} has numbers by role, found labels 'muon' and 'adamw' (labels="
-            f"{labels.__name__}), expected roles: give labels=muonfx.default_labels(model, roles=True)"
+            f"{owner}: {next(iter(by_role))} has numbers by role, found labels 'muon' and 'adamw' of {labels!r}, "
+            "expected roles: give labels=muonfx.default_labels(model, roles=True)"
         )
     return roles if by_role else None
 

@@ -34,6 +34,7 @@ LABELLED: dict[str, Callable[[Any], mfx.Transform]] = {
     "muon_with_adamw": lambda rate: mfx.muon_with_adamw(rate, labels=LABELS),
     "muonclip": lambda rate: mfx.muonclip(HEADS, rate, labels=LABELS),
     "scion": lambda rate: mfx.contrib.scion(rate, labels=LABELS),
+    "muon_lora": lambda rate: mfx.contrib.muon_lora(rate, labels=LABELS),
 }
 SIMPLE = sorted({*recipes.__all__, *contrib_recipes.__all__} - set(LABELLED))
 RATES = {"a number": 0.01, "a schedule": mfx.warmup_cosine_decay_schedule(0.01, 2, 10)}

@@ -1,6 +1,7 @@
 """Variants of Muon, their parts, and further transforms from Optax; imported on first use.
 
-`recipes` contains complete optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Prodigy and SOAP.
+`recipes` contains complete optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Muon for LoRA,
+Prodigy and SOAP.
 Each other module contains one family of transforms.
 """
 
@@ -9,6 +10,7 @@ from muonfx.contrib.adafactor import FactoredRmsState, scale_by_factored_rms
 from muonfx.contrib.dion import DionState, scale_by_dion
 from muonfx.contrib.directions import NamoState, scale_by_dual_norm, scale_by_namo
 from muonfx.contrib.ema_nesterov import EmaNesterovState, ema_nesterov
+from muonfx.contrib.lora import lora_labels
 from muonfx.contrib.norms import (
     WeightNormsState,
     floor_by_weight_norms,
@@ -31,8 +33,8 @@ from muonfx.contrib.soap import SoapState, scale_by_soap
 __all__ = [
     "DionState", "EmaNesterovState", "FactoredRmsState", "NamoState", "ProdigyState", "ReduceOnPlateauState",
     "ScheduleFreeState", "SoapState", "WeightNormsState", "ema_nesterov", "floor_by_weight_norms", "keep_weight_norms",
-    "match_weight_norms", "normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_rows",
-    "radial_brake", "reduce_on_plateau", "sam", "sam_gradient", "scale_by_dion", "scale_by_dual_norm",
+    "lora_labels", "match_weight_norms", "normalize_columns", "normalize_leaves", "normalize_matrices",
+    "normalize_rows", "radial_brake", "reduce_on_plateau", "sam", "sam_gradient", "scale_by_dion", "scale_by_dual_norm",
     "scale_by_factored_rms", "scale_by_namo", "scale_by_prodigy", "scale_by_soap", "schedule_free",
     "schedule_free_eval_params",
 ]

@@ -29,6 +29,7 @@ from muonfx.core import (
 from muonfx.core import schedules as sch
 from muonfx.core.contract import NOTHING
 from muonfx.select.partition import masked, partition
+from muonfx.select.roles import ROLES
 from muonfx.tree import PyTree
 
 __all__ = ["MATRIX_ONLY", "arguments", "chains", "schedules", "transforms"]
@@ -212,6 +213,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     },
     variants.dion: {"rank": _COUNTS},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
+    variants.muon_lora: {"labels": st.just(contrib.lora_labels)},
 }
 """Strategies for arguments that mean something else in one factory, or have other valid values there."""
 
@@ -232,7 +234,7 @@ _ARGUMENTS: dict[str, Strategy] = {
     "muon_with_adamw": _drawn(recipes.muon_with_adamw)
     | _drawn(
         recipes.muon_with_adamw,
-        adamw_learning_rate=st.fixed_dictionaries(dict.fromkeys(select.roles.ROLES[1:], _RATES)),
+        adamw_learning_rate=st.fixed_dictionaries(dict.fromkeys(ROLES[1:], _RATES)),
         labels=st.just(by_role),
     ),
     "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),

@@ -391,3 +391,45 @@ def test_the_start_of_the_bases_of_soap_matters_less_than_frequent_refreshes():
                 seldom[t] += off_diagonal(factor, rarely)
     assert all(from_identity[t] < 0.6 * seldom[t] for t in at)
     assert from_identity[20] < 1.05 * from_eigenvectors[20]
+
+
+LORA = {
+    "q.lora_A.default.weight": (2, 6),
+    "q.lora_B.default.weight": (5, 2),
+    "q.lora_B.default.bias": (5,),
+    "conv.lora_B.default.weight": (5, 2, 1, 1),
+    "one.lora_B.default.weight": (5, 1),
+    "embed.lora_embedding_A.default": (2, 7),
+    "embed.lora_embedding_B.default": (5, 2),
+    "wq.lora_b.weight": (5, 2),
+    "to_k.lora.up.weight": (5, 2),
+    "to_k.lora.down.weight": (2, 5),
+    "lora_unet_q.lora_up.weight": (5, 2),
+    "lm_head.modules_to_save.default.weight": (7, 5),
+}
+LORA_B = {"q.lora_B.default.weight", "conv.lora_B.default.weight", "wq.lora_b.weight"}
+LORA_B |= {"to_k.lora.up.weight", "lora_unet_q.lora_up.weight"}
+
+
+def test_muon_trains_the_factors_b_of_lora_and_nothing_else():
+    params = {name: torch.zeros(size) for name, size in LORA.items()}
+    labels = mfx.contrib.lora_labels(params)
+    assert {name for name, label in labels.items() if label == "muon"} == LORA_B
+    assert set(labels.values()) == {"muon", "adamw"}
+    frozen = torch.nn.Parameter(torch.zeros(5, 2), requires_grad=False)
+    assert mfx.contrib.lora_labels({"q.lora_B.other.weight": frozen})["q.lora_B.other.weight"] is None
+
+
+def test_muon_lora_is_a_partition_of_muon_and_adam():
+    params, steps = kit.Example.of({"q.lora_A.weight": (2, 6), "q.lora_B.weight": (5, 2)}, steps=3, dtype=torch.float64)
+    ours = mfx.contrib.muon_lora(0.02, 0.01, orthogonalize=EXACT)
+    theirs = mfx.partition(
+        {"muon": mfx.muon(0.02, orthogonalize=EXACT), "adamw": mfx.adamw(0.01, b2=0.95, weight_decay=0.0)},
+        {"q.lora_A.weight": "adamw", "q.lora_B.weight": "muon"},
+    )
+    states = [tx.init(params) for tx in (ours, theirs)]
+    for grads in steps:
+        (found, states[0]), (wanted, states[1]) = (
+            tx.update(grads, state, params) for tx, state in zip((ours, theirs), states, strict=True)
+        )
+        assert all(torch.equal(found[name], wanted[name]) for name in found)

@@ -207,7 +207,7 @@ def public_factories() -> set[str]:
     found = set()
     for name, value in NAMES.items():
         makes_a_transform = hasattr(value, "definition") and not _makes_another_value(value)
-        is_a_recipe = inspect.isfunction(value) and value.__module__ in (recipes.__name__, variants.__name__)
+        is_a_recipe = name in {*recipes.__all__, *variants.__all__}
         if makes_a_transform or is_a_recipe:
             found.add(name)
     return found
