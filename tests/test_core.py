@@ -46,7 +46,9 @@ def test_replace_makes_another_value_and_names_what_there_is():
     tx = mfx.momentum(0.9)
     assert tx.replace(decay=0.5) == mfx.momentum(0.5)
     assert tx == mfx.momentum(0.9)
-    with pytest.raises(TypeError, match=r"momentum has no argument beta; it has decay, nesterov"):
+    with pytest.raises(
+        TypeError, match=r"momentum has no argument beta \(did you mean 'decay'\?\); it has decay, nesterov"
+    ):
         tx.replace(beta=0.5)
     with pytest.raises(AttributeError, match=re.escape("use .replace(decay=...)")):
         tx.decay = 0.5
@@ -68,7 +70,7 @@ def test_numeric_arguments_are_listed_by_dotted_name():
     named = mfx.hyperparams(mfx.chain(mfx.momentum(0.5), ("rate", mfx.scale(-1))))
     assert named == {"momentum.decay": 0.5, "rate.factor": -1.0}
     assert all(isinstance(value, float) for value in named.values())
-    with pytest.raises(KeyError, match=r"no hyperparameter rate; there are momentum.decay, rate.factor"):
+    with pytest.raises(KeyError, match=r"no hyperparameter rate.*; there are momentum.decay, rate.factor"):
         with_hyperparams(mfx.chain(mfx.momentum(0.5), ("rate", mfx.scale(-1))), {"rate": 1.0})
 
 
@@ -172,7 +174,7 @@ def test_bad_updates_are_named_and_change_nothing(updates, message):
 
 def test_a_state_of_another_chain_or_other_parameters_is_refused():
     tx, other = mfx.chain(mfx.momentum()), mfx.chain(mfx.scale_by_adam())
-    with pytest.raises(ValueError, match=r"state: was it created by another transform .*missing 'momentum.trace.a'"):
+    with pytest.raises(ValueError, match=r"state: it does not fit chain .*missing 'momentum.trace.a'"):
         tx.update(PARAMS, other.init(PARAMS), PARAMS)
     smaller = {"a": torch.ones(1, 3), "b": {"c": torch.ones(3)}}
     with pytest.raises(ValueError, match=r"'momentum.trace.a' has shape \(1, 3\) .* expected \(2, 3\)"):
@@ -199,10 +201,10 @@ def test_a_transform_receives_the_extras_that_it_names_and_a_chain_passes_all_on
     assert seen == {"value": 3, "step": None}
     for face in (tx, mfx.sharding.offload(tx)):
         with pytest.raises(
-            TypeError, match=r"argument vlaue \(did you mean 'value'\?\), .*; expected one of step, value"
+            TypeError, match=r"argument vlaue= \(did you mean 'value'\?\), expected only step= or value="
         ):
             face.update(params, face.init(params), params, value=3, vlaue=5)
-    with pytest.raises(TypeError, match="listening: the extra argument value is missing: call update"):
+    with pytest.raises(TypeError, match="listening: the extra argument value= is missing: call update"):
         tx.update(params, tx.init(params), params)
     with pytest.raises(TypeError, match="expected no extra argument"):
         mfx.chain().update(params, {}, params, boundary=True)

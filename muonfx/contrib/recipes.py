@@ -7,12 +7,8 @@ from muonfx.contrib.directions import scale_by_dual_norm, scale_by_namo
 from muonfx.contrib.lora import muon_lora
 from muonfx.contrib.norms import keep_weight_norms, match_weight_norms, normalize_matrices
 from muonfx.contrib.prodigy import scale_by_prodigy
-<<<<<<< HEAD
-from muonfx.contrib.soap import Factors, scale_by_soap
-=======
 from muonfx.contrib.scion import scion
-from muonfx.contrib.soap import scale_by_soap
->>>>>>> h-roles
+from muonfx.contrib.soap import Factors, scale_by_soap
 from muonfx.core import Transform, add_updates, chain
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.recipes import view_of

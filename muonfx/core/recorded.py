@@ -30,11 +30,11 @@ from torch import Tensor
 from muonfx.core.definition import Definition, Factory, Lazy, Memory
 from muonfx.core.identity import code_of_value, public_name, same, text_of
 from muonfx.tree import NAMESPACE
-from muonfx.tree.arguments import bind, check_plain, did_you_mean
+from muonfx.tree.arguments import bind, check_plain, hint
 
 
 class _Hole:
-    """The placeholder for a number, transform or schedule that is stored apart from the other arguments."""
+    """A placeholder in an argument for a number, transform or schedule, which is stored separately."""
 
     def __repr__(self) -> str:
         return "*"
@@ -74,7 +74,7 @@ def _split(value: Any, parts: list[object]) -> object:
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Put ``parts`` back in place of the placeholders in an argument, in order. The inverse of `_split`."""
+    """Replace the placeholders in an argument by ``parts``, in order. This is the inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
     if type(skeleton) in (tuple, list):
@@ -148,7 +148,9 @@ class Recorded:
             if value is not default and not ("float" in kinds and isinstance(value, cls.number_types)):
                 value = check_plain(factory.__name__, name, value, kinds)
             if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
-                raise TypeError(f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}")
+                kind = type(default).__name__
+                advice = f": pass {kind}({value!r})" if isinstance(value, str) else ""
+                raise TypeError(f"{factory.__name__}: {name} must be a {kind}, found {value!r}{advice}")
             skeleton[name] = _split(definition.as_float(name, value), parts)
         return cls._from(Structure(cls, factory, skeleton), parts)
 
@@ -251,7 +253,7 @@ class Recorded:
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
-        """A dict in which other modules cache results that follow from this value."""
+        """A cache for results that other modules compute from this value."""
         return {}
 
     def new_structure(self) -> Structure:
@@ -282,8 +284,12 @@ class Recorded:
         unknown = changes.keys() - self.arguments.keys()
         if unknown:
             wrong, known = sorted(unknown), ", ".join(self.arguments)
-            close = did_you_mean(wrong[0], self.arguments)
-            raise TypeError(f"{self.factory.__name__} has no argument {', '.join(wrong)}{close}; it has {known}")
+            inside = [name for name, _ in parts_of(self) if name.endswith(f".{wrong[0]}")]
+            advice = f". To change {inside[0]}: with_hyperparams(tx, {{{inside[0]!r}: ...}})" if inside else ""
+            raise TypeError(
+                f"{self.factory.__name__} has no argument {', '.join(wrong)}{hint(wrong[0], self.arguments)}; it has "
+                f"{known}{advice}"
+            )
         return self._call(self.factory, {**self.arguments, **changes})
 
     def __repr__(self) -> str:
@@ -350,7 +356,7 @@ def strip_transparent(value: Any) -> Any:
 
 
 def dotted(name: str) -> str:
-    """Return ``name`` with a dot appended, as prefix for names within it. An empty name gives an empty prefix."""
+    """Return ``name`` with a dot appended, or "" for an empty name."""
     return f"{name}." if name else ""
 
 

@@ -16,6 +16,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.order import combine_signs
 from muonfx.program.nodes import Node, Program
+from muonfx.tree.arguments import did_you_mean
 
 Number = float | Tensor
 
@@ -281,9 +282,9 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
     rising = {places for places, name in one_of.items() if 1 in _signs(root, name)}
     if found := [name for name in trained if routes[name].places in rising]:
         warn_caller(
-            f"{len(found)} of {len(params)} parameters, such as {found[0]!r}, would move uphill: none of their "
-            "transforms reverses the gradient. Put scale_by_learning_rate(...) at the end of their chain; your own "
-            'transform that reverses it declares position="learning_rate"'
+            f"each step would increase the loss: the updates of {len(found)} of {len(params)} parameters, such as "
+            f"{found[0]!r}, have the sign of the gradient. Put scale_by_learning_rate(...) at the end of their chain. "
+            'If a transform of your own reverses the sign, declare position="learning_rate" for it'
         )
 
 
@@ -333,7 +334,8 @@ def groups_by_route(
     known = {one.key for route, _ in parts for one in route.hyperparams if not one.is_mirror}
     if unknown := sorted(given.keys() - known - NOT_HYPERPARAMS):
         there = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
+        close = did_you_mean(unknown[0], known)
+        raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}{close}; there are {there}")
     defaults = hyperparams(tx)
     found: list[Group] = []
     for route, part in parts:

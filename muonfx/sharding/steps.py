@@ -140,7 +140,7 @@ def next_serial(layout: Layout) -> int:
 
 
 def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: int | None) -> Facts:
-    """Return what must be equal on all ranks in a step, as texts: hyperparameters, extras such as a loss, counters."""
+    """Return what must be equal on all ranks in a step, as texts: hyperparameters, extra arguments, counters."""
     in_state, counts = _numbers_of_state(binding, tx, local.state, local.like)
     loaded = "loaded since the last step" if binding.has_loaded else "not loaded since the last step"
     return {
@@ -149,7 +149,7 @@ def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: in
         ),
         "arguments: some give params, some do not": str(local.params is not None),
         "numbers in their chains": numbers_of(tx) | _scheduled(binding, tx, max(counts, default=binding.steps)),
-        "named extras, such as value=loss; reduce them first": {
+        "extra arguments, such as value=loss; reduce them first": {
             name: _extra(value) for name, value in sorted(local.extras.items())
         },
         "numbers in their states": in_state,
@@ -330,7 +330,7 @@ def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
 
 
 def _text(value: object) -> str:
-    """Return a text for a transform: its factory and arguments. Functions all have one text; results are compared."""
+    """Return a text for an argument of a transform. All functions share one text: ranks compare their results."""
     if isinstance(value, Recorded):
         return f"{value.factory.__name__}({', '.join(f'{k}={_text(v)}' for k, v in value.arguments.items())})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):

@@ -51,7 +51,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     """Accumulate the gradients of several micro-batches and run the inner transform after the last one.
 
     At all other micro-batches the updates are zero. By default, a counter in the state finds the last micro-batch of
-    each group. The extra (named argument of `update`) ``boundary`` marks it instead:
+    each group. The extra argument ``boundary`` of `update` marks it instead:
     ``update(grads, state, params, boundary=True)``. The inner transform runs only for the last micro-batch; under
     ``torch.compile``, ``torch.cond`` makes this choice. Under ``torch.func.vmap`` over the state, and in ``make_fx``,
     the inner transform runs at every call, and its result is used or dropped.
@@ -135,7 +135,7 @@ def _by_path(updates: PyTree) -> list[int]:
 
 
 def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
-    """Return the gradients, but a tensor instead of None if an earlier micro-batch of the group had a gradient."""
+    """Return the gradients, with a tensor for each None whose parameter had a gradient earlier in the group."""
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
         return updates
@@ -146,7 +146,7 @@ def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
 
 
 def _scalar_for(number: Tensor, total: Tensor) -> Tensor:
-    """Return a CPU scalar that can be combined with ``total``. Under ``torch.func`` it is moved to its device."""
+    """Return a CPU scalar in a form that can be combined with ``total``: under ``torch.func``, on its device."""
     return number if torch.compiler.is_compiling() or not is_wrapped(number) else number.to(total.device)
 
 

@@ -199,9 +199,9 @@ def test_an_optimizers_parameters_are_renamed_on_load():
     saved = one.state_dict()
     before = mfx.tree.map(torch.clone, other.transform_state)
     for rename, problem in (
-        (None, "has no 'first.bias'"),
-        ({"0": "first"}, "has no 'second.bias'"),
-        ({"0": "first", "1": "second", "2": "third"}, "there is no parameter '2'"),
+        (None, "lacks 'first.bias'"),
+        ({"0": "first"}, "lacks 'second.bias'"),
+        ({"0": "first", "1": "second", "2": "third"}, "'2' matches no parameter"),
         ({"0": "first", "1": "first"}, "would both be 'first.weight'"),
         ({"*.weight": "first"}, "same number of"),
     ):
@@ -255,6 +255,18 @@ def printed(message: str) -> dict[str, str] | None:
     """The renaming in an error, read as a user would paste it."""
     found = re.search(r"^  if only the names of leaves differ: rename=(.*)$", message, re.MULTILINE)
     return None if found is None or "name in the checkpoint" in found[1] else eval(found[1])
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["added", "removed"])
+def test_the_printed_renaming_adds_and_removes_a_prefix_of_parameter_names(adds: bool, tmp_path):
+    prefixed = {f"model.{name}": leaf for name, leaf in MODEL.items()}
+    before, after = (MODEL, prefixed) if adds else (prefixed, MODEL)
+    saved = trained(ADAM, before)[1]
+    path = ck.save(tmp_path, saved)
+    with pytest.raises(ck.MismatchError) as caught:
+        ck.load(path, like=ADAM.init(after))
+    loaded = ck.load(path, like=ADAM.init(after), rename=printed(str(caught.value)))
+    assert_same_tree(tree.leaves(loaded), tree.leaves(saved))
 
 
 CLIP = mfx.clip_by_global_norm(1.0)
@@ -358,7 +370,7 @@ def test_issue_7746_mirrored_bf16_momentum_in_an_fp32_run(tmp_path: Path):
     wide = ck.load(tmp_path / "half", like=mfx.spec(full, params), allow_other_chain=True)
     assert_same_tree(wide.trace, {"w": state.trace["w"].float()})
     ck.save(tmp_path / "full", wide)
-    with pytest.raises(MismatchError, match=r"narrowing: 'trace/w' is torch.float32 .* torch.bfloat16 is wanted"):
+    with pytest.raises(MismatchError, match=r"narrowing: 'trace/w' is torch.float32 .* expected torch.bfloat16"):
         ck.load(tmp_path / "full", like=mfx.spec(half, params))
     assert_same_tree(ck.load(tmp_path / "full", mfx.spec(half, params), cast={"trace": torch.bfloat16}), state)
 
@@ -414,7 +426,7 @@ def test_widening_needs_no_word_and_nothing_else_is_cast_without_one(
     like = {"a": torch.zeros(2, dtype=new), "b": torch.zeros(2, dtype=torch.float64)}
     with pytest.raises(MismatchError) as caught:
         ck.load(tmp_path, like=like)
-    assert caught.value.problems == (f"narrowing: 'a' is {old} in the checkpoint, and {new} is wanted",)
+    assert caught.value.problems == (f"narrowing: 'a' is {old} in the checkpoint, expected {new}",)
     assert f"cast={{'a': {new}}}" in str(caught.value)
     back = ck.load(tmp_path, like=like, cast={"a": new})
     assert_same_tree(back, mfx.tree.map(torch.ones_like, like))
@@ -431,8 +443,8 @@ def test_one_error_lists_everything_that_does_not_fit(saved):
         f"chain:     the checkpoint was made by {tx!r} (fingerprint {tx.fingerprint}), expected {other!r}",
         "missing:   'scale_by_lion/mu/embed.weight', (9, 4) float32, is not in the checkpoint",
         f"extra:     'momentum/trace/{B}' is in the checkpoint and not in `like`",
-        "reshaped:  'momentum/trace/embed.weight' has shape (8, 4), expected (9, 4)",
-        f"narrowing: 'momentum/trace/{W}' is torch.float32 in the checkpoint, and torch.bfloat16 is wanted",
+        "reshaped:  'momentum/trace/embed.weight' has shape (8, 4) in the checkpoint, expected (9, 4)",
+        f"narrowing: 'momentum/trace/{W}' is torch.float32 in the checkpoint, expected torch.bfloat16",
     ):
         assert expected in problems
     assert len(caught.value.problems) == 1 + 3 + (1 + 8 + 1) + 1 + 3
@@ -550,7 +562,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, saved):
     for path, message in (
         (tmp_path / "nowhere", "no such folder"),
         (tmp_path, f"latest.. returns the newest, {saved[0]}"),
-        (tmp_path / "empty", "stopped before it was done"),
+        (tmp_path / "empty", "which a save writes last"),
         (tmp_path / "file", "this is a file"),
     ):
         for act in (ck.inspect, ck.verify, lambda path: ck.load(path, like={})):

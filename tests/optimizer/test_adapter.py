@@ -210,9 +210,9 @@ def test_extras_reach_the_transform():
     optimizer.step(value=3.0)
     torch.testing.assert_close(model.weight.detach(), before - 3.0 * grad)
     after = model.weight.detach().clone()
-    with pytest.raises(TypeError, match=r"argument vlaue \(did you mean 'value'\?\), .*; expected one of value"):
+    with pytest.raises(TypeError, match=r"argument vlaue= \(did you mean 'value'\?\), expected only value="):
         optimizer.step(value=3.0, vlaue=2.0)
-    with pytest.raises(TypeError, match=r"the extra argument value is missing: .* optimizer\.step\(value=\.\.\.\)$"):
+    with pytest.raises(TypeError, match=r"the extra argument value= is missing: .* optimizer\.step\(value=\.\.\.\)$"):
         optimizer.step()
     assert torch.equal(model.weight, after)
 
@@ -246,7 +246,7 @@ def test_save_load_step_is_bitwise_step(name, dtype):
         assert_equal(a[index], b[index])
 
 
-@pytest.mark.filterwarnings("ignore:.* would move uphill")
+@pytest.mark.filterwarnings("ignore:each step would increase the loss")
 def test_a_state_that_does_not_fit_is_refused_whole():
     model = make_model()
     optimizer = mfx.TransformOptimizer(model, mfx.momentum(0.9))
@@ -265,7 +265,7 @@ def test_a_state_that_does_not_fit_is_refused_whole():
         optimizer.load_state_dict(damaged)
     damaged = copy.deepcopy(kept)
     damaged["param_groups"][0]["param_names"][1] = "other"
-    with pytest.raises(ValueError, match=r"nothing was loaded: .* it has no '1\.weight'"):
+    with pytest.raises(ValueError, match=r"nothing was loaded: the state dict lacks '1\.weight'"):
         optimizer.load_state_dict(damaged)
     del damaged["param_groups"][0]["param_names"], damaged["param_groups"][0]["params"][0]
     with pytest.raises(ValueError, match="the state dict has no 'param_names'"):
@@ -355,7 +355,7 @@ def test_a_compiled_step_is_the_eager_step(form):
         eager.step()
         step()
         torch.testing.assert_close(params_of(model), params_of(twin), rtol=1e-5, atol=1e-5)
-    # What an optimizer's attributes are set to is lost under compilation: the count once stayed at zero.
+    # Assignments to an optimizer's attributes are lost under compilation: the count once stayed at zero.
     for state in (
         traced.transform_state["adamw"]["scale_by_adam"].count,
         traced.state[twin[1].bias]["adamw/scale_by_adam/count"],
@@ -370,7 +370,9 @@ def test_bad_parameters_and_groups_are_named():
     model = make_model()
     with pytest.raises(TypeError, match="expected named parameters"):
         mfx.Muon(list(model.parameters()))
-    with pytest.raises(ValueError, match=r"unknown hyperparameter learning_rate; there are .*lr"):
+    with pytest.raises(
+        ValueError, match=r"unknown hyperparameter learning_rate \(did you mean 'lr'\?\); there are .*lr"
+    ):
         mfx.TransformOptimizer([{"params": model, "learning_rate": 0.1}], mfx.adamw())
     with pytest.raises(TypeError, match=r"tx must be a muonfx\.Transform"):
         mfx.TransformOptimizer(model, mfx.adamw)

@@ -35,7 +35,7 @@ def patterns(draw: st.DrawFn) -> tuple[str, tuple[int, ...]]:
 
 
 def _grouped(draw: st.DrawFn, names: list[str], least: int) -> list[list[str]]:
-    """Divide names into at least so many groups."""
+    """Divide names into at least ``least`` groups."""
     cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1), min_size=least - 1)))
     return [list(names[start:stop]) for start, stop in zip([0, *cuts], [*cuts, len(names)], strict=True)]
 
@@ -124,21 +124,21 @@ def test_units_begin_after_the_leading_batch_axes(text: str, shape: tuple[int, .
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a b", "must have one arrow"),
-        ("a b -> a", "a result must end with the rows and the columns"),
-        ("... b -> b ...", r"write '\.\.\.' as '\(\.\.\.\)' there"),
-        ("(a b) c -> a b c", "a dim has several axes without a size"),
+        ("a b", "has 0 arrows, expected one"),
+        ("a b -> a", "the result .* must end with two dims, the rows and the columns"),
+        ("... b -> b ...", r"such as .* 'out \(\.\.\.\)'"),
+        ("(a b) c -> a b c", "a dim has several axes without a size, expected at most one"),
         ("a=0 b -> a b", "a size is 0"),
-        ("a b -> a b c", "must have each of a, b once"),
+        ("a b -> a b c", "expected each of a, b in it once"),
         ("a a -> a a", "'a' occurs twice on the left"),
         ("(a b=2 c -> a b", "an opening parenthesis has no closing one"),
         ("a) b -> a b", "a closing parenthesis has no opening one"),
         ("a (b=3 (c)) -> a b", r"parts with '\+' between them"),
         ("(a=1 + b=2) (c=1 + d=2) -> a c", r"several axes are divided by '\+'"),
-        ("(a + b=2) c -> a c", "each of a, b must be in one result"),
+        ("(a + b=2) c -> a c", r"the parts a \+ b are .* one result for each .*'a in, b in'"),
         ("a b -> a b, b a", "several results, but no parts"),
         ("x-y z -> x z", "cannot read '-y z'"),
-        ("a b -> a=2 b", "sizes belong to the left side"),
+        ("a b -> a=2 b", "write it on the left side"),
         ("(... a=2) b -> a b", r"'\.\.\.' is any number of whole dims"),
     ],
 )
