@@ -122,7 +122,11 @@ def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
     here = [frozenset(one.names) for one in own]
     if lacking := [names for names in here if names not in by_names]:
         absent = sorted(lacking[0].difference(*by_names))
-        detail = f"it has no {format_list(absent)}" if absent else "it groups them in another way"
+        grouped = (
+            "it groups them in another way: to change labels, save transform_state with muonfx.checkpoint, and load it "
+            "with allow_other_chain=True"
+        )
+        detail = f"it has no {format_list(absent)}" if absent else grouped
         raise ValueError(
             f"nothing was loaded: the state has no group of the {len(lacking[0])} parameters "
             f"{format_list(sorted(lacking[0]))}: {detail}; is it of another optimizer or model?"
