@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muonfx import polar, tree
-from muonfx.core import Transform, transform
+from muonfx.core import Transform, checks, transform
 from muonfx.core.contract import within
 from muonfx.optimizer import TransformOptimizer
 from muonfx.polar.iteration import row_normalized
@@ -156,8 +156,8 @@ def diagnose(
         >>> [row.name for row in mfx.diagnose(optimizer).rows if row.spectrum is not None]
         ['0.weight']
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"diagnose: share is {share!r}, expected a number in (0, 1]")
+    if checks.positive("share", share) > 1:
+        raise ValueError(f"share must be in (0, 1], found {share!r}")
     tx, state, params, grads = what.snapshot() if isinstance(what, TransformOptimizer) else _checked(what)
     if all(grad is None for grad in tree.leaves(grads)):
         raise ValueError("diagnose: found no gradient, expected at least one: call it after backward(), before step()")

@@ -227,7 +227,7 @@ def test_what_cannot_be_diagnosed_is_said():
     state = tx.init(params)
     with pytest.raises(ValueError, match="found no gradient, expected at least one: call it after backward"):
         mfx.diagnose((tx, state, params, {"w": None}))
-    with pytest.raises(ValueError, match="share is 2"):
+    with pytest.raises(ValueError, match=r"share must be in \(0, 1\], found 2"):
         mfx.diagnose((tx, state, params, params), share=2)
     with pytest.raises(TypeError, match=r"found tuple, expected a muonfx\.TransformOptimizer"):
         mfx.diagnose((tx, state, params))  # pyright: ignore
