@@ -62,7 +62,9 @@ if TYPE_CHECKING:
     from muonfx import sharding as sharding
     from muonfx import testing as testing
     from muonfx.checkpoint import spec as spec
+    from muonfx.inspect import Diagnosis as Diagnosis
     from muonfx.inspect import Summary as Summary
+    from muonfx.inspect import diagnose as diagnose
     from muonfx.inspect import summary as summary
     from muonfx.optimizer import Muon as Muon
     from muonfx.optimizer import TransformOptimizer as TransformOptimizer
@@ -89,8 +91,8 @@ __all__ = [
     "as_tensors", "hyperparams", "stack", "with_hyperparams",
     # routing
     "Labels", "default_labels", "describe", "labels",
-    # summaries
-    "Summary", "summary",
+    # summaries and measurements
+    "Diagnosis", "Summary", "diagnose", "summary",
     # types of arguments and results, for annotations
     "InitAndUpdate", "Metric", "PyTree", "Scalar", "ScalarOrSchedule", "ScheduleFunction", "ShapeRule",
     "StateAndStep",
@@ -106,9 +108,11 @@ __all__ = [
 
 _LAZY = {
     **{name: f"muonfx.{name}" for name in ("checkpoint", "contrib", "plot", "program", "sharding", "testing")},
+    "Diagnosis": "muonfx.inspect",
     "Muon": "muonfx.optimizer",
     "Summary": "muonfx.inspect",
     "TransformOptimizer": "muonfx.optimizer",
+    "diagnose": "muonfx.inspect",
     "spec": "muonfx.checkpoint",
     "summary": "muonfx.inspect",
 }

@@ -125,6 +125,7 @@ WRONG = {
     "describe({'w': 'a', 'v': 'a'}, W)": "labels for 'v'",
     "describe(default_labels)": r"describe\(labels, model\)",
     "describe(SGD)": "found SGD, whose groups have no names and labels, expected a muonfx.TransformOptimizer",
+    "diagnose(3)": r"found int, expected a muonfx\.TransformOptimizer",
     "summary(3)": "found int with no tensor",
     "summary(SGD)": "found SGD with no tensor",
     "summary((W, scale(1.0)))": r"found a pair \(state, transform\), expected",

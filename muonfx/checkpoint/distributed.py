@@ -336,7 +336,7 @@ def load_together(
         try:
             with ExitStack() as stack:
                 dcp.load({}, storage_reader=_Reader(path, stack, rules), planner=planner, process_group=group)
-            return planner.target.want.unflatten(planner.leaves)
+            return planner.target.filled(planner.leaves)
         except CheckpointException as error:
             # All ranks receive the same failures, so all of them raise or all of them retry.
             if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from muonfx.tree import PyTree, Spec
 from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
 from muonfx.tree.dtypes import widens
-from muonfx.tree.renaming import Rename, found_renaming, new_names
+from muonfx.tree.renaming import Rename, new_names, prefix_renaming
 
 __all__ = ["Allow", "Rules", "Target", "matches", "patterns_of"]
 
@@ -86,16 +88,16 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
             "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns "
             "such as {'*/encoder.*': '*/model.encoder.*'}"
         )
-    if (
-        not (index.fingerprint is None or want.fingerprint is None or rules.allow_other_chain)
-        and want.fingerprint != index.fingerprint
-    ):
-        problems.append(
-            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
-            f"{want.chain} (fingerprint {want.fingerprint})"
-        )
-        advice.append("to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above")
-        advice.append("if the state has the same meaning for this chain: allow_other_chain=True")
+    have = {name: index.leaves[written].spec for name, written in there.items()}
+    moved = {} if section else _moved(have, want, rules)
+    if rules.allow_other_chain:
+        sources = {name: source for name in want if (source := _source(name, moved)) is not None}
+        used = set(sources.values())
+        there = {name: written for name, written in there.items() if name in want or name not in used} | {
+            name: there[source] for name, source in sources.items()
+        }
+    else:
+        _check_chain(index, want, moved, problems, advice)
     everything = [*names.values(), *want]
     for what in ("allow_missing", "allow_extra", "cast"):
         for pattern in getattr(rules, what):
@@ -109,14 +111,14 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
     extra = [name for name in there if name not in want.leaves and not _any(rules.allow_extra, name)]
     problems += [f"missing:   {name!r}, {described(want[name])}, is not in the checkpoint" for name in missing]
     problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
-    if missing and extra:
-        found = {} if rules.rename else _renaming(index, want, names, missing, {name: there[name] for name in extra})
+    if missing and extra and not moved:
+        found = {} if rules.rename else prefix_renaming(extra, missing)
         shown = repr(found) if found else "{name in the checkpoint: name in `like`}"
         advice.append(f"if only the names of leaves differ: rename={shown}")
     if missing:
-        advice.append(f"to keep the values of `like` for missing leaves: allow_missing={_shown(missing)}, or True")
+        advice.append(f"to keep the values of `like` for missing leaves: allow_missing={_patterns(missing, want)}")
     if extra:
-        advice.append(f"to ignore leaves of the checkpoint: allow_extra={_shown(extra)}, or True")
+        advice.append(f"to ignore leaves of the checkpoint: allow_extra={_patterns(extra, there)}")
     if not section and missing and all(f"{PARAMS}/{name}" in index.leaves for name in missing):
         advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
     _check_leaves(index, want, rules, there, problems, advice)
@@ -124,27 +126,83 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
         lines, hints = "\n  ".join(first_of_each_kind(problems)), "\n  ".join(dict.fromkeys(advice))
         text = f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else "")
         raise MismatchError(text, problems)
+    if moved and rules.allow_other_chain:
+        warnings.warn(f"{where}: found other names than in `like`, loaded {_shown(moved)}", UserWarning, stacklevel=3)
     return {name: there.get(name) for name in want}
+
+
+def _check_chain(
+    index: Index, want: StateSpec, moved: Mapping[str, str], problems: list[str], advice: list[str]
+) -> None:
+    """Report that another chain wrote the state, and which states could be loaded under other names."""
+    is_other = None not in (index.fingerprint, want.fingerprint) and want.fingerprint != index.fingerprint
+    if is_other:
+        problems.append(
+            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
+            f"{want.chain} (fingerprint {want.fingerprint})"
+        )
+    if is_other or moved:
+        which = f", which loads {_shown(moved)}" if moved else ""
+        advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{which}")
+
+
+def _shown(moved: Mapping[str, str]) -> str:
+    pairs = ((old, new) for new, old in moved.items())
+    return ", ".join(" as ".join(repr(levels) if levels else "the whole state" for levels in pair) for pair in pairs)
 
 
 def _any(patterns: Iterable[str], name: str) -> bool:
     return any(matches(pattern, name) for pattern in patterns)
 
 
-def _renaming(
-    index: Index, want: StateSpec, names: Mapping[str, str], missing: Sequence[str], extra: Mapping[str, str]
-) -> dict[str, str]:
-    """Suggest a ``rename`` argument of `load` for an error message; return an empty dict if no renaming fits."""
-    found = found_renaming(
-        {name: index.leaves[written].spec.shape for name, written in extra.items()},
-        {name: want[name].shape for name in missing},
+def _moved(have: Mapping[str, Spec], want: StateSpec, rules: Rules) -> dict[str, str]:
+    """Pair states that only moved in the tree, as under another label or into a chain.
+
+    Return a dict from first levels of names in ``like`` to first levels of names in the checkpoint (``have``). It is
+    empty unless exactly one pairing fits, in which all names below these levels, shapes and dtypes are equal.
+    """
+    missing, extra = (
+        [name for name in names if name not in others and not _any({*allowed} - {"*"}, name)]
+        for names, others, allowed in ((want, have, rules.allow_missing), (have, want, rules.allow_extra))
     )
-    after, wrong = new_names(names, found) if found else ({}, ["nothing"])
-    if wrong or any(after[written] != names[written] for written in names.keys() - set(extra.values())):
+    if not (missing and extra):
         return {}
-    now = [after[written] for written in extra.values() if after[written] in want]
-    fits = len(set(now)) == len(now) == min(len(missing), len(extra)) and set(now) <= set(missing)
-    return found if fits else {}
+    ends: dict[tuple[Spec, str], list[str]] = {}
+    for name in extra:
+        for end in _ends(name):
+            ends.setdefault((have[name], end), []).append(name)
+    found: dict[str, str] = {}
+    for name in missing:
+        end = next((end for end in _ends(name) if (want[name], end) in ends), "")
+        near = ends.get((want[name], end), [])
+        if len(near) == 1:
+            new, old = (whole.removesuffix(end).rstrip("/") for whole in (name, near[0]))
+            if found.setdefault(new, old) != old:  # two states have become one
+                return {}
+    sources = {name: source for name in want if (source := _source(name, found)) is not None}
+    uses = Counter(sources.values())
+    fits = all(
+        name not in have and have.get(source) == want[name] and (uses[source] == 1 or not want[name].shape)
+        for name, source in sources.items()  # a scalar, such as a step count, may be copied to several labels
+    )
+    left = [name for name in extra if name not in uses and any(_is_below(old, name) for old in found.values())]
+    return found if fits and not left else {}
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield the ends of a leaf name that have at least two levels, the longest first: "mu/fc.weight"."""
+    levels = name.split("/")
+    return ("/".join(levels[at:]) for at in range(len(levels) - 1))
+
+
+def _is_below(levels: str, name: str) -> bool:
+    return not levels or name.startswith(levels + "/")
+
+
+def _source(name: str, moved: Mapping[str, str]) -> str | None:
+    """Return the name in the checkpoint of a leaf whose state moved; None if it did not move."""
+    new = max((new for new in moved if _is_below(new, name)), key=len, default=None)
+    return None if new is None else f"{moved[new]}/{name[len(new) :].lstrip('/')}".lstrip("/")
 
 
 def _check_leaves(
@@ -181,8 +239,13 @@ def _check_leaves(
         )
 
 
-def _shown(names: Sequence[str]) -> str:
-    return f"[{names[0]!r}{', ...' if len(names) > 1 else ''}]"
+def _patterns(names: Sequence[str], among: Iterable[str]) -> list[str]:
+    """Return the fewest first levels of names that match ``names`` and no other name in ``among``."""
+    others = {levels for name in {*among} - {*names} for levels in accumulate(name.split("/"), "{}/{}".format)}
+    found = (
+        next(levels for levels in accumulate(name.split("/"), "{}/{}".format) if levels not in others) for name in names
+    )
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -234,7 +297,18 @@ class Target:
             name: self._empty(leaf) if sources[name] is not None else self._copy(name, leaf)
             for name, leaf in self.like.items()
         }
-        return leaves, {source: leaves[name] for name, source in sources.items() if source is not None}
+        destinations: dict[str, Any] = {}
+        for name, source in sources.items():
+            if source is not None:
+                leaves[name] = destinations.setdefault(source, leaves[name])
+        return leaves, destinations
+
+    def filled(self, leaves: dict[str, Any]) -> PyTree:
+        """Return the tree with leaves that were read. A scalar that was read for several leaves is copied for each."""
+        first = {id(leaf): name for name, leaf in reversed(leaves.items())}
+        return self.want.unflatten(
+            {name: leaf if first[id(leaf)] == name else leaf.clone() for name, leaf in leaves.items()}
+        )
 
     def _warn_of_products(self, index: Index, where: str) -> None:
         """Warn if the transform now computes its matrix products in other dtypes than when the checkpoint was saved."""

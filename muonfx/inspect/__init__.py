@@ -1,8 +1,9 @@
-"""Summaries of optimizers, transforms and states: their tensors, devices and bytes."""
+"""Summaries of optimizers, transforms and states, and measurements of the next update."""
 
+from muonfx.inspect.diagnose import Diagnosis, diagnose
 from muonfx.inspect.summary import Summary, summary
 
-__all__ = ["Summary", "summary"]
+__all__ = ["Diagnosis", "Summary", "diagnose", "summary"]
 
 
 def __dir__() -> list[str]:

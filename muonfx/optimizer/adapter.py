@@ -239,6 +239,27 @@ class TransformOptimizer(FollowingOptimizer):
         """The current state of `transform`, as its ``update`` takes it. The next step overwrites the tensors."""
         return self._stepping.shown(self._live["state"])
 
+    def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
+        """Return ``(transform, state, params, grads)`` for a pure update with the current hyperparameters.
+
+        ``transform.update(grads, state, params)`` returns the updates of the next step without taking it. The tensors
+        share memory with the optimizer. Over ranks, all ranks must call this together: it gathers whole tensors, and
+        the returned transform is not sharded.
+
+        Example:
+            >>> import muonfx as mfx
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = TransformOptimizer(model, mfx.scale(-0.1))
+            >>> model(torch.ones(2)).sum().backward()
+            >>> tx, state, params, grads = optimizer.snapshot()
+            >>> tx.update(grads, state, params)[0]
+            {'weight': tensor([[-0.1000, -0.1000]])}
+        """
+        self._rebind()
+        params = {name: param.detach() for name, param in self._named().items()}
+        grads = {name: param.grad for name, param in self._named().items()}
+        return self._stepping.snapshot(self._live["state"], params, grads, self._attachment.groups)
+
     # ----------------------------------------------------------------------------------------------------- stepping
 
     def zero_grad(self, set_to_none: bool = True) -> None:

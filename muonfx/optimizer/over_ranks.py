@@ -254,6 +254,12 @@ class SteppingOverRanks(Stepping):
         if self._many:
             self.binding.has_loaded = True
 
+    def snapshot(
+        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
+    ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
+        """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
+        return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
+
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         self._now = tx
 

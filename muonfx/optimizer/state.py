@@ -138,7 +138,8 @@ def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
         found, expected = (format_list(sorted(names - {name})) or "no other" for names in (there, other))
         raise ValueError(
             f"nothing was loaded: the state dict has {name!r} in a group with {found}, expected with {expected}: "
-            "create this optimizer with the transform, labels and groups of the optimizer that was saved"
+            "create this optimizer with the labels and groups of the one that was saved; to change labels, save "
+            "transform_state with muonfx.checkpoint and load it with allow_other_chain=True"
         )
     if len(saved) != len(here):
         raise ValueError(

@@ -123,6 +123,11 @@ class Stepping:
         values = [one.numbers.read(one.group) for one in groups]
         if self._read is not None and self._read[0] is groups and all(map(is_, values, self._read[1])):
             return
+        self._prepare(self._with_numbers(groups, values), params)
+        self._read = groups, values
+
+    def _with_numbers(self, groups: Sequence[BoundGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
+        """Return the transform with the hyperparameters ``values`` of the param groups."""
         fit = fitted(hyperparams(self.tx), values)
         # Sort by name: the order of groups may differ between ranks, but the order of versions must not.
         filled = sorted(
@@ -130,8 +135,16 @@ class Stepping:
             key=lambda pair: pair[0],
         )
         made = for_groups(self._inner, self.program, [own for _, own in filled], [names for names, _ in filled])
-        self._prepare(made.prepare_all(), params)
-        self._read = groups, values
+        return made.prepare_all()
+
+    def snapshot(
+        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
+    ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
+        """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
+        tx = self._with_numbers(groups, [one.numbers.read(one.group) for one in groups])
+        leaves, treedef = tree.flatten(state)
+        whole = tree.unflatten(treedef, [self.whole(place, leaf) for place, leaf in enumerate(leaves)])
+        return (tx if self._inner is self.tx else self.tx.replace(tx=tx)), whole, params, grads
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         """Use a transform, rebuilt with the current hyperparameters, in the following steps."""

@@ -1,4 +1,4 @@
-"""Rename leaves or parameters when a checkpoint is loaded, by a given mapping or by matching the ends of names."""
+"""Rename leaves or parameters when a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -73,12 +73,7 @@ def _new_name(name: str, old: str, new: str, level: str) -> str | None:
     return None
 
 
-def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
-    """Guess how checkpoint leaves (``extra``) are to be renamed to ``missing`` ones; {} if not exactly one way fits."""
-    return _by_prefix(extra, missing) or _by_ends(extra, missing)
-
-
-def _by_prefix(extra: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
+def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
     """Return a renaming that adds or removes one prefix, such as "model.", in the last level of all names; or {}."""
     short, long = (sorted(names) for names in (extra, missing))
     adds = sum(map(len, short)) < sum(map(len, long))
@@ -91,39 +86,3 @@ def _by_prefix(extra: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
             entries = {f"{above}{level}*": f"{above}{level}{prefix}*" for above, level, _ in levels}
             return entries if adds else {new: old for old, new in entries.items()}
     return {}
-
-
-def _by_ends(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
-    # Both map leaf names to shapes. Two leaves are a pair if their shapes are equal and their names end in the same
-    # levels: at least field and parameter, or all levels of one of the names. The longest common end decides. Each leaf
-    # of the smaller side needs its own partner. The larger side may have leaves left over only if leading levels are
-    # all that differs, as when a recipe was put into a chain.
-    if len(extra) > len(missing):
-        back = _by_ends(missing, extra)
-        found = {old: new for new, old in back.items()}
-        return found if len(found) == len(back) else {}
-    ends: dict[object, list[str]] = {}
-    for name, shape in missing.items():
-        levels = name.split("/")
-        for at in range(len(levels)):
-            ends.setdefault((shape, *levels[at:]), []).append(name)
-    taken: set[str] = set()
-    entries: dict[str, str] = {}
-    in_front = True  # the names of every pair differ only in leading levels
-    for name, shape in extra.items():
-        levels = name.split("/")
-        found = next((f for at in range(len(levels)) if (f := ends.get((shape, *levels[at:])))), [])
-        if len(found) != 1 or found[0] in taken:
-            return {}
-        taken.add(found[0])
-        other = found[0].split("/")
-        most = min(len(levels), len(other))
-        same = next((at for at in range(most) if levels[-1 - at] != other[-1 - at]), most)
-        if same < min(2, most):
-            return {}
-        in_front = in_front and same == most
-        kept = same - (same == most)  # an entry needs at least one level in the old and the new name
-        old, new = "/".join(levels[: len(levels) - kept]), "/".join(other[: len(other) - kept])
-        if entries.setdefault(old, new) != new:
-            return {}
-    return entries if in_front or len(taken) == len(missing) else {}

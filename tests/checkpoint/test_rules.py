@@ -21,7 +21,6 @@ from muonfx.checkpoint.names import PARAMS, in_section, name_of, named_leaves
 from muonfx.polar import policy
 from muonfx.select import default_labels_by_name
 from muonfx.tree.dtypes import NAMES, widens
-from muonfx.tree.renaming import new_names
 from tests.checkpoint.common import assert_same_tree, bits, grads_like, small_params, trained
 
 ck = mfx.checkpoint
@@ -272,52 +271,114 @@ def test_the_printed_renaming_adds_and_removes_a_prefix_of_parameter_names(adds:
 CLIP = mfx.clip_by_global_norm(1.0)
 ADAM = mfx.adamw(0.1)
 ONE_LABEL = dict.fromkeys(MODEL, "all")
-WRAPPED = {
-    "in a chain": (recipe(), lambda tx: mfx.chain(CLIP, tx)),
-    "named": (recipe(), lambda tx: mfx.chain(CLIP, ("opt", tx))),
-    "named chain": (ADAM, lambda tx: mfx.chain(CLIP, ("opt", tx))),
-    "two chains": (recipe(), lambda tx: mfx.chain(CLIP, ("outer", mfx.chain(CLIP, ("inner", tx))))),
-    "partition around": (ADAM, lambda tx: mfx.partition({"all": tx}, ONE_LABEL)),
-    "partition in a chain": (ADAM, lambda tx: mfx.chain(CLIP, mfx.partition({"all": tx}, ONE_LABEL))),
-    "accumulate": (recipe(), lambda tx: mfx.accumulate(tx, 2)),
-    "skip_nonfinite": (recipe(), lambda tx: mfx.skip_nonfinite(tx)),
-    "ema beside": (recipe(), lambda tx: mfx.chain(tx, mfx.ema_params(0.9))),
-    "bare": (mfx.momentum(), lambda tx: mfx.chain(tx, mfx.scale(-1.0))),
-    "suffix": (mfx.chain(("a", mfx.momentum()), ("a_2", mfx.momentum(0.5))), lambda tx: mfx.chain(CLIP, ("a", tx))),
+LABELS = {"adamw": "adamw", "muon": "muon"}
+WRAPPED = {  # the transform, a wrapper of it, and the first levels of names inside and outside
+    "in a chain": (recipe(), lambda tx: mfx.chain(CLIP, tx), LABELS, "partition/"),
+    "named": (recipe(), lambda tx: mfx.chain(CLIP, ("opt", tx)), LABELS, "opt/"),
+    "named chain": (ADAM, lambda tx: mfx.chain(CLIP, ("opt", tx)), {"scale_by_adam": "scale_by_adam"}, "opt/"),
+    "two chains": (
+        recipe(),
+        lambda tx: mfx.chain(CLIP, ("outer", mfx.chain(CLIP, ("inner", tx)))),
+        LABELS,
+        "outer/inner/",
+    ),
+    "partition around": (
+        ADAM,
+        lambda tx: mfx.partition({"all": tx}, ONE_LABEL),
+        {"scale_by_adam": "scale_by_adam"},
+        "all/",
+    ),
+    "accumulate": (recipe(), lambda tx: mfx.accumulate(tx, 2), LABELS, "inner/"),
+    "skip_nonfinite": (recipe(), lambda tx: mfx.skip_nonfinite(tx), LABELS, "inner/"),
+    "ema beside": (recipe(), lambda tx: mfx.chain(tx, mfx.ema_params(0.9)), LABELS, "partition/"),
+    "bare": (mfx.momentum(), lambda tx: mfx.chain(tx, mfx.scale(-1.0)), {"trace": "trace"}, "momentum/"),
+    "suffix": (
+        mfx.chain(("a", mfx.momentum()), ("a_2", mfx.momentum(0.5))),
+        lambda tx: mfx.chain(CLIP, ("a", tx)),
+        {"a": "a", "a_2": "a_2"},
+        "a/",
+    ),
 }
 
 
-@pytest.mark.parametrize(("inner", "wrap"), WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize(("inner", "wrap", "levels", "outside"), WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("into", [True, False], ids=["into", "out of"])
 @pytest.mark.filterwarnings("ignore:accumulate|default_labels")
-def test_the_printed_renaming_loads_a_recipe_into_another_chain_and_out_of_it(inner, wrap, into, tmp_path):
+def test_a_recipe_is_found_in_another_chain_and_out_of_it(inner, wrap, levels, outside, into, tmp_path):
     outer = wrap(inner)
     source, target = (inner, outer) if into else (outer, inner)
-    state = trained(source, MODEL)[1]
-    path = ck.save(tmp_path / "saved", state, tx=source)
+    path = ck.save(tmp_path / "saved", trained(source, MODEL)[1], tx=source)
     like = target.init(MODEL)
-    with pytest.raises(ck.MismatchError) as caught:
+    with pytest.raises(ck.MismatchError, match="allow_other_chain=True, which loads "):
         ck.load(path, like=like, tx=target)
-    rename = printed(str(caught.value))
-    assert rename is not None
-    loaded = ck.load(
-        path, like=like, tx=target, rename=rename, allow_other_chain=True, allow_missing=into, allow_extra=not into
-    )
+    allowed = {"allow_other_chain": True, "allow_missing": into, "allow_extra": not into}
+    with pytest.warns(UserWarning, match="found other names than in `like`, loaded "):
+        loaded = ck.load(path, like=like, tx=target, **allowed)
+    outwards = {old: outside + new for old, new in levels.items()}
+    rename = outwards if into else {new: old for old, new in outwards.items()}
+    assert_same_tree(loaded, ck.load(path, like=like, tx=target, rename=rename, **allowed))
+    ck.load(path, like=loaded, tx=target, rename=rename, **allowed)  # without a warning: nothing is left to find
+
+
+def adam_of(*names: str) -> mfx.Transform:
+    """Adam for each parameter of `MODEL`, with the labels ``names`` in turn."""
+    labels = dict(zip(MODEL, names, strict=True))
+    return mfx.chain(mfx.partition({name: mfx.scale_by_adam() for name in names}, labels), mfx.scale(-0.1))
+
+
+SPLIT = {
+    "in two": ("head", "rest", "rest"),
+    "renamed": ("rest", "rest", "rest"),
+    "in three": ("one", "two", "three"),
+    "one label more": ("adamw", "head", "adamw"),
+}
+
+
+@pytest.mark.parametrize("labels", SPLIT.values(), ids=SPLIT)
+@pytest.mark.parametrize("ready", [True, False], ids=["state", "spec"])
+def test_a_label_that_is_split_keeps_the_state_of_each_parameter(labels, ready, tmp_path):
+    before, after = adam_of("adamw", "adamw", "adamw"), adam_of(*labels)
+    path = ck.save(tmp_path / "saved", trained(before, MODEL)[1], tx=before)
+    like = after.init(MODEL) if ready else mfx.spec(after, MODEL)
+    with pytest.warns(UserWarning, match="loaded 'partition/adamw' as 'partition/"):
+        loaded = ck.load(path, like=like, tx=after, allow_other_chain=True)
     saved = ck.read(path)
-    mine = ck.read(ck.save(tmp_path / "again", loaded))
-    names, wrong = new_names({name: name for name in saved}, rename)
-    assert not wrong
-    shared = {new: old for old, new in names.items() if new in mine}
-    # Every leaf of the recipe has arrived, bit for bit.
-    assert len(shared) == min(len(saved), len(mine)) == len(tree.leaves(inner.init(MODEL)))
-    for new, old in shared.items():
-        assert torch.equal(mine[new], saved[old])
+    for name, label in zip(MODEL, labels, strict=True):
+        state = loaded["partition"][label]
+        assert torch.equal(state.mu[name], saved[f"partition/adamw/mu/{name}"])
+        assert torch.equal(state.nu[name], saved[f"partition/adamw/nu/{name}"])
+        assert torch.equal(state.count, saved["partition/adamw/count"])
+    assert len({leaf.data_ptr() for leaf in tree.leaves(loaded)}) == len(tree.leaves(loaded))
+    # The next update is that of the label before.
+    old = before.update(MODEL, ck.load(path, like=before.init(MODEL), tx=before), MODEL)[0]
+    new = after.update(MODEL, loaded, MODEL)[0]
+    assert_same_tree(old, new)
+
+
+def test_a_transform_more_keeps_the_others_and_is_named_in_the_error(tmp_path):
+    before = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+    state = trained(before, MODEL)[1]
+    path = ck.save(tmp_path / "saved", state, tx=before)
+    for after, new in (
+        (mfx.chain(mfx.momentum(), mfx.scale_by_rms(), mfx.scale_by_learning_rate(0.1)), "scale_by_rms"),
+        (mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1), mfx.ema_params()), "ema_params"),
+    ):
+        like = after.init(MODEL)
+        with pytest.raises(MismatchError) as caught:
+            ck.load(path, like=like, tx=after)
+        (advice,) = re.findall(r"allow_missing=(\[.*\])$", str(caught.value), re.MULTILINE)
+        assert eval(advice) == [new]
+        loaded = ck.load(path, like=like, tx=after, allow_missing=eval(advice), allow_other_chain=True)
+        assert_same_tree(loaded, {**like, "momentum": state["momentum"]})
 
 
 UNCLEAR = {
     "two of a kind": (mfx.momentum(), mfx.chain(("one", mfx.momentum()), ("other", mfx.momentum()))),
     "another transform": (mfx.chain(mfx.scale_by_lion(), CLIP), mfx.chain(mfx.scale_by_adam(), CLIP)),
+    "a part of its fields": (mfx.chain(mfx.scale_by_adam(), CLIP), mfx.chain(mfx.scale_by_lion(), CLIP)),
     "another field": (mfx.chain(mfx.momentum(), CLIP), mfx.chain(("opt", mfx.chain(mfx.scale_by_lion(), CLIP)))),
+    "two labels in one": (adam_of("one", "two", "two"), adam_of("adamw", "adamw", "adamw")),
+    "into a label that was there": (adam_of("one", "two", "two"), adam_of("two", "two", "two")),
 }
 
 
@@ -325,9 +386,9 @@ UNCLEAR = {
 def test_leaves_that_could_have_several_partners_or_have_none_are_not_guessed(source, target, tmp_path):
     path = ck.save(tmp_path / "saved", trained(source, MODEL)[1])
     with pytest.raises(ck.MismatchError) as caught:
-        ck.load(path, like=target.init(MODEL))
+        ck.load(path, like=target.init(MODEL), allow_other_chain=True)
     assert "what to do" in str(caught.value)
-    assert printed(str(caught.value)) is None
+    assert "which loads" not in str(caught.value)
 
 
 W, B = "blocks.0.up.weight", "blocks.0.up.bias"

@@ -44,6 +44,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.contrib.scale_by_namo: (TX,),
     mfx.scale_by_learning_rate: (0.1,),
     mfx.Muon: (MODEL,),
+    mfx.diagnose: (mfx.TransformOptimizer(MODEL, mfx.scale(-0.1)),),
     mfx.TransformOptimizer: (MODEL, mfx.scale(-0.1)),
     schedules.constant_schedule: (1.0,),
     schedules.cosine_decay_schedule: (1.0, 4),
@@ -68,6 +69,7 @@ NOT_ASKED = {
     mfx.matrixwise,  # the same
     mfx.Leaf,  # created by the package, not from user input
     mfx.Summary,  # the same
+    mfx.Diagnosis,  # the same
     select.Predicate,  # the same
     schedules.schedule,  # a decorator, which looks at its name where it is used
     mfx.as_tensors,  # a device, which torch reads: an int is one too
