@@ -148,9 +148,8 @@ class Recorded:
             if value is not default and not ("float" in kinds and isinstance(value, cls.number_types)):
                 value = check_plain(factory.__name__, name, value, kinds)
             if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
-                kind = type(default).__name__
-                advice = f": pass {kind}({value!r})" if isinstance(value, str) else ""
-                raise TypeError(f"{factory.__name__}: {name} must be a {kind}, found {value!r}{advice}")
+                text = f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}"
+                raise TypeError(text + f": pass {type(default).__name__}({value!r})" * isinstance(value, str))
             skeleton[name] = _split(definition.as_float(name, value), parts)
         return cls._from(Structure(cls, factory, skeleton), parts)
 
@@ -281,15 +280,12 @@ class Recorded:
         Raises:
             TypeError: the factory has no argument of this name. The message lists its arguments.
         """
-        unknown = changes.keys() - self.arguments.keys()
-        if unknown:
-            wrong, known = sorted(unknown), ", ".join(self.arguments)
-            inside = [name for name, _ in parts_of(self) if name.endswith(f".{wrong[0]}")]
-            advice = f". To change {inside[0]}: with_hyperparams(tx, {{{inside[0]!r}: ...}})" if inside else ""
-            raise TypeError(
-                f"{self.factory.__name__} has no argument {', '.join(wrong)}{hint(wrong[0], self.arguments)}; it has "
-                f"{known}{advice}"
-            )
+        if unknown := changes.keys() - self.arguments.keys():
+            wrong, known = min(unknown), ", ".join(self.arguments)
+            inside = [name for name, _ in parts_of(self) if name.endswith(f".{wrong}")]
+            advice = f"{hint(wrong, self.arguments)}; it has {known}"
+            advice += f". To change {inside[0]}: with_hyperparams(tx, {{{inside[0]!r}: ...}})" if inside else ""
+            raise TypeError(f"{self.factory.__name__} has no argument {wrong}{advice}")
         return self._call(self.factory, {**self.arguments, **changes})
 
     def __repr__(self) -> str:

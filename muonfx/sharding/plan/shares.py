@@ -175,7 +175,7 @@ class Share:
         if held is not None and not self.needs_gather:
             return f"{len(held.ranks)} ranks hold it; the owner sends the result to the others"
         shards, numel = sum(1 for _ in self.transfers), 0 if held is None else held.numel
-        return f"it is cut into {shards} shards; the owner holds {numel / max(self.numel, 1):.0%}"
+        return f"cut into {shards} shards; the owner holds {numel / max(self.numel, 1):.0%}"
 
 
 class Part(NamedTuple):
