@@ -298,14 +298,15 @@ class Plan:
                 )
                 for share in run.shares
             ]
-            title = "run of " + ", ".join(name for name, _ in run.run) + f", {len(run.buckets)} buckets"
+            names, count = ", ".join(name for name, _ in run.run), len(run.buckets)
+            title = f"run of {names} in {count} bucket{'s' * (count != 1)}"
             parts.append(Table(titles, rows, right=(2, 4, 5), title=title))
         rows = [
             (str(rank), f"{f / 1e9:.4g}", f"{b / 1024:.4g}")
             for rank, (f, b) in enumerate(zip(self.flops, self.sent, strict=True))
         ]
         parts.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
-        return Report((*parts, f"balance: the most that a rank computes is {self.balance:.3f} of the mean"))
+        return Report((*parts, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
 
     def __str__(self) -> str:
         return str(self.explain())

@@ -169,13 +169,13 @@ class Share:
         """A text that explains the share's `route`, for the tables of `Plan.explain`."""
         held = self._at_owner
         if self.owner is None:
-            return f"all ranks hold it, and {self.cost:.1e} operations take less time than to send it"
+            return f"every rank holds it; computing it ({self.cost:.1e} operations) is faster than sending it"
         if not self.needs_send:
-            return "it is whole on its owner alone"
+            return "the owner alone holds it"
         if held is not None and not self.needs_gather:
-            return f"{len(held.ranks)} ranks hold it whole: one computes and sends the result"
-        pieces, numel = sum(1 for _ in self.transfers), 0 if held is None else held.numel
-        return f"it lies in {pieces} pieces; its owner holds {numel / max(self.numel, 1):.0%} of it"
+            return f"{len(held.ranks)} ranks hold it; the owner sends the result to the others"
+        shards, numel = sum(1 for _ in self.transfers), 0 if held is None else held.numel
+        return f"cut into {shards} shards; the owner holds {numel / max(self.numel, 1):.0%}"
 
 
 class Part(NamedTuple):
