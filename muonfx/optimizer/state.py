@@ -64,7 +64,10 @@ def read_state_dict(
                     loads.append((f"{key!r} of {name!r}", place, found))
     if wrong:
         shown = "; ".join(sorted(wrong)[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-        raise ValueError(f"the state does not fit this optimizer, nothing was loaded: {shown}")
+        raise ValueError(
+            f"the state does not fit this optimizer, nothing was loaded: {shown}. Load it into an optimizer for the "
+            "same model, with the same transform"
+        )
     return saved, sorted(loads, key=lambda load: load[0])  # all ranks load in this order
 
 
@@ -120,15 +123,28 @@ def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
     """Match saved groups to this optimizer's groups by their parameter names, and return them in its order."""
     by_names = {frozenset(old["param_names"]): old for old in saved}
     here = [frozenset(one.names) for one in own]
-    if lacking := [names for names in here if names not in by_names]:
-        absent = sorted(lacking[0].difference(*by_names))
-        detail = f"it has no {format_list(absent)}" if absent else "it groups them in another way"
+    ours, theirs = frozenset[str]().union(*here), frozenset[str]().union(*by_names)
+    if ours != theirs:
+        differing = {"lacks": sorted(ours - theirs), "has further": sorted(theirs - ours)}
+        found = "; it ".join(f"{verb} {format_list(names)}" for verb, names in differing.items() if names)
         raise ValueError(
-            f"nothing was loaded: the state has no group of the {len(lacking[0])} parameters "
-            f"{format_list(sorted(lacking[0]))}: {detail}; is it of another optimizer or model?"
+            f"nothing was loaded: the state dict {found}; expected exactly the parameters of this optimizer: load "
+            "it into an optimizer for the model that was saved"
+            + ("; if only names differ: rename={saved name: name here}" if all(differing.values()) else "")
         )
-    if further := [names for names in by_names if names not in here]:
-        raise ValueError(f"nothing was loaded: the state has a further group, of {format_list(sorted(further[0]))}")
+    if other := next((names for names in here if names not in by_names), None):
+        name = min(other)
+        there = next(names for names in by_names if name in names)
+        found, expected = (format_list(sorted(names - {name})) or "no other" for names in (there, other))
+        raise ValueError(
+            f"nothing was loaded: the state dict has {name!r} in a group with {found}, expected with {expected}: "
+            "create this optimizer with the transform, labels and groups of the optimizer that was saved"
+        )
+    if len(saved) != len(here):
+        raise ValueError(
+            f"nothing was loaded: the state dict has {len(saved)} groups, expected {len(here)}: create this optimizer "
+            "with the groups of the optimizer that was saved"
+        )
     return [by_names[names] for names in here]
 
 

@@ -265,7 +265,7 @@ def test_a_state_that_does_not_fit_is_refused_whole():
         optimizer.load_state_dict(damaged)
     damaged = copy.deepcopy(kept)
     damaged["param_groups"][0]["param_names"][1] = "other"
-    with pytest.raises(ValueError, match=r"nothing was loaded: .* it has no '1\.weight'"):
+    with pytest.raises(ValueError, match=r"nothing was loaded: the state dict lacks '1\.weight'"):
         optimizer.load_state_dict(damaged)
     del damaged["param_groups"][0]["param_names"], damaged["param_groups"][0]["params"][0]
     with pytest.raises(ValueError, match="the state dict has no 'param_names'"):
