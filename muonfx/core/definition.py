@@ -323,7 +323,7 @@ def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
     if missing:
         innermost = [part for part in within if missing[0] in part.extras.required][-1]
         raise TypeError(
-            f"{innermost.name}: the extra argument {missing[0]} is missing: call update(..., {missing[0]}=...) or "
+            f"{innermost.name}: the extra argument {missing[0]}= is missing: call update(..., {missing[0]}=...) or "
             f"optimizer.step({missing[0]}=...)"
         )
     if not extras:
@@ -331,11 +331,11 @@ def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
     known = tx.extras.understood
     unknown = [] if known is None else sorted(extras.keys() - known - _OUR_EXTRAS)
     if known is not None and unknown:
-        expected = f"one of {', '.join(sorted(known))}" if known else "no extra argument"
+        expected = f"only {' or '.join(f'{name}=' for name in sorted(known))}" if known else "no extra argument"
+        within_it = " and the transforms in it do" if len(within) > 1 else " does"
         raise TypeError(
-            f"{tx.name}: found the extra argument {unknown[0]}{did_you_mean(unknown[0], known)}, which no transform in "
-            f"it accepts; expected {expected}. To accept it, add a keyword-only argument {unknown[0]} to the update of "
-            "a transform"
+            f"{tx.name}: found the extra argument {unknown[0]}={did_you_mean(unknown[0], known)}, expected {expected}: "
+            f"leave it out, since {tx.name}{within_it} not read it"
         )
     for part in () if torch.compiler.is_compiling() else within:
         if part.declaration.check_extras is not None:

@@ -255,7 +255,7 @@ class TransformOptimizer(FollowingOptimizer):
 
         Args:
             closure: a function that recomputes the loss and its gradients, and returns the loss. Called first.
-            **extras: further named arguments of the update, such as ``value=loss``. Each transform receives those that
+            **extras: extra arguments of the update, such as ``value=loss``. Each transform receives the arguments that
                 it accepts.
 
         Returns:
@@ -265,11 +265,17 @@ class TransformOptimizer(FollowingOptimizer):
             ValueError: a hyperparameter is out of range, or a parameter cannot be updated: it has a gradient but no
                 label, it has another shape than at construction, or it is on the meta device. Also if none of the
                 optimizer's parameters has a gradient, but others of the model have one.
-            TypeError: a gradient is sparse or complex. No parameter or state has been changed when an error is raised.
+            TypeError: a gradient is sparse or complex, or no transform accepts an extra argument. No parameter or state
+                has been changed when an error is raised.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
+            if not callable(closure):
+                raise TypeError(
+                    f"closure must be a function that returns the loss, found a {type(closure).__name__}: call step(), "
+                    "or step(value=loss) if a transform such as reduce_on_plateau reads the loss"
+                )
                 loss = closure()
         is_compiling = torch.compiler.is_compiling()  # a traced graph is valid for the current parameters only
         problem: Exception | None = None

@@ -390,7 +390,7 @@ def test_logits_that_do_not_fit_are_errors(logits: dict[str, Any], said: str):
     tx, params = mfx.qk_clip(shape.heads), shape.params(0)
     with pytest.raises(ValueError, match=said):
         tx.update(params, tx.init(params), params, max_logits=logits)
-    with pytest.raises(TypeError, match="the extra argument max_logits is missing"):
+    with pytest.raises(TypeError, match="the extra argument max_logits= is missing"):
         tx.update(params, tx.init(params), params)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(params, tx.init(params), max_logits={"h.0.attn": torch.zeros(2)})
