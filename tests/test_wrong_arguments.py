@@ -101,7 +101,7 @@ WRONG = {
     "momentum(heavy_ball=True, debias=True)": "no bias to correct",
     "accumulate(momentum(), linear_schedule(0.5, 0.9, 4))": "accumulate: every must be an int, found linear",
     "MatrixView(3)": "MatrixView: found 3, expected a pattern",
-    "MatrixView('out in')": "must have one arrow",
+    "MatrixView('out in')": "has 0 arrows, expected one",
     "MatrixView('(a=0 out) in -> a out in')": "a size is 0",
     "join_schedules([constant_schedule(1.0)], [3])": "one schedule more than boundaries",
     "qk_clip('*.attn')": r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'",

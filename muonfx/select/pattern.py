@@ -172,7 +172,10 @@ class Pattern:
         for dim in self.dims:
             dims += [((Axis(name),),) for name in dots] if dim[0][0].name == _DOTS else [dim]
         if len(dims) != ndim:
-            raise ValueError(f"found {ndim} dims, expected {len(dims)} for the pattern {self.text!r}")
+            raise ValueError(
+                f"found {ndim} dims, expected {len(dims)} for the pattern {self.text!r}: write one name or parentheses "
+                "for each dim left of the arrow, or '...' for any number of dims"
+            )
         results: list[list[Group]] = []
         for result in self.results:
             groups: list[Group] = []
@@ -210,7 +213,7 @@ class Pattern:
         missing = rest - sum(total for total, unknown in zip(sums, is_open, strict=True) if unknown)
         if known * rest != size or missing < 0:
             raise ValueError(
-                f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}; correct a size in the "
+                f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
                 "pattern"
             )
         for axis in dim:
@@ -230,7 +233,10 @@ def parse(text: str) -> Pattern:
     """
     sides = text.split("->")
     if len(sides) != 2:
-        raise ValueError(f"{text!r} must have one arrow, as in 'in out -> out in'")
+        raise ValueError(
+            f"{text!r} has {len(sides) - 1} arrows, expected one: write the dims of the parameter, '->' and the dims "
+            "of its matrices, as in '(qkv=3 out) in -> qkv out in'"
+        )
     try:
         dims = tuple(map(_dim, _items(sides[0])))
         results = tuple(map(_result, sides[1].split(",")))
@@ -255,7 +261,10 @@ def _items(text: str) -> list[_Item]:
     while text[at:].strip():
         token = _TOKEN.match(text, at)
         if token is None:
-            raise _Malformed(f"cannot read {text[at:].strip()!r}; expected names, name=size, '...', '+' or parentheses")
+            raise _Malformed(
+                f"cannot read {text[at:].strip()!r}, expected names, name=size, '...', '+' or parentheses; spaces "
+                "separate axes, and commas only results"
+            )
         at = token.end()
         if token[1] == "(":
             stack.append([])
@@ -297,7 +306,10 @@ def _result(text: str) -> tuple[Group, ...]:
     """Parse a text right of the arrow, such as ``qkv (heads d) in``, into the axis names of each dim."""
     items = _items(text)
     if len(items) < 2 or _DOTS in items[-2:] or [] in items[-2:]:
-        raise _Malformed("a result must end with the rows and the columns of a matrix; write '...' as '(...)' there")
+        raise _Malformed(
+            f"the result {text.strip()!r} must end with two dims, the rows and the columns of a matrix: write each as "
+            "a name or as names in parentheses, such as 'out (h w)' or 'out (...)'"
+        )
     return tuple(map(_group, items))
 
 
@@ -305,7 +317,9 @@ def _group(item: _Item) -> Group:
     """Return the axis names in one dim right of the arrow: ("a", "b") for ``(a b)``."""
     axes = [_axis(one) for one in ([item] if isinstance(item, str) else item)]
     if any(axis.size is not None for axis in axes):
-        raise _Malformed("a size is on the right; sizes belong to the left side")
+        raise _Malformed(
+            "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
+        )
     return tuple(axis.name for axis in axes)
 
 
@@ -319,7 +333,7 @@ def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group
     if any(part.size == 0 for axis in axes for part in axis):
         return "a size is 0; sizes are at least 1"
     if any(sum(part.size is None for axis in dim for part in axis) > 1 for dim in dims):
-        return "a dim has several axes without a size; only one size per dim follows from the shape"
+        return "a dim has several axes without a size, expected at most one: give the others a size, as in (heads=8 d)"
     if any(axis[0].name == _DOTS and len(dim) + len(axis) > 2 for dim in dims for axis in dim):
         return "'...' is any number of whole dims, and cannot be inside parentheses on the left"
     if len(divided) > 1:
@@ -328,14 +342,18 @@ def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group
     if divided:
         found = [[part.name for part in divided[0] if part.name in _names(result)] for result in results]
         if sorted(map(tuple, found)) != sorted((part.name,) for part in divided[0]):
-            every = ", ".join(part.name for part in divided[0])
-            return f"each of {every} must be in one result; separate results by commas, as in 'q in, k in'"
+            every = [part.name for part in divided[0]]
+            return (
+                f"the parts {' + '.join(every)} are matrices of their own: write one result for each after the arrow, "
+                f"separated by commas, as in {', '.join(f'{name} in' for name in every)!r}"
+            )
         wanted = [own | {name} for own, (name,) in zip(wanted, found, strict=True)]
     elif len(results) > 1:
-        return "several results, but no parts with '+' on the left"
+        return "found several results, but no parts on the left: write one result, or parts as in '(q=8 + k=8) in'"
     for result, own in zip(results, wanted, strict=True):
         if sorted(_names(result)) != sorted(own):
-            return f"the result {' '.join(map(_group_text, result))!r} must have each of {', '.join(sorted(own))} once"
+            found_names = " ".join(map(_group_text, result))
+            return f"found the result {found_names!r}, expected each of {', '.join(sorted(own))} in it once: correct it"
     return None
 
 
