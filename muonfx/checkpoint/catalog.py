@@ -133,7 +133,10 @@ def _why_no_checkpoint(path: Path) -> str:
             return f"there is no checkpoint at {path}: a checkpoint is a folder, this is a file"
         if found := checkpoints(path):
             return f"{path} is a folder of checkpoints, not a checkpoint: latest() returns the newest, {found[-1]}"
-    return f"there is no checkpoint in {path}: no {INDEX} (was the writer stopped before it was done?)"
+    return (
+        f"there is no checkpoint in {path}: it has no {INDEX}, which a save writes last: pass the folder that save "
+        "returned, and if that save was interrupted, an earlier checkpoint"
+    )
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

@@ -18,13 +18,22 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.core import Transform
 from muonfx.tree import PyTree
 from muonfx.tree.wrappers import MAY_BE_WRAPPED, unwrapped
 
 __all__ = ["PARAMS", "in_section", "name_of", "named_leaves", "named_tensors", "plain_names"]
+
+_MISTAKEN = {
+    Transform: "its state, which tx.init(params) or tx.update(...) returned",
+    torch.optim.Optimizer: "its state, optimizer.transform_state",
+    torch.nn.Module: "its parameters, dict(model.named_parameters())",
+}
+"""Classes of objects that are easily passed instead of a tree, and the code for the tree."""
 
 PARAMS = "params"
 """The top level of the names of parameters."""
@@ -80,6 +89,9 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     """Return a list of (name, leaf) pairs; raise TypeError unless each leaf is a tensor, a shard, or None."""
+    for kind, code in _MISTAKEN.items():
+        if isinstance(values, kind):
+            raise TypeError(f"found a {type(values).__name__}, expected a tree of tensors: pass {code}")
     named = named_leaves(values, section)
     for name, leaf in named:
         if leaf is not None and not isinstance(leaf, Tensor) and not hasattr(leaf, "__create_chunk_list__"):

@@ -14,10 +14,12 @@ from torch import Tensor
 from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.names import in_section, named_tensors, plain_names
+from muonfx.checkpoint.names import PARAMS, in_section, named_tensors, plain_names
 from muonfx.checkpoint.spec import StateSpec, described, spec_of_named
 from muonfx.core import Transform
 from muonfx.tree import PyTree, Spec
+from muonfx.tree.arguments import close_names
+from muonfx.tree.display import format_list
 from muonfx.tree.dtypes import widens
 from muonfx.tree.renaming import Rename, found_renaming, new_names
 
@@ -76,10 +78,13 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
             if new in there:
                 wrong.append(f"both {there[new]!r} and {old!r} would be {new!r}")
             there[new] = old
+        elif section and in_section(old, section):
+            wrong.append(f"{old!r} would be {new!r}, expected a name that begins with '{section}/'")
     if wrong:
         problems += [f"rename:    {problem}" for problem in wrong]
         advice.append(
-            "rename= maps names in the checkpoint to names in `like`; the documentation of load describes its forms"
+            "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns "
+            "such as {'*/encoder.*': '*/model.encoder.*'}"
         )
     if (
         not (index.fingerprint is None or want.fingerprint is None or rules.allow_other_chain)
@@ -89,13 +94,16 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
             f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
             f"{want.chain} (fingerprint {want.fingerprint})"
         )
+        advice.append("to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above")
         advice.append("if the state has the same meaning for this chain: allow_other_chain=True")
     everything = [*names.values(), *want]
     for what in ("allow_missing", "allow_extra", "cast"):
         for pattern in getattr(rules, what):
             if pattern != "*" and not any(matches(pattern, name) for name in everything):
-                problems.append(f"{what}: {pattern!r} matches no leaf of the checkpoint or of `like`")
-                advice.append("a pattern is a name, the first levels of names, or a glob")
+                close = close_names(pattern.strip("*/"), everything, "/")
+                near = f", close: {format_list(close)}" if close else ""
+                problems.append(f"{what}: {pattern!r} matches no leaf of the checkpoint or of `like`{near}")
+                advice.append(f"correct or remove {pattern!r} in {what}: a name, the first levels of names, or a glob")
 
     missing = [name for name in want if name not in there and not _any(rules.allow_missing, name)]
     extra = [name for name in there if name not in want.leaves and not _any(rules.allow_extra, name)]
@@ -109,6 +117,8 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
         advice.append(f"to keep the values of `like` for missing leaves: allow_missing={_shown(missing)}, or True")
     if extra:
         advice.append(f"to ignore leaves of the checkpoint: allow_extra={_shown(extra)}, or True")
+    if not section and missing and all(f"{PARAMS}/{name}" in index.leaves for name in missing):
+        advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
     _check_leaves(index, want, rules, there, problems, advice)
     if problems:
         lines, hints = "\n  ".join(first_of_each_kind(problems)), "\n  ".join(dict.fromkeys(advice))
@@ -148,7 +158,8 @@ def _check_leaves(
         if have == spec and not rules.cast:
             continue
         if have.shape != spec.shape:
-            problems.append(f"reshaped:  {name!r} has shape {have.shape}, expected {spec.shape}")
+            problems.append(f"reshaped:  {name!r} has shape {have.shape} in the checkpoint, expected {spec.shape}")
+            advice.append("to load other shapes: create `like` for parameters with the shapes in the checkpoint")
         scales = f"{there[name]}/".replace("/codes/", "/scales/")[:-1]
         if have.dtype != spec.dtype and scales != there[name] and scales in index.leaves:
             problems.append(f"codes:     {name!r} holds codes of {have.dtype}, which have no meaning as {spec.dtype}")

@@ -179,18 +179,25 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
-def close_names(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return up to three of the dotted ``names`` that contain components similar to ``wanted``, such as "attn.q"."""
-    length = wanted.count(".") + 1
+def closest(wrong: str, known: Iterable[str]) -> list[str]:
+    """Return up to three of the names ``known`` that are similar to ``wrong`` or abbreviate it, as lr."""
+    known = list(known)
+    initials = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
+    return initials or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
+
+
+def close_names(wanted: str, names: Iterable[str], level: str = ".") -> list[str]:
+    """Return up to three of ``names`` with components, between ``level``, similar to ``wanted``, such as "attn.q"."""
+    length = wanted.count(level) + 1
     windows: dict[str, str] = {}
     for name in names:
-        parts = name.lower().split(".")
+        parts = name.lower().split(level)
         for at in range(max(1, len(parts) - length + 1)):
-            windows.setdefault(".".join(parts[at : at + length]), name)
+            windows.setdefault(level.join(parts[at : at + length]), name)
     return list(dict.fromkeys(windows[found] for found in difflib.get_close_matches(wanted.lower(), windows)))
 
 
-def _hint(wrong: str, known: Iterable[str]) -> str:
+def hint(wrong: str, known: Iterable[str]) -> str:
     """Return advice for an error about an unknown argument: the same argument in muonfx, or similar names."""
     known = list(known)
     here = _ARGUMENTS_HERE.get(wrong, ())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+
+from muonfx.tree.arguments import close_names
+from muonfx.tree.display import format_list
 
 Rename = Mapping[str, str]
 """A mapping from old to new names. A key may also be the leading levels of names, or a pattern with ``*``."""
@@ -45,8 +48,17 @@ def new_names(
         if fitting:
             _, found[written], old = max(fitting, key=lambda entry: entry[0])
             used.add(old)
-    unused = sorted(entries.keys() - used)
-    return found, wrong + [f"there is no {what} {old!r}, or more exact entries rename it" for old in unused]
+    return found, wrong + [
+        _unused(old, [*names.values(), *names], level, what) for old in sorted(entries.keys() - used)
+    ]
+
+
+def _unused(old: str, names: Sequence[str], level: str, what: str) -> str:
+    if any(_new_name(name, old, old, level) is not None for name in names):
+        return f"{old!r} has no effect, because more exact entries rename the same names: remove it"
+    close = close_names(old.strip("*" + level), names, level)
+    there = f"close: {format_list(close)}" if close else f"which has {format_list(sorted(set(names)))}"
+    return f"{old!r} matches no {what} in the checkpoint, {there}: correct or remove it"
 
 
 def _new_name(name: str, old: str, new: str, level: str) -> str | None:

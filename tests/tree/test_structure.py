@@ -328,12 +328,12 @@ def test_levels_of_parameters_end_with_a_dot():
 @pytest.mark.parametrize(
     ("rename", "problem"),
     [
-        ({"mi": "first"}, "there is no leaf 'mi'"),
-        ({"m": "first"}, "there is no leaf 'm'"),
-        ({"*/c.*": "*/d.*"}, "there is no leaf '*/c.*'"),
+        ({"mi": "first"}, "'mi' matches no leaf in the checkpoint, which has"),
+        ({"m": "first"}, "'m' matches no leaf"),
+        ({"*/c.*": "*/d.*"}, "'*/c.*' matches no leaf"),
         ({"*/a.*": "*/d"}, "must have the same number"),
         ({"mu": "*"}, "must have the same number"),
-        ({"count": "steps", "coun*": "x*"}, "'coun*', or more exact entries rename it"),
+        ({"count": "steps", "coun*": "x*"}, "'coun*' has no effect, because more exact entries"),
     ],
 )
 def test_an_entry_that_does_nothing_or_makes_no_sense_is_told(rename, problem):
