@@ -20,7 +20,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
 from muonfx.tree import PyTree
-from muonfx.tree.display import format_list
+from muonfx.tree.difference import difference
+from muonfx.tree.display import shown_name
 from muonfx.tree.tracing import functorch_is_active
 
 __all__ = [
@@ -147,11 +148,6 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-def shown_name(name: str) -> str:
-    """Return the quoted name of a leaf for a message. An empty name gives "the tree's only leaf"."""
-    return repr(name) if name else "the tree's only leaf"
-
-
 _LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy would break a compiled graph
 PLAIN = frozenset({Tensor, nn.Parameter})
 """The classes of plain tensors, as opposed to subclasses that wrap other tensors, such as DTensor."""
@@ -259,18 +255,8 @@ def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree
     Traceback (most recent call last):
     ValueError: updates must have the structure of params: missing 'v'; unexpected 'w'
     """
-    if tree.same_structure(found, expected):
-        return
-    have, want = tree.names(found), tree.names(expected)
-    differing = {
-        "missing": [name for name in want if name not in set(have)],
-        "unexpected": [name for name in have if name not in set(want)],
-    }
-    detail = "; ".join(f"{kind} {format_list(names, shown_name)}" for kind, names in differing.items() if names) or (
-        "the same names in other containers (dict, OrderedDict, tuple, list, NamedTuple), or in another order of an "
-        "OrderedDict, which counts"
-    )
-    raise ValueError(f"{what} must have the structure of {expected_of}: {detail}")
+    if not tree.same_structure(found, expected):
+        raise ValueError(f"{what} must have the structure of {expected_of}: {difference(found, expected)}")
 
 
 LeafSpec = tuple[torch.Size, torch.dtype] | None
@@ -349,12 +335,16 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     >>> expected = ExpectedState.of({"trace": torch.zeros(2)})
     >>> check_state_like("momentum", {"trace": torch.zeros(3)}, expected, with_dtypes=True)
     Traceback (most recent call last):
-    ValueError: state: 'trace' has shape (3,) and dtype torch.float32, expected (2,) and torch.float32; shape and ...
+    ValueError: state: 'trace' has shape (3,) and dtype torch.float32, expected (2,) and torch.float32; pass a ...
     """
     leaves, treedef = tree.flatten(state)
     if treedef != expected.structure:
-        what = f"state: was it created by another transform or for other parameters? The state of {name}"
-        check_structure(what, state, f"{name}.init(params)", expected.whole)
+        is_pair = type(state) is tuple and len(state) == 2
+        raise ValueError(
+            f"state: it does not fit {name} for these parameters: "
+            f"{difference(state, expected.whole)}; expected the state that its init(params) or its last update "
+            "returned for these parameters" + "; update returns a pair (updates, state): pass the second" * is_pair
+        )
     found = _specs(leaves)
     if found == expected.specs:
         return
@@ -366,7 +356,7 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
             raise TypeError(f"state: {leaf} must be a tensor, found {type(leaves[place]).__name__}")
         raise ValueError(
             f"state: {leaf} has shape {tuple(have[0])} and dtype {have[1]}, expected {tuple(want[0])} and {want[1]}; "
-            "shape and dtype are fixed by init"
+            "pass a state that was made by init(params) for these parameters and with these options"
         )
 
 

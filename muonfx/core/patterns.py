@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from muonfx import tree
-from muonfx.core.checks import shown_name, warn_caller
+from muonfx.core.checks import warn_caller
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import close_names
-from muonfx.tree.display import format_list
+from muonfx.tree.display import format_list, shown_name
 from muonfx.tree.wrappers import unwrapped
 
 __all__ = ["NamePatterns", "warn_of_unmatched"]

@@ -154,6 +154,11 @@ def format_list(items: Sequence[T], shown: Callable[[T], str] = repr) -> str:
     return ", ".join(map(shown, items[:_LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
+def shown_name(name: str) -> str:
+    """Return the quoted name of a leaf for a message; the empty name of a tree that is a leaf gives words."""
+    return repr(name) if name else "the tree's only leaf"
+
+
 def format_shape(sides: Sequence[int]) -> str:
     """Format a shape, as in "3 x 4"; "scalar" if it has no dims."""
     return " x ".join(map(str, sides)) or "scalar"
