@@ -144,7 +144,8 @@ class TransformOptimizer(FollowingOptimizer):
             layout = layout(named)
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(
-                f"layout must be a muonfx.sharding layout, or a function that returns one, found {layout!r}"
+                "layout must be a muonfx.sharding layout, or a function that returns one, found a "
+                f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
             )
         self._given = layout, settings
         self._stepping = self._stepping_for(tx, named)

@@ -22,7 +22,7 @@ from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "require_layout"]
 
 T = TypeVar("T")
 
@@ -191,3 +191,12 @@ class Layout(ShardTable):
             return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
 
         return map_named(at, values)
+
+
+def require_layout(value: object) -> None:
+    """Raise TypeError unless the argument ``layout`` is a `Layout`. The message shows how to create one."""
+    if not isinstance(value, Layout):
+        raise TypeError(
+            f"layout must be a muonfx.sharding layout, found a {type(value).__name__}: create one, as in "
+            "muonfx.sharding.zero(params), or zero(params, 8) to plan for 8 ranks without processes"
+        )

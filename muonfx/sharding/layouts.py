@@ -284,8 +284,8 @@ def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[
     given = [str(name) for name in params if name in specs] if isinstance(params, Mapping) else []
     if given != list(specs):
         raise ValueError(
-            f"order: missing, and params is not a flat dict with sorted names; the parameters are "
-            f"{format_list(list(specs))}: give order=list(params) or order=sorted(params)"
+            "order: found None, expected the names in their order in the buffer, because params is not a dict with "
+            f"sorted names; they are {format_list(list(specs))}: pass order=list(params) or order=sorted(params)"
         )
     return given
 
@@ -295,7 +295,8 @@ def _check_cuts(
 ) -> None:
     if len(cuts) != size + 1 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
         raise ValueError(
-            f"cuts: found {list(cuts)}, expected {size + 1} ascending positions from 0, one more than there are ranks"
+            f"cuts: found {list(cuts)}, expected {size + 1} ascending positions that begin with 0, one more than "
+            "ranks: rank r holds cuts[r]:cuts[r + 1]"
         )
     end, before = 0, "the beginning"
     for name in order:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -74,10 +74,17 @@ class ShardTable:
         Raises:
             ShardingError: the layout has no parameter of this name; the message names some of its parameters.
         """
-        if name not in self.specs:
-            known = format_list(list(self.specs)) or "none"
-            raise ShardingError(f"{self!r} has no parameter {name!r}; it was created for {known}")
+        self.require([name])
         return self.pieces[name][self.rank if rank is None else rank]
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise ShardingError if the layout has no parameter of one of these names."""
+        if (unknown := next((name for name in names if name not in self.specs), None)) is not None:
+            known = format_list(list(self.specs)) or "none"
+            raise ShardingError(
+                f"{self!r} has no parameter {unknown!r}, expected one of {known}: create the layout from the "
+                "parameters that you pass"
+            )
 
     @cached_property
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -99,7 +106,8 @@ class ShardTable:
 
     def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return a dict from parameter name (default: of all) to a meta tensor of the global shape and dtype."""
-        chosen = self.specs if names is None else names
+        chosen = list(self.specs) if names is None else names
+        self.require(chosen)
         return {n: torch.empty(self.specs[n].shape, dtype=self.specs[n].dtype, device="meta") for n in chosen}
 
 

@@ -24,7 +24,7 @@ from muonfx.program.placement import Arguments
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.dtensors import local_tree, to_dtensors
-from muonfx.sharding.layout import Layout
+from muonfx.sharding.layout import Layout, require_layout
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.replicas import verify_params
@@ -141,13 +141,9 @@ def sharded(
         torch.Size([4, 4])
     """
     require_transform("tx", tx)
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a muonfx.sharding layout, found {layout!r}")
-    if replicas not in ("auto", "split", "everyone"):
-        raise ValueError(f"replicas: found {replicas!r}, expected 'auto', 'split' or 'everyone'")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
+    require_layout(layout)
     settings = Settings(replicas, bucket_bytes)
+    settings.check()
     inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:

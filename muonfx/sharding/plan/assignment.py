@@ -22,7 +22,7 @@ from muonfx.core import Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.recorded import strip_transparent
 from muonfx.program.buckets import cut_into_buckets
-from muonfx.sharding.layout import Layout
+from muonfx.sharding.layout import Layout, require_layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, on_stacks, parts_of
@@ -68,6 +68,13 @@ class Settings(NamedTuple):
     """Who computes a matrix that all ranks hold: "split" is one rank, "everyone" every rank, "auto" the faster way."""
     bucket_bytes: int = 1 << 28
     """The approximate memory for one exchange of matrices, message buffers included; a larger matrix is sent alone."""
+
+    def check(self) -> None:
+        """Raise ValueError if a setting has an unknown value."""
+        if self.replicas not in ("auto", "split", "everyone"):
+            raise ValueError(f"replicas: found {self.replicas!r}, expected 'auto', 'split' or 'everyone'")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes: found {self.bucket_bytes!r}, expected an int of 1 or more")
 
 
 @dataclass(frozen=True)
@@ -326,6 +333,7 @@ def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu
 
     Raises:
         TypeError: ``tx`` is not a transform, or ``layout`` is not a layout.
+        ValueError: ``replicas`` or ``bucket_bytes`` has an unknown value.
 
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64), "v": torch.zeros(64, 32)}, 2)
@@ -333,12 +341,9 @@ def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu
     {'v': [1], 'w': [0]}
     """
     require_transform("tx", tx)
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"layout must be a muonfx.sharding layout, found {type(layout).__name__}; to plan for 8 ranks without "
-            "processes, use muonfx.sharding.zero(params, 8)"
-        )
+    require_layout(layout)
     device = torch.device(device)
     given = Settings(**settings)
+    given.check()
     runs = [plan_run(run, names, layout, device, given) for run, names in runs_of(strip_transparent(tx), layout.meta())]
     return Plan(tuple(runs), layout.size)
