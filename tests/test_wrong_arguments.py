@@ -1,4 +1,4 @@
-"""A wrong argument is an error at the call; names and patterns that do nothing are reported, with what may be meant."""
+"""A wrong argument is an error at the call; names and patterns that do nothing are reported, with a suggestion."""
 
 import re
 import warnings
@@ -92,7 +92,7 @@ WRONG = {
     # values of another kind, and arguments that contradict each other
     "sharding.offload(momentum(), to=3)": "to must be",
     "sharding.offload('momentum')": r"tx must be a muonfx\.Transform",
-    "momentum(lambda count: 0.9)": "turn a function of the step count into a schedule",
+    "momentum(lambda count: 0.9)": "turn a function of the step into a schedule",
     "momentum(nesterov=linear_schedule(0.5, 0.9, 4))": "momentum: nesterov must be True or False, found linear",
     "normalize_neurons(dtype=int8())": r'"auto", a floating-point torch.dtype or None, found int8\(\)',
     "accumulate(scale(1.0), 2, dtype=int8())": r'"auto", a floating-point torch.dtype or None, found int8\(\)',
@@ -103,16 +103,16 @@ WRONG = {
     "MatrixView(3)": "MatrixView: found 3, expected a pattern",
     "MatrixView('out in')": "has 0 arrows, expected one",
     "MatrixView('(a=0 out) in -> a out in')": "a size is 0",
-    "join_schedules([constant_schedule(1.0)], [3])": "one schedule more than boundaries",
+    "join_schedules([constant_schedule(1.0)], [3])": "found 1 schedules and 1 boundaries, expected 2 schedules",
     "qk_clip('*.attn')": r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'",
     "AttentionHeads('*', 2, key_dims=4)": r"key_dims must be a tuple \(first, end\)",
-    "masked(scale(2.0), select.module_type(torch.nn.Embedding))": "mask: found .* with named tensors, expected a model",
+    "masked(scale(2.0), select.module_type(torch.nn.Embedding))": "mask: .* expected a condition on names and shapes",
     "momentum().init({'a': {'b': torch.zeros(1)}, 'a.b': torch.zeros(1)})": "found two leaves named 'a.b'",
     "muon().init({'bias': torch.zeros(3)})": r"'bias' has shape \(3,\), expected at least two dims: give vectors",
-    "partition({'slow': scale(1.0)}, {'w': 'fast'}).init(W)": "'w' has the label 'fast', expected one .*'slow': add",
+    "partition({'slow': scale(1.0)}, {'w': 'fast'}).init(W)": "has the label 'fast', expected .*'slow': change",
     "partition({'slow': scale(1.0)}, {}).init(W)": "no value for 'w'",
     "partition({'slow': scale}, {'w': 'slow'})": "the entry for label 'slow' must be a Transform",
-    "masked(scale(1.0), {'w': 'yes'}).init(W)": "the value for 'w' is 'yes', expected bool",
+    "masked(scale(1.0), {'w': 'yes'}).init(W)": "the value for 'w' is 'yes', expected True or False",
     "stateless(3)": "stateless: function must be a function",
     "add_updates()": "add_updates: found no transform, expected at least one",
     "qk_clip(AttentionHeads('*', 5)).init(HEADS)": "expected equal blocks",
@@ -229,7 +229,7 @@ def test_a_pattern_that_matches_no_parameter_is_named_once_at_init(tx: mfx.Trans
     "tx",
     [
         muon_with_adamw({"*.qkv.weight": THREE, "*": "out in -> out in"}),
-        # What only the other label has: the mask is one for both.
+        # Names that only the other label has: both have the same mask.
         muon_with_adamw(mask=select.path("wte.*")),
         muon_with_adamw(mask=~select.path("*bias", "*norm*", "*ln_?.*")),
         muon_with_adamw(mask=~(select.path("*bias") | select.path("*norm*"))),

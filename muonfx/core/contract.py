@@ -393,4 +393,6 @@ def require_transform(name: str, value: object) -> None:
         found = f"the class {value.__name__}"
     elif callable(value) and hasattr(value, "__name__"):
         found = f"the function {value.__name__}; call it to get a transform: {value.__name__}(...)"
+    elif isinstance(value, str):
+        found += "; call the function of this name, or pass the option to it, as in muonfx.orthogonalize(...)"
     raise TypeError(f"{name} must be a muonfx.Transform, found {found}")

@@ -43,7 +43,7 @@ class Donation(NamedTuple):
         """
         given = donate if isinstance(donate, Donation) else cls(donate, donate)
         if type(given.updates) is not bool or type(given.state) is not bool:
-            raise TypeError(f"donate must be True, False or a muonfx.Donation of these, found {donate!r}")
+            raise TypeError(f"donate must be True, False or a muonfx.Donation of two bools, found {donate!r}")
         return given
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.recorded import Recorded, parts_of, with_numbers
-from muonfx.tree.arguments import did_you_mean
+from muonfx.tree.arguments import closest
 
 R = TypeVar("R", bound=Recorded)
 
@@ -70,8 +70,12 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     _check_recorded("with_hyperparams", tx)
     known = dict(parts_of(tx))
     if unknown := sorted(changes.keys() - known.keys()):
-        close = did_you_mean(unknown[0], known)
-        raise KeyError(f"no hyperparameter {', '.join(unknown)}{close}; there are {', '.join(known) or 'none'}")
+        ends = {name.rpartition(".")[2] for name in known}
+        wrong = unknown[0].rpartition(".")[2]
+        close = [name for name in known if name.rpartition(".")[2] in ({wrong} & ends or closest(wrong, ends))]
+        close = close[:3] or closest(unknown[0], known)
+        advice = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+        raise KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(known) or 'none'}")
     return with_numbers(tx, iter({**known, **changes}.values()))
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from muonfx.core.definition import Definition, Factory, Lazy, Memory
 from muonfx.core.identity import code_of_value, public_name, same, text_of
 from muonfx.tree import NAMESPACE
-from muonfx.tree.arguments import bind, check_plain, did_you_mean
+from muonfx.tree.arguments import bind, check_plain, hint
 
 
 class _Hole:
@@ -148,7 +148,8 @@ class Recorded:
             if value is not default and not ("float" in kinds and isinstance(value, cls.number_types)):
                 value = check_plain(factory.__name__, name, value, kinds)
             if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
-                raise TypeError(f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}")
+                text = f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}"
+                raise TypeError(text + f": pass {type(default).__name__}({value!r})" * isinstance(value, str))
             skeleton[name] = _split(definition.as_float(name, value), parts)
         return cls._from(Structure(cls, factory, skeleton), parts)
 
@@ -279,11 +280,12 @@ class Recorded:
         Raises:
             TypeError: the factory has no argument of this name. The message lists its arguments.
         """
-        unknown = changes.keys() - self.arguments.keys()
-        if unknown:
-            wrong, known = sorted(unknown), ", ".join(self.arguments)
-            close = did_you_mean(wrong[0], self.arguments)
-            raise TypeError(f"{self.factory.__name__} has no argument {', '.join(wrong)}{close}; it has {known}")
+        if unknown := changes.keys() - self.arguments.keys():
+            wrong, known = min(unknown), ", ".join(self.arguments)
+            inside = [name for name, _ in parts_of(self) if name.endswith(f".{wrong}")]
+            advice = f"{hint(wrong, self.arguments)}; it has {known}"
+            advice += f". To change {inside[0]}: with_hyperparams(tx, {{{inside[0]!r}: ...}})" if inside else ""
+            raise TypeError(f"{self.factory.__name__} has no argument {wrong}{advice}")
         return self._call(self.factory, {**self.arguments, **changes})
 
     def __repr__(self) -> str:
@@ -350,7 +352,7 @@ def strip_transparent(value: Any) -> Any:
 
 
 def dotted(name: str) -> str:
-    """Return ``name`` with a dot appended, as prefix for names within it. An empty name gives an empty prefix."""
+    """Return ``name`` with a dot appended, or "" for an empty name."""
     return f"{name}." if name else ""
 
 

@@ -69,7 +69,10 @@ class Schedule(Recorded):
         super().prepare()
         if not callable(self.built):
             name = self.factory.__name__
-            raise TypeError(f"{name}: the decorated function must return a function of the step, found {self.built!r}")
+            raise TypeError(
+                f"{name}: found a function that returns {self.built!r}, expected a function that returns a schedule: "
+                "decorate def f(): return lambda step: ..., and call f()"
+            )
 
     @overload
     def __call__(self, count: int) -> float: ...
@@ -265,7 +268,10 @@ def join_schedules(schedules: list[Schedule], boundaries: list[int]):
     [1.0, 1.0, 0.5, 0.0]
     """
     if len(schedules) != len(boundaries) + 1:
-        raise ValueError(f"expected one schedule more than boundaries, found {len(schedules)} and {len(boundaries)}")
+        raise ValueError(
+            f"join_schedules: found {len(schedules)} schedules and {len(boundaries)} boundaries, expected "
+            f"{len(boundaries) + 1} schedules: a boundary is the step at which the next schedule begins"
+        )
     if any(later <= earlier for earlier, later in pairwise(boundaries)):
         raise ValueError(f"boundaries must ascend, found {boundaries}")
     return joined(schedules, boundaries)

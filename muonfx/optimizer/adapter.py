@@ -271,12 +271,12 @@ class TransformOptimizer(FollowingOptimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
             if not callable(closure):
                 raise TypeError(
                     f"closure must be a function that returns the loss, found a {type(closure).__name__}: call step(), "
                     "or step(value=loss) if a transform such as reduce_on_plateau reads the loss"
                 )
+            with torch.enable_grad():
                 loss = closure()
         is_compiling = torch.compiler.is_compiling()  # a traced graph is valid for the current parameters only
         problem: Exception | None = None

@@ -16,6 +16,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.order import combine_signs
 from muonfx.program.nodes import Node, Program
+from muonfx.tree.arguments import did_you_mean
 
 Number = float | Tensor
 
@@ -333,7 +334,8 @@ def groups_by_route(
     known = {one.key for route, _ in parts for one in route.hyperparams if not one.is_mirror}
     if unknown := sorted(given.keys() - known - NOT_HYPERPARAMS):
         there = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
+        close = did_you_mean(unknown[0], known)
+        raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}{close}; there are {there}")
     defaults = hyperparams(tx)
     found: list[Group] = []
     for route, part in parts:

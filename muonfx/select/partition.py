@@ -42,10 +42,17 @@ class _Assignment:
     def __init__(self, what: str, given: object, kinds: tuple[type, ...], memory: Memory | None = None) -> None:
         if asks_for_modules(given):
             raise ValueError(
-                f"{what}: found {given!r} with named tensors, expected a model, because named tensors have no module "
-                "types. Create the labels from the model: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
+                f"{what}: found {given!r}, expected a condition on names and shapes, because a transform receives "
+                "named tensors without module types. Evaluate it on the model: {name: label == 'yes' for name, label "
+                "in muonfx.labels(model, [(predicate, 'yes')], 'no').items()}"
+            )
+        if isinstance(given, torch.nn.Module):
+            raise TypeError(
+                f"{what}: found the model {type(given).__name__}, expected a dict by parameter name: for "
+                "partition, muonfx.default_labels(model)"
             )
         self.what, self.given, self.kinds = what, given, kinds
+        self.expected = "True or False" if bool in kinds else "a label (a string, or None for no update)"
         self._resolved: dict[Any, dict[str, Any]] = {} if memory is None else memory
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> dict[str, Any]:
@@ -91,22 +98,22 @@ class _Assignment:
             given = _by_wrapped_name(given, names)
             if missing := [name for name in names if name not in given]:
                 raise ValueError(
-                    f"{self.what}: found no value for {format_list(missing)}, expected one for each parameter: add it"
+                    f"{self.what}: found no value for {format_list(missing)}, expected {self.expected} for each "
+                    "parameter: add them"
                 )
             values = {name: given[name] for name in names}
         elif tree.same_structure(given, params):
             values = dict(zip(names, tree.leaves(given), strict=True))
         else:
             raise ValueError(
-                f"{self.what}: found a tree with the leaves {format_list(tree.names(given))}, expected a tree with the "
-                "structure of the parameters, or a mapping from their dotted names: "
-                f"{format_list(tree.names(params))}"
+                f"{self.what}: found a {type(given).__name__} with the leaves {format_list(tree.names(given))}, "
+                f"expected a dict from the name of each parameter to {self.expected}, or a tree with the structure of "
+                f"the parameters; their names are {format_list(names)}"
             )
         for name, value in values.items():
             label = _label_of(value)
             if not isinstance(label, self.kinds):
-                expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in self.kinds)
-                raise TypeError(f"{self.what}: the value for {name!r} is {label!r}, expected {expected}")
+                raise TypeError(f"{self.what}: the value for {name!r} is {label!r}, expected {self.expected}")
         return values
 
 
@@ -292,8 +299,8 @@ def partition(
         for name, label in chosen.items():
             if label is not None and label not in transforms:
                 raise ValueError(
-                    f"partition: {name!r} has the label {label!r}, expected one with a transform, "
-                    f"{format_list(list(transforms))}: add a transform for it, or change the label"
+                    f"partition: {name!r} has the label {label!r}, expected a label that has a transform, "
+                    f"{format_list(list(transforms))}: change the label, or add a transform for {label!r}"
                 )
         return chosen
 

@@ -125,6 +125,11 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
             )
         params = list(what) if isinstance(what, Iterator) else what
         what = default_labels(params)
+    if not isinstance(what, Mapping):
+        raise TypeError(
+            f"describe: found {type(what).__name__} with parameters, expected labels: describe(default_labels(model), "
+            "model), or describe(optimizer)"
+        )
     labels = what if isinstance(what, Labels) else Labels(cast("Mapping[str, Label]", what))
     infos, absent = read_params(params)
     if missing := [info.name for info in infos if info.name not in labels]:

@@ -147,8 +147,14 @@ def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> 
     accepted += sorted(kinds - _PLAIN.keys() - set(choices) - ({"Tensor"} if "float" in kinds else set()))
     wrong = ValueError if choices and isinstance(value, str) else TypeError
     advice = did_you_mean(value, [choice[1:-1] for choice in choices]) if isinstance(value, str) else ""
+    if isinstance(value, str) and "torch.dtype" in kinds:
+        advice = f": pass muonfx.{value}" if value in ("int8", "fp8") else f": pass torch.{value}, without quotes"
     if "float" in kinds and callable(value):
-        advice = "; turn a function of the step count into a schedule with mfx.schedule"
+        advice = (
+            ": it accepts no schedule; use a torch scheduler, or a chain with the schedule in muonfx.TransformOptimizer"
+            if hasattr(value, "factory")
+            else ": turn a function of the step into a schedule with muonfx.schedule, or use a torch scheduler"
+        )
     raise wrong(f"{owner}: {name} must be {' or '.join(accepted)}, found {value!r}{advice}")
 
 
@@ -173,9 +179,7 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" with the names in ``known`` that are similar to ``wrong``; "" if there are none."""
-    known = list(known)
-    close = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
-    close = close or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
+    close = closest(wrong, known)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
@@ -231,7 +235,7 @@ def bind(
         unknown = [name for name in kwargs if name not in parameters]
         others = [name for name in parameters if name not in kwargs and name not in by_place[: len(args)]]
         if unknown:
-            wrong = f"there is no argument {unknown[0]!r}{_hint(unknown[0], others)}"
+            wrong = f"there is no argument {unknown[0]!r}{hint(unknown[0], others)}"
         elif len(args) > len(by_place):
             most = f"{len(by_place)} positional argument{'s' * (len(by_place) != 1)}"
             wrong = f"takes {most} at most, found {len(args)}: give the others by name"

@@ -370,7 +370,9 @@ def test_bad_parameters_and_groups_are_named():
     model = make_model()
     with pytest.raises(TypeError, match="expected named parameters"):
         mfx.Muon(list(model.parameters()))
-    with pytest.raises(ValueError, match=r"unknown hyperparameter learning_rate; there are .*lr"):
+    with pytest.raises(
+        ValueError, match=r"unknown hyperparameter learning_rate \(did you mean 'lr'\?\); there are .*lr"
+    ):
         mfx.TransformOptimizer([{"params": model, "learning_rate": 0.1}], mfx.adamw())
     with pytest.raises(TypeError, match=r"tx must be a muonfx\.Transform"):
         mfx.TransformOptimizer(model, mfx.adamw)
