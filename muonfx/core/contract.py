@@ -201,17 +201,17 @@ class Transform(Recorded):
 
     @of_structure
     def extras(self) -> Extras:
-        """The extras (named arguments such as ``value=loss``) that ``update`` of this or an inner transform accepts."""
+        """The extra arguments, such as ``value=loss``, that ``update`` of this or an inner transform accepts."""
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
         return definition.extras_of(
             self.functions.update, [part.extras for part in self.children], calls_none=calls_none
         )
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Check that ``update`` accepts these extras (named arguments such as ``value=loss``) and that none is missing.
+        """Check that ``update`` accepts these extra arguments, such as ``value=loss``, and that none is missing.
 
         Raises:
-            TypeError: a required extra is missing, or no transform accepts a given extra. The message lists the
+            TypeError: a required extra argument is missing, or no transform accepts one. The message lists the
                 accepted extras.
         """
         if extras or self.extras.required:
@@ -219,7 +219,7 @@ class Transform(Recorded):
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if an extra, such as ``sum_over_leaves``, lets ``update`` run on shards although it reads all leaves."""
+        """True if an extra argument, such as ``sum_over_leaves``, lets ``update`` run on shards although it reads all leaves."""
         return not definition.ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure
@@ -272,14 +272,14 @@ class Transform(Recorded):
             params: the parameters. Transforms such as weight decay need them.
             donate: ``True`` is the promise not to use ``updates`` and ``state`` again, so their storage may be
                 overwritten. A `Donation` promises this for one of them. The returned values are the same.
-            **extras: further named arguments, such as ``value=loss``. Each transform receives those that it accepts.
+            **extras: extra arguments, such as ``value=loss``. Each transform receives the arguments that it accepts.
 
         Returns:
             The new updates, with the structure, shapes and dtypes of ``updates``, and the next state.
 
         Raises:
-            TypeError: a leaf is not a floating-point tensor; a required extra is missing, or no transform accepts a
-                given extra.
+            TypeError: a leaf is not a floating-point tensor; a required extra argument is missing, or no transform
+                accepts one.
             ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
                 parameters. The message names the leaf. No input has been changed when an error is raised.
 
@@ -327,7 +327,7 @@ class Transform(Recorded):
         return found
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
-        """Call the ``update`` function without checks, with only the extras (named arguments) that it accepts."""
+        """Call the ``update`` function without checks, with only the extra arguments that it accepts."""
         names, takes_all, *_ = self.extras
         given = extras
         if extras and not takes_all:

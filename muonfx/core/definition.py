@@ -195,7 +195,7 @@ class Combinator:
     their own localities. None: unknown, so the wrapper and the called transforms run together."""
     in_sequence: bool = False
     """True if the wrapper does nothing but call its transforms in sequence, as `chain` does. Each receives the updates
-    of the previous one and all extras. The state is a dict from their names to their states."""
+    of the previous one and all extra arguments. The state is a dict from their names to their states."""
     varies_numbers: bool = False
     """True if the called transforms differ in numeric arguments only, so that one of them describes how all run."""
 
@@ -257,23 +257,23 @@ class Functions(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """The extras (named arguments, such as ``value=loss``) that an update function accepts."""
+    """The extra arguments, such as ``value=loss``, that an update function accepts."""
 
     named: frozenset[str]
     """The keyword-only arguments in the signature of the function."""
     takes_all: bool
     """True if the function has ``**extras``, which it forwards to the transforms that it calls."""
     required: frozenset[str]
-    """Extras without a default, of the function or of a transform that it calls."""
+    """The arguments without a default, of the function or of a transform that it calls."""
     understood: frozenset[str] | None
-    """Extras that a training loop may give, for the function or a transform that it calls. None: any extra."""
+    """The arguments that a training loop may pass, for the function or a transform that it calls. None: any."""
 
 
 ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
-"""Extras that compute over ranks. A TREE transform that names one of them runs on shards, not on gathered leaves."""
+"""Extra arguments that compute over ranks. A TREE transform that names one of them runs on shards, not on gathered leaves."""
 
 _OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
-"""Extras that muonfx supplies to an update, so that a training loop need not."""
+"""Extra arguments that muonfx supplies to an update, so that a training loop need not."""
 
 _FORMS = ("(params)", "(updates, state, params=None), and extra arguments by keyword only")
 
@@ -297,7 +297,7 @@ def check_functions(owner: str, built: object) -> None:
 
 
 def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_none: bool) -> Extras:
-    """Return the extras (named arguments such as ``value=loss``) that an update function accepts.
+    """Return the extra arguments, such as ``value=loss``, that an update function accepts.
 
     They follow from its signature and, if it has ``**extras``, from the transforms that it calls. If it calls none
     (``calls_none``), ``**extras`` accepts any name.
@@ -311,13 +311,13 @@ def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_
         takes_all = takes_all or parameter.kind is parameter.VAR_KEYWORD
     understood = None if takes_all and calls_none else frozenset(named - _OUR_EXTRAS)
     for one in called if takes_all else ():
-        required |= one.required - named  # an extra that this signature names with a default is optional
+        required |= one.required - named  # an argument that this signature names with a default is optional
         understood = None if understood is None or one.understood is None else understood | one.understood
     return Extras(frozenset(named), takes_all, frozenset(required - {"sum_over_leaves"}), understood)
 
 
 def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
-    """Raise TypeError if an extra (a named argument of ``update``) is missing, or if no transform accepts it."""
+    """Raise TypeError if an extra argument of ``update`` is missing, or if no transform accepts it."""
     tx = within[0]
     missing = sorted(tx.extras.required - extras.keys())
     if missing:

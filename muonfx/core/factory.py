@@ -66,8 +66,8 @@ def transform(
 
     Args:
         constructor: the decorated function. Its ``update`` takes ``(updates, state, params)`` and, as keyword-only
-            arguments, the extras that it reads (named arguments of an update, such as ``value=loss``). Three extras
-            are supplied automatically: ``sum_over_leaves``, ``max_over_ranks`` and ``shard``. On sharded parameters, a
+            arguments, the extra arguments that it reads, such as ``value=loss``. Three of them are supplied
+            automatically: ``sum_over_leaves``, ``max_over_ranks`` and ``shard``. On sharded parameters, a
             transform of locality TREE that names one of them receives this rank's shards. Any other TREE transform
             receives the gathered tensors.
         **options: the options described below.
@@ -92,8 +92,8 @@ def transform(
             leaf with more than two dims is a stack.
         name_patterns: ``(transform) -> patterns``. Returns the globs over parameter names in its arguments, as
             `muonfx.core.patterns.NamePatterns`. ``init`` warns of a glob that matches no parameter.
-        check_extras: ``(transform, extras) -> None``. Raises if the value of an extra is invalid. It runs before each
-            step that has extras, on every rank.
+        check_extras: ``(transform, extras) -> None``. Raises if the value of an extra argument is invalid. It runs
+            before each step that has extra arguments, on every rank.
         position: the place in a chain relative to the learning rate, or a function of the arguments that returns it.
             A `chain` raises if the order gives wrong updates, and warns if it is probably a mistake. None: any place.
 

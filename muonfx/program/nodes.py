@@ -143,7 +143,7 @@ class Program(Shown):
             yield from _with_calls(node)
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Raise if a transform cannot use one of the named arguments of a step, such as ``value=loss``."""
+        """Raise if a transform cannot use one of the extra arguments of a step, such as ``value=loss``."""
         for node in self.transforms() if extras and not torch.compiler.is_compiling() else ():
             if (check := node.tx.declaration.check_extras) is not None:
                 check(node.tx, extras)

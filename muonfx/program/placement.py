@@ -35,7 +35,7 @@ class Arguments(NamedTuple):
     """The parameters on this rank, or None if they were not given."""
     donate: Donation
     extras: Mapping[str, Any]
-    """Further named arguments for the transforms, such as ``value=loss``."""
+    """The extra arguments for the transforms, such as ``value=loss``."""
     apply: Callable[[PyTree, PyTree], None] | None = None
     """A function ``(params, updates)`` that adds final updates to parameters, called for each bucket of leaves."""
 
@@ -50,7 +50,7 @@ class Arguments(NamedTuple):
         return device_of(self.updates, self.params)
 
     def run(self, tx: Transform, **extras: Any) -> tuple[PyTree, PyTree]:
-        """Call the update of a transform with these arguments. `extras` replace named arguments of the same name."""
+        """Call the update of a transform with these arguments. `extras` replace extra arguments of the same name."""
         return tx.run(self.updates, self.state, self.params, donate=self.donate, **{**self.extras, **extras})
 
     def finish(self, updates: PyTree) -> None:

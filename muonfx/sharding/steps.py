@@ -140,7 +140,7 @@ def next_serial(layout: Layout) -> int:
 
 
 def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: int | None) -> Facts:
-    """Return what must be equal on all ranks in a step, as texts: hyperparameters, extras such as a loss, counters."""
+    """Return what must be equal on all ranks in a step, as texts: hyperparameters, extra arguments, counters."""
     in_state, counts = _numbers_of_state(binding, tx, local.state, local.like)
     loaded = "loaded since the last step" if binding.has_loaded else "not loaded since the last step"
     return {
@@ -149,7 +149,7 @@ def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: in
         ),
         "arguments: some give params, some do not": str(local.params is not None),
         "numbers in their chains": numbers_of(tx) | _scheduled(binding, tx, max(counts, default=binding.steps)),
-        "named extras, such as value=loss; reduce them first": {
+        "extra arguments, such as value=loss; reduce them first": {
             name: _extra(value) for name, value in sorted(local.extras.items())
         },
         "numbers in their states": in_state,

@@ -80,7 +80,7 @@ def by_rank(params: PyTree) -> PyTree:
     reads_params=lambda inner: inner.reads_params,
 )
 def with_value(inner: Transform):
-    """Wrap a transform that requires a loss: pass ``value=1.0`` to it, because laws pass no named arguments."""
+    """Wrap a transform that requires a loss: pass ``value=1.0`` to it, because laws pass no extra arguments."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
         return inner.run(updates, state, params, donate=donate, value=1.0)

@@ -51,7 +51,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     """Accumulate the gradients of several micro-batches and run the inner transform after the last one.
 
     At all other micro-batches the updates are zero. By default, a counter in the state finds the last micro-batch of
-    each group. The extra (named argument of `update`) ``boundary`` marks it instead:
+    each group. The extra argument ``boundary`` of `update` marks it instead:
     ``update(grads, state, params, boundary=True)``. The inner transform runs only for the last micro-batch; under
     ``torch.compile``, ``torch.cond`` makes this choice. Under ``torch.func.vmap`` over the state, and in ``make_fx``,
     the inner transform runs at every call, and its result is used or dropped.

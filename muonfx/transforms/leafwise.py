@@ -164,7 +164,7 @@ def leafwise(
     counts are 0-d tensors. Each leaf is computed in the widest dtype of its operands, at least fp32. Results are
     rounded to the update's dtype and to the storage dtypes of the state.
 
-    Use `muonfx.transform` instead if one step needs several leaves, shapes, named arguments of `update` or other
+    Use `muonfx.transform` instead if one step needs several leaves, shapes, extra arguments of `update` or other
     transforms.
 
     Args:

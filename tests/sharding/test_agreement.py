@@ -265,7 +265,7 @@ def test_gradients_that_differ_at_the_first_step_are_a_warning_on_all(here: Here
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def reads_value():
-    """Multiplies by the extra ``value``."""
+    """Multiplies by the extra argument ``value``."""
 
     def update(updates: Any, state: Any, params: Any = None, *, value: float = 1.0):
         return mfx.tree.map(lambda u: u * value, updates), state

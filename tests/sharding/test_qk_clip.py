@@ -175,7 +175,7 @@ def test_bad_logits_on_one_rank_are_an_error_on_all(here: Here):
     for bad, said in (
         ({"h.atn": torch.zeros(4)}, r"found none \(did you mean 'h\.atn'\?\)"),
         ({"h.attn": torch.zeros(2)}, r"found one of \(2,\)"),
-        ({**good, "other": torch.zeros(1)}, "the ranks have different named extras"),
+        ({**good, "other": torch.zeros(1)}, "the ranks have different extra arguments"),
     ):
         with pytest.raises((ValueError, sharding.ShardingError), match=said):
             tx.update(local, state, local, max_logits=bad if here.rank == here.size - 1 else good)

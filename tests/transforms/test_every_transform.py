@@ -341,7 +341,7 @@ def test_a_pattern_that_matches_no_parameter_is_reported_at_init(factory: Callab
         assert {found.filename for found in caught} == {__file__}
 
 
-# ----------------------------------------------------------------------------------------------------- extras
+# ----------------------------------------------------------------------------------------------------- extra arguments
 
 WITH_EXTRAS = {
     (part.factory.__name__, extra): part

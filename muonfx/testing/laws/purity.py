@@ -159,9 +159,9 @@ def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: lis
 
 @law(share=0.2)
 def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a transform in a chain ignores extras (named arguments of `update`) which its signature lacks.
+    """Check that a transform in a chain ignores extra arguments of `update` which its signature lacks.
 
-    So a chain passes all extras to all transforms. If no transform accepts an extra, `update` of the chain raises an
+    So a chain passes all of them to all transforms. If no transform accepts one, `update` of the chain raises an
     error, because the name is probably misspelt.
 
     >>> import muonfx as mfx
@@ -171,10 +171,10 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
     for grads in steps[:1]:
         plain = copied_tree(tx.update(grads, state, params))
         other = tx.run(grads, state, params, an_extra_that_nobody_names=torch.ones(()))
-        require_same("(updates, state)", other, plain, "without the extra")
+        require_same("(updates, state)", other, plain, "without the extra argument")
         try:
             tx.update(grads, state, params, an_extra_that_nobody_names=torch.ones(()))
         except TypeError:
             continue
         if tx.extras.understood is not None:
-            raise Breach(None, "update accepts an extra that no transform names, expected an error")
+            raise Breach(None, "update accepts an extra argument that no transform names, expected an error")
