@@ -123,7 +123,7 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def _fill(file: FileIO, at: int, into: memoryview) -> None:
-    """Read bytes of a file, from byte ``at``, until ``into`` is full; several threads may do so at one time."""
+    """Fill ``into`` with the bytes of a file from position ``at``. It is safe to call this in several threads."""
     while into:
         if hasattr(os, "preadv"):
             got = os.preadv(file.fileno(), [into], at)
@@ -136,7 +136,7 @@ def _fill(file: FileIO, at: int, into: memoryview) -> None:
 
 
 class _Block(NamedTuple):
-    """A block of at most 4 MiB to read from a data file: its position, checksum, destination, and tensor name."""
+    """A block of at most 4 MiB of a data file: its position, checksum, destination, and the name of its tensor."""
 
     file: int
     begin: int

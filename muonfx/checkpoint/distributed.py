@@ -54,7 +54,7 @@ __all__ = ["load_together", "save_together"]
 
 @contextmanager
 def _sendable() -> Generator[None]:
-    """In the ``with`` block, convert errors that torch may be unable to send to other ranks to `CheckpointError`."""
+    """Convert errors of the ``with`` block to `CheckpointError` if pickle may be unable to send them to other ranks."""
     try:
         yield
     except Exception as error:
@@ -98,7 +98,7 @@ class _SavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor for one item of DCP's save plan; `FlatPiece` (a flat shard) is supported, too."""
+        """Return the tensor of one item to save. Flat shards (`FlatPiece`) are supported, too."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else super().lookup_object(index)
 
@@ -244,7 +244,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor to fill for one item of DCP's load plan; `FlatPiece` (a flat shard) is supported, too."""
+        """Return the tensor to fill for one item to load. Flat shards (`FlatPiece`) are supported, too."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else super().lookup_tensor(index)
 
@@ -259,7 +259,7 @@ class _Reader(StorageReader):
         """Do nothing. DCP calls this method before it uses a reader again, but each load makes a new reader."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``index.json`` and return the names, shapes, dtypes and stored boxes of all tensors as DCP metadata."""
+        """Read ``index.json`` and describe the stored tensors in the form that DCP expects."""
         try:
             self.path = folder_named(self.path)
             self.index = index = inspect(self.path)
@@ -277,7 +277,7 @@ class _Reader(StorageReader):
         """Do nothing. DCP requires this method; `prepare_local_plan` opens the data files."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Open data files, and add values that must be equal on all ranks, as arguments of `load`, to the DCP plan."""
+        """Open the data files for this rank's items, and attach the arguments that must be equal on all ranks."""
         # Open files stay readable when the checkpoint is replaced.
         with reading(self.path, self.index):
             self.reader = self.stack.enter_context(Reader(self.path, self.index))
@@ -292,13 +292,13 @@ class _Reader(StorageReader):
         return plans
 
     def chunk(self, item: ReadItem) -> Chunk:
-        """Return the location, in the data files, of the stored box from which an item of DCP's load plan is read."""
+        """Return the position, in the data files, of the stored rectangle that contains the values for an item."""
         at = tuple(item.storage_index.offset or ())
         chunks = self.index.leaves[item.storage_index.fqn].chunks
         return next(chunk for chunk in chunks if chunk.box.offsets == at and chunk.box.numel)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the parts of tensors in this rank's DCP plan into the tensors to fill."""
+        """Read this rank's items from the data files into the tensors to fill."""
         with reading(self.path, self.index):
             for item in plan.items:
                 name = item.storage_index.fqn
@@ -348,7 +348,7 @@ def load_together(
 
 
 def _require_same(arguments: list[dict[str, str]], action: str, outcome: str) -> None:
-    """Raise if an argument differs between ranks; ``arguments[rank]`` is a dict from argument name to its repr."""
+    """Raise if ranks passed different arguments; ``arguments[rank]`` maps argument names to their ``repr``."""
     for name in arguments[0]:
         ranks: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(arguments):

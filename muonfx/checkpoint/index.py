@@ -271,7 +271,7 @@ def _index(body: Any) -> Index:
 
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -> Leaf:
-    """Parse the entry of one tensor in an index; add its bytes to ``ends``, the used bytes of each data file."""
+    """Return the `Leaf` that an entry of the index describes; count its bytes in ``ends``, by data file."""
     dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")

@@ -39,10 +39,11 @@ def load(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Read a state from a checkpoint into the structure of another state, however the saved state was sharded.
+    """Load a state that `save` wrote, under any layout and number of ranks, and return it as a new state.
 
-    Nothing is unpickled, and the checksum of every byte that is read is verified. The result has the structure, dtypes,
-    strides and devices of ``like``, in new memory. Values are restored bit for bit, also into a wider dtype.
+    The result has the structure, dtypes, strides and devices of ``like``, such as ``tx.init(params)``, which gives the
+    names of the tensors to load and is not modified. Values are restored bit for bit, also into a wider dtype. Nothing
+    is unpickled, and the checksum of every byte that is read is verified.
 
     Leaves have names such as "momentum/trace/fc.weight". ``allow_missing``, ``allow_extra``, ``cast`` and ``rename``
     accept patterns: a name, the first levels of names ("momentum/trace"), or a glob. A pattern that matches no leaf is
@@ -51,7 +52,7 @@ def load(
 
     Args:
         path: the folder of the checkpoint.
-        like: a state, which is not modified, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
+        like: a state, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
             are shards (`DTensor`, or `FlatPiece`, an interval of a flattened tensor), each rank reads its own, and
             ``group`` is required.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the

@@ -99,9 +99,9 @@ class StateSpec:
         return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
 
     def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-        """Return a dict from transform name, such as "orthogonalize", to the dtype of its matrix products.
+        """Return the dtype of the matrix products of each transform, as in ``{"orthogonalize": "bfloat16"}``.
 
-        The dtype may depend on the parameters, here of the given dtype and device. Empty if no transform is known.
+        The dtypes are for parameters of the given dtype on the given device. Empty if the transform is not known.
         """
         return {} if self._tx is None else product_dtypes(strip_transparent(self._tx), [dtype], device)
 

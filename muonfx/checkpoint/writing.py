@@ -155,7 +155,7 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
 
 
 def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the index that describe a transform: ``fingerprint``, ``chain`` and ``products``."""
+    """Return the entries of the index about a transform: its fingerprint, ``repr``, and dtypes of matrix products."""
     dtypes = {name: leaf.dtype for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
     # The state's dtypes stand in for the dtypes of parameters that are not saved.
     held = frozenset([dtypes[name] for name in dtypes if in_section(name, PARAMS)] or dtypes.values())
@@ -183,7 +183,7 @@ def _copy(leaf: Any) -> Any:
 
 
 class Draft:
-    """The files that one rank writes in a save; `discard_on_error` removes them if the save fails.
+    """The files of one save on one rank: `commit` makes them the checkpoint, and `discard` removes them after an error.
 
     Every file name contains the id of its save, so two writers never write to the same file. The rename of the index
     decides which save is at the path. After it, the files that the replaced index names are removed, and no others:
@@ -219,7 +219,7 @@ class Draft:
     def write(
         self, file: Path, parts: Sequence[Part], values: Callable[[str], Tensor]
     ) -> tuple[DataFile, dict[str, Chunk]]:
-        """Write a data file of this save with `write_data`, and return its result."""
+        """Write a data file of this save; see `write_data`."""
         self._own.append(file)
         return write_data(file, parts, values)
 
@@ -246,7 +246,7 @@ class Draft:
         sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
 
     def _identity(self) -> tuple[int, int] | None:
-        """Return a pair of numbers that differ whenever ``index.json`` is replaced; None if there is no such file."""
+        """Return inode and time of ``index.json``, which change if it is replaced; None if there is no such file."""
         try:
             found = os.stat(self.path / INDEX)
         except (FileNotFoundError, NotADirectoryError):

@@ -148,7 +148,7 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-    """Do one power iteration if it is due. Return the new basis and the old indices of its columns, (..., 1, n)."""
+    """Return the basis after a power iteration with ``factor``, if due, and the old indices of its columns."""
     product = (factor * unit_power(factor)) @ basis + _SHIFT * basis
     # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding. The identity is
     # not sorted: the order of its columns says nothing yet, and each change of order is a jump.

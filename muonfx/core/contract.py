@@ -133,7 +133,7 @@ class Transform(Recorded):
         return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
 
     def _check_schedules(self) -> None:
-        """Raise if a schedule gives an invalid number at one of the steps 0, 1, 10, 100, ..., a million."""
+        """Raise if a schedule has an invalid value at one of the steps 0, 1, 10, ..., 1,000,000."""
         for count in (0, *(10**power for power in range(7))) if self.schedules else ():
             arguments = self.arguments_at(count)
             if count and any(math.isinf(arguments[name]) for name in self.schedules):
@@ -219,7 +219,7 @@ class Transform(Recorded):
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if an extra argument, such as ``sum_over_leaves``, lets ``update`` run on shards although it reads all leaves."""
+        """True if an extra argument, such as ``sum_over_leaves``, lets ``update`` run on shards of all leaves."""
         return not definition.ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure

@@ -270,7 +270,7 @@ class Extras(NamedTuple):
 
 
 ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
-"""Extra arguments that compute over ranks. A TREE transform that names one of them runs on shards, not on gathered leaves."""
+"""Extra arguments that compute over ranks. A TREE transform that names one of them runs on shards, without a gather."""
 
 _OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
 """Extra arguments that muonfx supplies to an update, so that a training loop need not."""

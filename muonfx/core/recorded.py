@@ -34,7 +34,7 @@ from muonfx.tree.arguments import bind, check_plain, hint
 
 
 class _Hole:
-    """The placeholder for a number, transform or schedule that is stored apart from the other arguments."""
+    """A placeholder in an argument for a number, transform or schedule, which is stored separately."""
 
     def __repr__(self) -> str:
         return "*"
@@ -74,7 +74,7 @@ def _split(value: Any, parts: list[object]) -> object:
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Put ``parts`` back in place of the placeholders in an argument, in order. The inverse of `_split`."""
+    """Replace the placeholders in an argument by ``parts``, in order. This is the inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
     if type(skeleton) in (tuple, list):
@@ -252,7 +252,7 @@ class Recorded:
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
-        """A dict in which other modules cache results that follow from this value."""
+        """A cache for results that other modules compute from this value."""
         return {}
 
     def new_structure(self) -> Structure:

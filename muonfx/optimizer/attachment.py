@@ -69,7 +69,7 @@ class _Slot(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """A parameter, with the shape, device and sharding that it had when its state was created or last moved."""
+    """A parameter with its shape, device and sharding at the time when its state was created or last moved."""
 
     param: Tensor
     shape: torch.Size
@@ -130,7 +130,7 @@ class Attachment:
         return True
 
     def _has(self, groups: list[Group]) -> bool:
-        """Return True if these are the recorded param groups, with the recorded parameters and names."""
+        """Return True if these are the param groups that `note` recorded, with the same parameters and names."""
         if len(groups) != len(self.groups):
             return False
         named = self.named
@@ -234,7 +234,7 @@ class Attachment:
         return found
 
     def replaced(self, before: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
-        """Return a dict from name to tensor, for parameters that were replaced or moved since `bind` recorded them."""
+        """Return, by name, the parameters that were replaced by other tensors or moved since the last `bind`."""
         later = self._in_models(before)
         now = {**before, **later}
         is_late = at_step and any(before[name].grad is not None for name in later)
@@ -259,7 +259,7 @@ class Attachment:
         return all(self._bound[name].placement == _placement(param) for name, param in replaced.items())
 
     def _in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a dict from name to new tensor, for parameters that were replaced in the models."""
+        """Return, by name, the new tensors of parameters that were replaced in the models."""
         found: dict[str, Tensor] = {}
         for name, param in named.items():
             bound = self._bound[name]
@@ -319,7 +319,7 @@ class Attachment:
             )
 
     def _strangers(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a dict of the models' parameters, by name, that have a gradient but are not in the optimizer."""
+        """Return the models' parameters, by name, that have a gradient but are not in the optimizer."""
         ours = {id(param) for param in named.values()}
         # In a model that only provides names (`model=`), consider only parameters whose names the optimizer has.
         return {

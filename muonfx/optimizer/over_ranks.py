@@ -135,7 +135,7 @@ class SteppingOverRanks(Stepping):
         return state
 
     def _is_hidden(self, what: LeafPlacement) -> bool:
-        """Return True if only one rank has some of a state tensor, and no DTensor like the parameter's can show it."""
+        """Return True if only one rank has a state tensor and no DTensor on the parameter's mesh can express that."""
         if all(share.owner is None for share in what.shares):
             return False
         if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
@@ -265,5 +265,5 @@ class SteppingOverRanks(Stepping):
 
 
 def _part(what: LeafPlacement, whole: Tensor) -> Tensor:
-    """Flatten a full state tensor, and return the interval of it that this rank holds."""
+    """Return the interval of a flattened full state tensor that this rank holds."""
     return whole.reshape(-1)[slice(*((0, 0) if what.share is None else interval_of(what, what.share)))]

@@ -72,7 +72,7 @@ def read_state_dict(
 
 
 def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict in which names under "params", as torch.distributed.checkpoint saves, are "param_names"."""
+    """Return a state dict with "param_names", from the names in "params" that torch.distributed.checkpoint saves."""
     # Paths are in the order of the loading optimizer, but "param_names" are in the order of the saving optimizer.
     saved: list[Group] = list(given.get("param_groups", ()))
     paths = [path for old in saved for path in old.get("params", ())]
@@ -162,7 +162,7 @@ def _misfit(leaf: object, value: object) -> str | None:
 
 
 def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
-    """Return the part of a saved tensor that belongs to this rank, as ``leaf`` is sharded, or an error message."""
+    """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or an error message."""
     if isinstance(leaf, IntervalTensor) and not is_dtensor(value):
         own = leaf.piece
         if not isinstance(value, IntervalTensor):

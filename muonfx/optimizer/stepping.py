@@ -61,7 +61,7 @@ class Stepping:
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """Return ``state`` with the values of ``old`` (a state that ``other`` created) at every path that both have."""
+        """Return ``state`` with the values of ``old``, a state of the stepping ``other``, where both have a path."""
         before = dict(zip(tree.paths(old), enumerate(tree.leaves(old)), strict=True))
         leaves, treedef = tree.flatten(state)
         for place, path in enumerate(tree.paths(state)):
@@ -70,7 +70,7 @@ class Stepping:
         return tree.unflatten(treedef, leaves)
 
     def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
-        """Return a tensor for a new state: the old tensor ``had`` if the shapes match, else the new ``leaf``."""
+        """Return the tensor ``had`` of the old state if it has the shape of the new tensor ``leaf``, else ``leaf``."""
         whole = other.whole(at, had)
         return whole.to(leaf.device) if whole is not None and whole.shape == leaf.shape else leaf
 
@@ -176,7 +176,7 @@ def path_of(entries: tuple[object, ...]) -> str:
 
 
 class StateEntries:
-    """Fills ``optimizer.state``: each tensor is shown under its parameter, and step counts under all parameters."""
+    """Keeps ``optimizer.state`` up to date: a tensor is an entry of its parameter, a step count of every parameter."""
 
     def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
         self.slots: list[tuple[Tensor | None, str]] = []
@@ -187,7 +187,7 @@ class StateEntries:
         self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
-        """Write changed state tensors to ``entries`` (``optimizer.state``), converted by ``show(index, tensor)``."""
+        """Put the changed tensors, converted by ``show(index, tensor)``, into ``entries`` (``optimizer.state``)."""
         leaves = tree.leaves(state)
         for place, (new, shown) in enumerate(zip(leaves, self._leaves, strict=True)):
             if new is not shown:
@@ -198,7 +198,7 @@ class StateEntries:
         self._leaves = leaves
 
     def places(self, entries: Mapping[Tensor, Group]) -> dict[tuple[int, str], int]:
-        """Return a dict from (id of a parameter, key in ``optimizer.state``) to the index of a tensor in the state."""
+        """Map (id of a parameter, key in ``optimizer.state``) to the index of a tensor in the state."""
         return {
             (id(param), key): place
             for place, (owner, key) in enumerate(self.slots)

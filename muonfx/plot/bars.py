@@ -123,7 +123,7 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
 
 
 def _parts(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
-    """Return a dict from the name of a bar to its leaves, grouped by the first level at which their paths differ."""
+    """Group the leaves of a state by bar: return a dict from the label of a bar, such as "muon", to its leaves."""
     depth = 0
     while len({leaf.path[: depth + 1] for leaf in leaves}) == 1 and all(len(leaf.path) > depth + 1 for leaf in leaves):
         depth += 1
@@ -223,6 +223,6 @@ def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
 
 
 def _fitting(name: str, part: float) -> str:
-    """Shorten a parameter name, except its end, to fit a bar segment; ``part`` is its fraction of the axis."""
+    """Shorten a parameter name from the left to fit a segment of a bar; ``part`` is its fraction of the axis."""
     room = max(3, int(part * 62))
     return name if len(name) <= room else "..." + name[-(room - 3) :] if room > 5 else name[-room:]

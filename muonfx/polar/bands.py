@@ -24,7 +24,7 @@ class Band(NamedTuple):
 
 
 def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | None = None) -> torch.Tensor:
-    """Return the singular values that a Newton-Schulz iteration makes of singular values `s`, in the dtype of `s`.
+    """Apply the polynomials of all Newton-Schulz steps to singular values `s`; return the new singular values.
 
     Args:
         value: the coefficients: a name in `PRESETS`, a `Coefficients` or a sequence of `(a, b[, c])`.

@@ -132,7 +132,7 @@ def orthogonalize_many(
 
 
 class _Kind(NamedTuple):
-    """The shape, dtype, device and memory order of matrices that can be in one batch."""
+    """The properties that matrices must share to be in one batch: shape, dtype, device and memory order."""
 
     short: int
     long: int
@@ -351,7 +351,7 @@ def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Jo
 def _buffer(
     given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype, workspace: Workspace
 ) -> torch.Tensor:
-    """Return the matrices `given` as a batch with the dtype `compute`; not copied if results overwrite them."""
+    """Return the matrices ``given`` as one batch of dtype ``compute``, copied unless results overwrite them."""
     first = given[0]
     if taken is not None and first.dtype == compute and _are_adjacent(given, taken):
         return first.as_strided((sum(map(len, given)), *first.shape[1:]), first.stride())
@@ -363,7 +363,7 @@ def _buffer(
 
 
 def _are_adjacent(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
-    """Return True if the tensors `given` follow each other in memory, and results overwrite them (are `taken`)."""
+    """Return True if the tensors ``given`` are consecutive in memory and identical to ``taken``, the results."""
     storage, at = given[0].untyped_storage()._cdata, given[0].storage_offset()
     for x, y in zip(given, taken, strict=True):
         if x.untyped_storage()._cdata != storage or x.storage_offset() != at or not x.is_contiguous():

@@ -12,14 +12,13 @@ _ALIGNMENT = 64
 
 
 class Workspace:
-    """CPU memory for the temporary tensors of `orthogonalize_many`, reused from batch to batch and call to call.
+    """CPU memory for the temporary tensors of `orthogonalize_many`, which several calls reuse.
 
-    On other devices it allocates new tensors, because torch's allocator already reuses memory there.
+    `empty` returns a tensor in this memory. `clear` ends the use of these tensors, so that the next batch can use the
+    memory, and enlarges it if the last batch did not fit. Results are never in it. On other devices, `empty` allocates
+    new tensors, because torch's allocator reuses memory there. Use a workspace in one call at a time. A copy is empty.
 
-    The memory grows to the size that the largest batch requires, which ``max_scratch_bytes`` limits unless one matrix
-    requires more. It never contains results. Use a workspace in one call at a time. A copy of a workspace is empty.
-
-    The first pass only counts the bytes; the second uses the memory, whose size is a multiple of a cache line:
+    In the first pass nothing fits. Then `clear` allocates the memory, in multiples of a cache line:
 
     >>> workspace = Workspace()
     >>> for _ in range(2):
@@ -34,7 +33,6 @@ class Workspace:
         self._used = 0
 
     def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
-        """Copy or pickle the workspace as an empty one, without its memory."""
         return Workspace, ()
 
     @property

@@ -167,7 +167,7 @@ def init_in_buckets(
 
 
 def _real(one: object, other: object) -> object:
-    """Choose between two values of a leaf of the state: return the second if the first is None or on meta."""
+    """Return ``other`` if ``one`` is None or a meta tensor, else ``one``."""
     return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
 
 

@@ -58,7 +58,7 @@ def lower(tx: Transform, params: PyTree) -> Program:
 
 @dataclass(frozen=True)
 class _Where:
-    """Where a transform is within an outer transform: the path of its state, and the prefix of its hyperparameters."""
+    """The position of a transform in an outer one: the path of its state, and the prefix of its hyperparameters."""
 
     state: tuple[object, ...] = ()  # path of its state
     numbers: str = ""  # dotted name, such as "muon.momentum"
@@ -159,7 +159,7 @@ def _labels(tx: Transform, names: list[str], given: list[PyTree]) -> list[str | 
 
 
 def _is_around(tx: Transform) -> bool:
-    """Return True for a wrapper (it calls other transforms) whose own work is elementwise or sums over leaves."""
+    """Return True if a transform calls other transforms, and its own work is elementwise or sums over leaves."""
     own = tx.declaration.combinator.own_locality
     return bool(tx.children) and (own is Locality.ELEMENT or (own is Locality.TREE and _sums(tx)))
 
@@ -202,7 +202,7 @@ def _stage(members: list[Member]) -> Stage:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands in a wrapper's state for the state of an inner transform, the one with the number `place`."""
+    """A leaf in a wrapper's state in place of the state of its inner transform number `place`."""
 
     place: int
 

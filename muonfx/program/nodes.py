@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """The names of the hyperparameters that belong to one transform, without those of inner transforms."""
+    """The names of the hyperparameters of one transform, without those of the transforms that it calls."""
 
     names: tuple[str, ...] = ()  # dotted names in the lowered transform, such as "muon.momentum.decay", in order
     keys: tuple[str, ...] = ()  # `names` without labels, such as "momentum.decay": the keys in an optimizer's groups
@@ -72,7 +72,7 @@ class Node:
 
 
 class WholeTree(Node):
-    """A node whose transform needs all parameters at once, in full. Every rank gathers sharded tensors for it."""
+    """The node of a transform that needs all parameters in full; every rank gathers sharded tensors for it."""
 
 
 class Member(NamedTuple):
@@ -93,7 +93,7 @@ class Stage(Node):
 
 
 class Around(Node):
-    """A node for a wrapper that is elementwise or sums over leaves. Its inner transforms have their own nodes."""
+    """The node of a wrapper, such as `accumulate`, that is elementwise or sums over leaves around its `children`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -315,7 +315,7 @@ def _router_component(parts: list[str], ndim: int, gated: frozenset[tuple[str, i
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
-    """Return (module path, ndim) of each ``up`` and ``down`` matrix. A ``gate`` next to it belongs to an MLP."""
+    """Return (path, ndim) of modules with ``up`` or ``down`` matrices, in which a ``gate`` is not a router."""
     found: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:

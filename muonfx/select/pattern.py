@@ -55,7 +55,7 @@ class Units(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """A stack of matrices in a tensor of known shape; a pattern describes each stack by a text right of the arrow."""
+    """One result of a pattern (a stack of matrices) for a tensor of known shape."""
 
     start: int
     """The index at which the stack begins on the axis that ``+`` divides; 0 if there is no such axis."""
@@ -67,7 +67,7 @@ class _Result(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """A pattern applied to a tensor of known shape, so that the size of each axis is known."""
+    """A pattern with the sizes that its axes have in a tensor of known shape."""
 
     sizes: list[int]
     """The size of each axis of the tensor, outermost first."""
@@ -166,7 +166,7 @@ class Pattern:
         return Units((rows, columns), f"units {' '.join(left)} -> {', '.join(right)}", is_plain)
 
     def _expanded(self, ndim: int) -> tuple[list[tuple[Parts, ...]], list[list[Group]]]:
-        """Return `dims` and `results` of the pattern for `ndim` dims, with a named axis for each dim of ``...``."""
+        """Return `dims` and `results` with ``...`` replaced by named axes, for a tensor with ``ndim`` dims."""
         dots = [f"dim_{at}" for at in range(ndim - len(self.dims) + 1)]
         dims: list[tuple[Parts, ...]] = []
         for dim in self.dims:
@@ -205,7 +205,7 @@ class Pattern:
         return _Bound(whole, divided, bound)
 
     def _sized(self, dim: tuple[Parts, ...], size: int) -> Iterator[dict[str, int]]:
-        """Yield the part sizes of each axis in one dim: {"k": 3, "v": 5} for ``(k=3 + v)`` and size 8."""
+        """Yield, for each axis in one dim, a dict from part to size: {"k": 3, "v": 5} for ``(k=3 + v)`` and size 8."""
         sums = [sum(part.size or 0 for part in axis) for axis in dim]
         is_open = [any(part.size is None for part in axis) for axis in dim]  # for one axis at most, as `parse` checks
         known = prod([total for total, unknown in zip(sums, is_open, strict=True) if not unknown])
@@ -255,7 +255,7 @@ _Item = str | list["_Item"]
 
 
 def _items(text: str) -> list[_Item]:
-    """Split one side of a pattern into names and signs such as "+". Parentheses become a nested list."""
+    """Split one side of a pattern into names and signs; parentheses become a nested list."""
     stack: list[list[_Item]] = [[]]
     at = 0
     while text[at:].strip():
@@ -303,7 +303,7 @@ def _axis(item: _Item) -> Axis:
 
 
 def _result(text: str) -> tuple[Group, ...]:
-    """Parse a text right of the arrow, such as ``qkv (heads d) in``, into the axis names of each dim."""
+    """Return the axis names in each dim of one result: (("qkv",), ("heads", "d"), ("in",)) for ``qkv (heads d) in``."""
     items = _items(text)
     if len(items) < 2 or _DOTS in items[-2:] or [] in items[-2:]:
         raise _Malformed(
@@ -314,7 +314,7 @@ def _result(text: str) -> tuple[Group, ...]:
 
 
 def _group(item: _Item) -> Group:
-    """Return the axis names in one dim right of the arrow: ("a", "b") for ``(a b)``."""
+    """Return the axis names in one dim of a result: ("a", "b") for ``(a b)`` and ("a",) for ``a``."""
     axes = [_axis(one) for one in ([item] if isinstance(item, str) else item)]
     if any(axis.size is not None for axis in axes):
         raise _Malformed(

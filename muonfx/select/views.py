@@ -50,7 +50,7 @@ MAYBE_FUSED = "maybe fused, not split"
 
 @dataclass(frozen=True)
 class _Fused:
-    """A table entry: a layer of a known package whose weight holds several matrices along its rows."""
+    """A layer of a known package whose weight holds several matrices along its rows."""
 
     layer: str
     """The name of the layer, or of the parameter, in the module that holds it."""
@@ -161,7 +161,7 @@ _SUSPECTS = (
 
 @dataclass(frozen=True)
 class _Stored:
-    """A table entry: a parameter that known code does not store as a matrix (out, in)."""
+    """A parameter that a known package does not store as a matrix (out, in)."""
 
     module: str
     leaf: str
@@ -268,7 +268,7 @@ def _with_rows(stored: str, rows: str, results: Iterable[str]) -> str:
 
 
 def _rows(stored: str, shape: tuple[int, ...]) -> int:
-    """Return the number of rows of a parameter of this shape as one matrix, if it is stored by this pattern."""
+    """Return the number of rows if a parameter of this shape is stored as one matrix by the pattern ``stored``."""
     return parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))[0].shape[-2]
 
 

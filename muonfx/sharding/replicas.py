@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class _Copies(NamedTuple):
-    """This rank's value of one leaf of a tree, and the groups of ranks that must have equal values of it."""
+    """One leaf of a tree: its value on this rank, and the groups of ranks that must have the same value."""
 
     name: str
     value: Tensor | None

@@ -69,7 +69,7 @@ class LeafPlacement:
 
 
 def _of_node(binding: Binding, node: Node) -> PyTree:
-    """Return a tree like the state of one node (a transform), with the placement (ranks, shapes) of each leaf."""
+    """Return a tree like the state of one node, with a `LeafPlacement` (ranks and shapes) for each leaf."""
     if isinstance(node, Stage):
         return _of_stage(binding, node)[node.members[0].name]
     if isinstance(node, ChainNode):
@@ -87,14 +87,14 @@ def _of_node(binding: Binding, node: Node) -> PyTree:
 
 
 def _of_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
-    """Return a dict from transform name to a tree like its state, with the placement (ranks, shapes) of each leaf."""
+    """Return, by transform name, a tree like its state, with a `LeafPlacement` (ranks and shapes) for each leaf."""
     run = tuple((member.name, member.node.tx) for member in stage.members)
     plan = None if binding.holds_all else binding.plan(run, stage.like)
     return {name: _of_leaves(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
 
 
 def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Return a tree like `state`, with the placement (ranks, shapes) of each leaf. `plan` assigns matrices to ranks."""
+    """Return a tree like ``state`` with a `LeafPlacement` for each leaf; ``plan`` gives the owners of matrices."""
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
     described: list[Any] = []

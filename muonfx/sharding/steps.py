@@ -330,7 +330,7 @@ def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
 
 
 def _text(value: object) -> str:
-    """Return a text for a transform: its factory and arguments. Functions all have one text; results are compared."""
+    """Return a text for an argument of a transform. All functions share one text: ranks compare their results."""
     if isinstance(value, Recorded):
         return f"{value.factory.__name__}({', '.join(f'{k}={_text(v)}' for k, v in value.arguments.items())})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):

@@ -17,7 +17,7 @@ __all__ = ["Breach", "LawViolation", "bits_equal", "is_close", "require_close", 
 
 
 class LawViolation(AssertionError):
-    """Raised if a law does not hold. The message shows the law, the transform, the leaf, its values and the example.
+    """The error if a transform violates a law; its message shows the law, the transform, the leaf and the example.
 
     Attributes:
         law: the name of the law.

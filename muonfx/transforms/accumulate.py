@@ -135,7 +135,7 @@ def _by_path(updates: PyTree) -> list[int]:
 
 
 def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
-    """Return the gradients, but a tensor instead of None if an earlier micro-batch of the group had a gradient."""
+    """Return the gradients, with a tensor for each None whose parameter had a gradient earlier in the group."""
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
         return updates
@@ -146,7 +146,7 @@ def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
 
 
 def _scalar_for(number: Tensor, total: Tensor) -> Tensor:
-    """Return a CPU scalar that can be combined with ``total``. Under ``torch.func`` it is moved to its device."""
+    """Return a CPU scalar in a form that can be combined with ``total``: under ``torch.func``, on its device."""
     return number if torch.compiler.is_compiling() or not is_wrapped(number) else number.to(total.device)
 
 

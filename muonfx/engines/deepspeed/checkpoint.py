@@ -132,7 +132,7 @@ def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], 
 
 
 def _merged(leaves: Iterable[Tensor | FlatPiece | None]) -> Tensor | FlatPiece | None:
-    """Return the one value that is not None; of several, such as the step counts of flat tensors, the maximum."""
+    """Return the one value that is not None; of several step counts, return the largest."""
     found = [leaf for leaf in leaves if leaf is not None]
     if len(found) < 2:
         return found[0] if found else None

@@ -56,7 +56,7 @@ class Unit:
         return {name: some.get(name) for name in self._names}
 
     def _lay_out(self, state: PyTree, states: States) -> None:
-        """Store a new optimizer state in ``optimizer.state``, with tensors shaped like shards copied into flat ones."""
+        """Copy a new state into ``optimizer.state``; tensors like shards become parts of flat tensors."""
         local = self.pieces.views(self.pieces.flat)
         leaves, self._treedef = tree.flatten(state)
         for x in self.pieces.flat:

@@ -44,7 +44,7 @@ INTERPRETED = bool(knobs.runtime.interpret)
 def tile(
     rows: int, columns: int, depth: int, warps: int, stages: int, registers: int | None = None, group: int = 8
 ) -> triton.Config:
-    """Return the launch configuration for tiles `columns` wide and high, of which a program computes `rows` rows."""
+    """Return the Triton launch configuration in which a program computes a block of `rows` x `columns` elements."""
     blocks = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth, "GROUP": group}
     return triton.Config(blocks, num_warps=warps, num_stages=stages, maxnreg=registers)
 
@@ -64,7 +64,7 @@ def chosen_tile(n: int, dtype: torch.dtype) -> triton.Config:
 
 @triton.jit
 def upper_tile(index, tiles, GROUP: tl.constexpr):
-    """Return row and column of the tile with this index on or above the diagonal; there are `tiles` tiles per side."""
+    """Return (row, column) of the tile number `index`, counted on and above the diagonal of `tiles` x `tiles` tiles."""
     even = 1 - tiles % 2
     width = tiles + even
     height = (tiles + 1) // 2
@@ -84,7 +84,7 @@ def upper_tile(index, tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _panel(matrix, rows, columns, stride, ALONG_COLUMNS: tl.constexpr):
-    """Return pointers, with 64-bit offsets, to a block of a matrix whose unit stride is along columns or rows."""
+    """Return pointers to the elements `rows` x `columns` of a matrix stored by rows (ALONG_COLUMNS) or by columns."""
     if ALONG_COLUMNS:
         return matrix + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     else:
@@ -93,13 +93,13 @@ def _panel(matrix, rows, columns, stride, ALONG_COLUMNS: tl.constexpr):
 
 @triton.jit
 def _inside(indices, size, EVEN: tl.constexpr):
-    """Return the mask of indices below `size`; a constant if blocks divide it (EVEN): the compiler then drops it."""
+    """Return the mask `indices < size`. If EVEN, all are smaller, and the constant mask is removed by the compiler."""
     return (indices < size) | EVEN
 
 
 @triton.jit
 def _store_mirrored(out, diagonal, rows, columns, stride, value, rows_inside, columns_inside, SPLIT: tl.constexpr):
-    """Store rows of a tile and their mirror image; a tile on the diagonal is mirrored from its upper half."""
+    """Store a block of the symmetric result and its transpose at the mirrored position, within the bounds of `out`."""
     here = _panel(out, rows, columns, stride, True)
     mirrored = _panel(out, columns, rows, stride, True)
     mirrored_inside = columns_inside[:, None] & rows_inside[None, :]
@@ -136,7 +136,7 @@ def symmetric_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute `BLOCK_M` rows of one tile of `alpha p p^T + beta addend + identity I`, and store them mirrored, too."""
+    """Compute a block of `alpha p p^T + beta addend + identity I` above the diagonal; store it and its transpose."""
     n *= ALIGN_N
     k *= ALIGN_K
     SPLIT: tl.constexpr = BLOCK_N // BLOCK_M

@@ -69,12 +69,12 @@ def offload(
     """Keep a transform's state in host memory or on disk between steps, and load it bucket by bucket in each step.
 
     A bucket is the state of some parameters. While one bucket is updated, the next is loaded and the previous is
-    written back, so the device holds at most two. Updates and states equal those of ``tx`` bit for bit, unless the
-    bucket boundary splits a batch of matrices of equal shape. Step counts and other 0-d tensors stay on the device. A
-    wrapper's own state, such as the sums of `accumulate` around `clip_by_global_norm`, is loaded all at once.
+    written back, so the device holds two buckets at most. Step counts and other 0-d tensors stay on the device. The
+    state of a wrapper such as `accumulate` may need to be loaded all at once, if an inner transform reads all leaves.
 
-    With ``donate=True``, which `TransformOptimizer` passes, the state is overwritten in place. Otherwise the next state
-    is a second copy in host memory or in a new file. The old copy is freed with its last tensor.
+    The updates and the state equal the results of ``tx`` bit for bit, unless a bucket ends within a batch of matrices
+    of equal shape. With ``donate=True``, which `TransformOptimizer` passes, the state is overwritten in place.
+    Otherwise `update` writes a second copy of the state to host memory or to a new file.
 
     Args:
         tx: any transform. A sharded one stays outermost: ``offload(sharded(tx, layout))`` is

@@ -92,7 +92,7 @@ def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -
 
 
 def _for_halves(tolerance: float) -> float:
-    """Return a larger tolerance for half a leaf, because it may lack the largest magnitude, which sets the scale."""
+    """Return the tolerance for half a leaf: larger, since the largest element may be in the other half."""
     return tolerance * 1e3 if tolerance < 1e-6 else tolerance
 
 
