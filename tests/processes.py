@@ -131,7 +131,7 @@ class World:
 
 
 def on_ranks(size: int | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Make a test of a function that runs on so many ranks and raises on none; without a number, the test takes `size`.
+    """Make a test of a function that runs on ``size`` ranks and raises on none; by default the test takes `size`.
 
     The function gets a `Here` as its first argument; its other arguments are the test's.
     """

@@ -1,6 +1,6 @@
 """The documentation's laws: every public name is documented, shown and has an example, and every code block runs.
 
-The script that executes the notebooks stops one that takes too long, names what fails, and writes only when told.
+The script that executes the notebooks stops a slow one, reports failures, and writes only with ``--write``.
 The extensions translate formulas, and the table of other libraries has names that exist.
 """
 
@@ -42,7 +42,7 @@ SYMBOLS = public_api.symbols()
 
 
 def _needs_example(symbol: public_api.Symbol) -> bool:
-    """Functions and classes do; an exception, an enumeration or a plain record of fields is used by what does."""
+    """Functions and classes do; an exception, an enumeration or a plain record of fields is used by one that does."""
     found = symbol.object
     if inspect.isclass(found) and not symbol.is_data:
         record = issubclass(found, tuple | Enum | BaseException) or getattr(found, "_is_protocol", False)
@@ -81,7 +81,7 @@ class Block:
 
     @property
     def is_session(self) -> bool:
-        """Whether it is a session with prompts, to be compared with what it shows."""
+        """Whether it is a session with prompts, whose output is compared."""
         return self.text.lstrip().startswith(">>>")
 
 

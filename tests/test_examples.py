@@ -180,13 +180,13 @@ def torchrun(processes: int, *arguments: object) -> tuple[int, str, str]:
 
 
 def losses_beside(folder: Path) -> tuple[list[float], list[float]]:
-    """The losses of a run that was shared out, and those of the same steps in one process."""
+    """The losses of a run on several ranks, and of the same steps in one process."""
     metrics = metrics_of(folder)
     alone = metrics["one_process"]
     return metrics["train_losses"][alone["begin"] :], alone["losses"]
 
 
-# One start of Python for all ways: each joins anew, at a port of its own.
+# One start of Python for all layouts: each initializes a new group, at a port of its own.
 EACH_WAY = """
 import os, sys
 import train_gpt
@@ -232,7 +232,7 @@ def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_goes_on_in_another_way_on_another_number_of_processes(tmp_path: Path, train_gpt) -> None:
-    """ZeRO-1 on two, HSDP on four, one: the losses are those of a run that was never shared out."""
+    """ZeRO-1 on two, HSDP on four, one: the losses equal the losses of a run in one process."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert train_gpt.main([*TINY, "--steps", "9", "--out", str(whole)]) == 0
     code, _, err = torchrun(2, *TINY, "--steps", 9, "--save-every", 3, "--shard", "zero1", "--out", moved)

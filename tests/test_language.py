@@ -27,7 +27,8 @@ ALLOWED = ("beside-others", "`alike`", "beside Optax, TorchOpt")
 LONGEST_SENTENCE = 40
 """In words. A formula and a link count as one word."""
 
-MODULES = [path for folder in ("muonfx", "examples", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")]
+FOLDERS = ("muonfx", "tests", "examples", "benchmarks", "scripts")
+MODULES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

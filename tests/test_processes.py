@@ -1,4 +1,4 @@
-"""The pool of processes that other tests rely on: errors come back whole, and it is made anew after a loss."""
+"""The pool of processes that other tests rely on: errors are returned in full, and a lost rank is replaced."""
 
 import os
 
@@ -44,7 +44,7 @@ def test_an_error_comes_back_with_its_trace(world: World):
         assert type(found.error) is ValueError
         assert "none of that" in found.trace
         assert "in fail" in found.trace
-    assert world.check(2, process) == before  # an error on all alike leaves nothing half done
+    assert world.check(2, process) == before  # an equal error on all ranks leaves nothing incomplete
     with pytest.raises(AssertionError, match="none of that"):
         world.check(2, fail)
 

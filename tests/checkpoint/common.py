@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Helpers of the checkpoint tests."""
 
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import muonfx as mfx
 
 
 def bits(tensor: Tensor) -> bytes:
-    """Shape, dtype and bytes: equal for tensors that cannot be told apart, NaN and -0.0 included."""
+    """Shape, dtype and bytes: equal exactly for tensors with equal bits, NaN and -0.0 included."""
     plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
     # Copied: a tensor of one element counts as contiguous with any stride.
     flat = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))

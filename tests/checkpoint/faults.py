@@ -1,8 +1,8 @@
 """Fail, or kill, a process at any one of the calls to the system by which it touches a folder.
 
-What the interpreter audits (opening, listing, renaming, removing, making folders) is caught by an audit hook, so that
-no call goes by unseen, whichever module makes it. What it does not audit (writing, flushing, asking for a status) is
-patched. With ``reads``, so is what a load calls besides: the status of an open file, seeking, reading and closing.
+An audit hook intercepts the calls that the interpreter audits (opening, listing, renaming, removing, making folders),
+in every module. Calls that it does not audit (writing, flushing, reading a status) are patched. With ``reads``, the
+further calls of a load are patched, too: the status of an open file, seeking, reading and closing.
 """
 
 import errno
@@ -26,7 +26,7 @@ class Faults:
 
     Attributes:
         calls: what was called, such as "os.rename index.json".
-        failed: the call that failed; "" if there were not so many.
+        failed: the call that failed; "" if there were fewer calls.
     """
 
     def __init__(self, folder: Path, at: int, *, always=False, code=errno.EIO, kill=False, reads=False):

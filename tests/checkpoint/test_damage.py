@@ -130,7 +130,7 @@ def edited(body: Any, draw: random.Random) -> Any:
     return body
 
 
-# What may be told in another way without any harm to tensors.
+# Parts of the index that may change without harm to tensors.
 TOLD = {"save_id", "step", "extra", "chain", "versions"}
 
 
@@ -147,7 +147,7 @@ def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, numb
         outcome = use(path, state)
         outcomes[outcome] += 1
         if outcome == "fine" and isinstance(other, dict):
-            # Nothing that decides about bytes has changed, but for keys that nobody reads and boxes of no elements.
+            # Only unused keys and boxes without elements have changed, and nothing on which bytes depend.
             same = {key: value for key, value in body.items() if key not in TOLD and key != "leaves"}
             assert {key: other[key] for key in same} == same
     assert set(outcomes) == {"CorruptError", "MismatchError", "FormatError", "fine"}

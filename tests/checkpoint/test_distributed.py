@@ -149,7 +149,7 @@ def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) 
 
 
 def load_with_trouble(here: Here, path: Path, seed: int, on: int | None = None) -> None:
-    """Load, where one rank (or all) wants something else."""
+    """Load with another argument on one rank, or on all."""
     like = mixed(tree_of(seed), here, ("plain", "flat"), seed)
     if on in (None, here.rank):
         like["new"] = torch.zeros(2)
@@ -252,7 +252,7 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(here: Here,
 
 def errors(results: list[object]) -> list[BaseException]:
     found = errors_of(results)
-    assert len({(type(error), str(error)) for error in found}) == 1  # on every rank alike
+    assert len({(type(error), str(error)) for error in found}) == 1  # equally on every rank
     return found
 
 

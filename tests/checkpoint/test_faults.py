@@ -54,7 +54,7 @@ HOW: dict[str, dict[str, Any]] = {"once": {}, "from then on": {"always": True}, 
 
 
 class Outcome(NamedTuple):
-    """What a process reports: the call that failed, its error, and what it was told or returned."""
+    """The report of a process: the call that failed, its error, its arguments and its result."""
 
     failed: str
     error: Exception | None

@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, and the next step is the one that would have been taken."""
+"""A loaded state equals the saved state bit for bit, and so does the next step."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_every_dtype_is_kept(tmp_path: Path, name: str):
     for key, leaf in state.items():
         assert leaf.dtype == back[key].dtype
         assert bits(leaf) == bits(back[key]), key
-    load_file(next(tmp_path.glob("*.safetensors")))  # anybody can open it
+    load_file(next(tmp_path.glob("*.safetensors")))  # other libraries can open it
 
 
 def test_a_state_goes_where_it_is_told_to(tmp_path: Path):

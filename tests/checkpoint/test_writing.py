@@ -266,7 +266,7 @@ def test_a_path_that_cannot_be_on_one_rank_is_an_error_on_all(world: World, tmp_
 
 
 class Odd(Exception):
-    """Cannot be made again from what it was pickled as."""
+    """An object whose pickle cannot be loaded."""
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__("odd")
@@ -314,7 +314,7 @@ def assert_one_of(found: dict[str, torch.Tensor]) -> int:
 
 
 def each_for_itself(here: Here, folder: Path, rounds: int) -> list[str]:
-    """All ranks save to the same paths, none with a group; what each was told."""
+    """All ranks save to the same paths without a group; returns the messages of each."""
     said: list[str] = []
     for number in range(rounds):
         dist.barrier(here.group)
@@ -489,7 +489,7 @@ def test_a_reader_sees_one_checkpoint_while_it_is_replaced(tmp_path: Path, times
 @pytest.mark.parametrize("times", [20, pytest.param(500, marks=pytest.mark.deep)])
 @on_ranks(4)
 def test_ranks_load_one_checkpoint_while_it_is_replaced(here: Here, tmp_path: Path, times: int):
-    """Rank 3 replaces until the others have loaded so many times, together, each a part, and all of it."""
+    """Rank 3 replaces the checkpoint until the others have loaded it several times: together, in parts, and whole."""
     readers, path = dist.new_group([0, 1, 2]), tmp_path / "one"
     if here.rank == 3:
         ck.save(path, state_of(0))

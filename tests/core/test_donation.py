@@ -24,7 +24,7 @@ EVERY = [tx for cases in CASES.values() for tx in cases]
 
 
 def a_view(draw: st.DrawFn, buffers: list[Tensor]) -> Tensor:
-    """A matrix that lies in one of some buffers, in one of many ways."""
+    """A matrix in one of several buffers, as one of many kinds of view."""
     buffer = buffers[draw(st.integers(0, len(buffers) - 1))]
     start = draw(st.integers(0, 3)) * SIZE // 2
     kind = draw(st.sampled_from(("whole", "transposed", "row", "scalar", "windows", "every other", "own")))

@@ -1,4 +1,4 @@
-"""Fingerprints and public names: the same in every process, wherever code lies and whatever is added to it."""
+"""Fingerprints and public names: equal in every process, wherever code is stored and whatever is added to it."""
 
 import os
 import pkgutil
@@ -68,7 +68,7 @@ def test_a_fingerprint_does_not_change_when_a_function_is_renamed_that_has_decla
     params = {"w": torch.zeros(2)}
     assert list(mfx.spec(mfx.chain(one()), params)) == list(mfx.spec(mfx.chain(two()), params)) == ["averaged/trace/w"]
     undeclared = momentum_like(module="acme.a"), momentum_like(module="acme.b")
-    assert undeclared[0]().fingerprint != undeclared[1]().fingerprint  # nobody said that they are one
+    assert undeclared[0]().fingerprint != undeclared[1]().fingerprint  # they were not declared equal
     for bad in ("", "a b", "a..b", "a/b", 3):
         with pytest.raises(ValueError, match="identifiers with dots"):
             momentum_like(module="acme.a", declared=bad)
@@ -166,7 +166,7 @@ def test_fingerprints_are_the_same_in_every_process_and_for_a_script_and_its_imp
     imported = run("-c", "import train, package.train; train.show(); package.train.show()", seed="3")
     assert [script, module] == imported
     assert script == child
-    assert len(set(eval(script))) == len(eval(script)) > 20  # and no two of them are alike
+    assert len(set(eval(script))) == len(eval(script)) > 20  # and all of them differ
 
 
 def test_a_factory_in_no_module_prints_and_has_a_direction():

@@ -47,7 +47,7 @@ def site() -> Path:
 
 
 def pages() -> list[Path]:
-    """All pages of the site, but what Sphinx keeps beside them for its own use."""
+    """All pages of the site, without the files that Sphinx writes for its own use."""
     found = sorted(path.relative_to(SITE) for path in SITE.rglob("*.html"))
     return [path for path in found if path.parts[0] not in ("_static", "_sources")]
 
@@ -83,7 +83,7 @@ def visit(browser: Any, theme: str, chosen: list[Path]) -> Visit:
             seen.wrong.append(f"{current}: asks for {request.url}")
 
     def on_failure(request: Any) -> None:
-        if "ERR_ABORTED" not in (request.failure or ""):  # nobody waited for it: the next page was opened
+        if "ERR_ABORTED" not in (request.failure or ""):  # the next page was opened before it was loaded
             seen.wrong.append(f"{current}: found nothing at {request.url}")
 
     def on_console(message: Any) -> None:
@@ -138,7 +138,7 @@ def test_pages_read_well_in_light_and_their_links_lead_somewhere(browser: Any, s
 
 
 def test_pages_read_well_in_dark(browser: Any, site: Path):
-    many = ("api", "decisions", "_modules")  # the pages of each are alike
+    many = ("api", "decisions", "_modules")  # the pages of each have one form
     seen = visit(browser, "dark", but(*many) + [page for folder in many for page in of(folder)[::8]])
     assert not seen.wrong, lines(seen.wrong)
 

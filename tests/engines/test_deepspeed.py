@@ -145,7 +145,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "2.weight": lambda model: model.append(nn.Linear(4, 4, bias=False)),
     "0.(weight|bias)": lambda model: model.__setitem__(0, nn.Identity()),
 }
-"""Changes of what is trained, by the parameter that the error names."""
+"""Changes of the trained parameters, by the parameter that the error names."""
 
 
 @pytest.mark.parametrize("steps", [0, 1])  # before the first step, and after it

@@ -355,7 +355,7 @@ def test_a_compiled_step_is_the_eager_step(form):
         eager.step()
         step()
         torch.testing.assert_close(params_of(model), params_of(twin), rtol=1e-5, atol=1e-5)
-    # What an optimizer's attributes are set to is lost under compilation: the count once stayed at zero.
+    # Assignments to an optimizer's attributes are lost under compilation: the count once stayed at zero.
     for state in (
         traced.transform_state["adamw"]["scale_by_adam"].count,
         traced.state[twin[1].bias]["adamw/scale_by_adam/count"],

@@ -24,7 +24,7 @@ from muonfx.engines import deepspeed
 from tests.optimizer.test_over_ranks import EXACT, FULL, quiet, whole
 from tests.processes import Here, on_ranks
 
-# What is tested here is told with names alone, too.
+# These warnings are also issued if only names are known.
 pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names")
 
 
@@ -43,7 +43,7 @@ def assigned(model: nn.Module) -> nn.Module:
 
 
 class LoRA(nn.Module):
-    """A frozen layer and two factors beside it."""
+    """A frozen layer with two factors."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class LoRA(nn.Module):
 
 
 def _given(model: nn.Module, how: str):
-    """An optimizer that knows its model, told in some way."""
+    """An optimizer that has its model, by one of several arguments."""
     match how:
         case "model":
             return mfx.Muon(model)

@@ -254,9 +254,9 @@ def test_nothing_is_said_where_updates_go_downhill_or_may(tx: mfx.Transform):
     mfx.TransformOptimizer(torch.nn.Linear(2, 2), tx)
 
 
-# -------------------------------------------------------------------------------------- lists that anybody edits
+# -------------------------------------------------------------------------------------- lists that users edit
 
-# Two parameters of each shape, so that nothing but identity tells them apart.
+# Two parameters of each shape, so that only identity distinguishes them.
 SHAPES = {"a.weight": (3, 3), "b.weight": (3, 3), "c.weight": (3, 3), "a.bias": (3,), "b.bias": (3,), "c.bias": (3,)}
 MATRICES = [name for name in SHAPES if name.endswith("weight")]
 VECTORS = [name for name in SHAPES if name.endswith("bias")]

@@ -84,7 +84,7 @@ BLOCKS = ("up", "down", "mixed", "back", "experts", "frozen", "norm", "unused")
 
 
 def sharded(kind: str, here: Here) -> tuple[nn.Module, dict[str, Any]]:
-    """A model under a kind of parallelism, and what the optimizer is to be told besides."""
+    """A model under a kind of parallelism, and further arguments of the optimizer."""
     net = made()
     if kind == "ddp":
         wrapped = DistributedDataParallel(net, process_group=here.group, find_unused_parameters=True)
@@ -458,7 +458,7 @@ def save(here: Here, kind: str, path: Path, how: str) -> None:
 
 @quiet()
 def load_and_go_on(here: Here, kind: str, path: Path, how: str) -> None:
-    """Load into a fresh model, go on, and compare with a run in one process that nobody has interrupted."""
+    """Load into a new model, continue, and compare with an uninterrupted run in one process."""
     net, optimizer = optimized(kind, here)
     params = {name: param.detach() for name, param in named(net).items()}
     for leaf in params.values():
@@ -538,7 +538,7 @@ def test_a_full_state_dict_is_complete_and_loads_on_another_mesh(
 
 @quiet()
 def rank_0_saves(here: Here, path: Path) -> None:
-    """Under data parallelism one rank alone asks for the state, and no other rank waits for it."""
+    """Under data parallelism one rank alone reads the state, and no other rank waits for it."""
     net, optimizer = optimized("ddp", here)
     train(net, optimizer, range(2))
     if here.rank == here.size - 1:

@@ -1,4 +1,4 @@
-"""timm's checks of an optimizer, written anew, on ours in a registry of timm's own.
+"""timm's checks of an optimizer, rewritten for ours in a registry of timm's own.
 
 Its package imports torchvision. Only `timm.optim` is loaded here, which needs nothing of it but the layers of a model,
 for layer-wise decay.

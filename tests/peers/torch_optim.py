@@ -1,4 +1,4 @@
-"""The checks of PyTorch's ``test/test_optim.py``, written anew: its wheel has their inputs, but not the checks.
+"""The checks of PyTorch's ``test/test_optim.py``, rewritten: its wheel has their inputs, but not the checks.
 
 Each has torch's name and gets an optimizer of ours, made from tensors with torch's keywords as `OptimizerInfo` and
 timm's registry take them, and the keywords that torch tries. Ours need names: tensors without names are numbered here.
@@ -165,7 +165,7 @@ def step_quietly(optimizer: Any, *arguments: Any) -> Any:
 
 
 def require_twins(task: Task, optimizer: Any, twin: Task, other: Any) -> None:
-    """Require that an optimizer of equal parameters loads the state of another, and goes on as it does."""
+    """Require that an optimizer of equal parameters loads the state of another, and continues with equal steps."""
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(10):
         task.train(optimizer, 1)
@@ -278,7 +278,7 @@ def test_state_dict_deterministic(info: OptimizerInfo, options: dict[str, Any]) 
 
 
 def test_can_load_older_state_dict(info: OptimizerInfo, options: dict[str, Any]) -> None:
-    """Of ours nothing is older: no flag has come later. What is saved loads, and a step follows."""
+    """Our flags have all existed from the start. A saved state loads, and a step follows."""
     model = small()
     optimizer = info.optim_cls(model.parameters(), **options)
     train_small(model, optimizer, 3)

@@ -1,4 +1,4 @@
-"""What the tests of polar share: matrices with a chosen spectrum, and settings."""
+"""Shared by the tests of polar: matrices with a chosen spectrum, and settings."""
 
 import functools
 import math
@@ -123,7 +123,7 @@ SCALINGS = (
 def scaled(kind: str, seed: int, n: int, m: int, batch: int = 1, spread: float = 3.0) -> torch.Tensor:
     """Matrices `(batch, n, m)` in fp32 that are far from Gaussian, largest magnitude about 1 (`spread`: of exponents).
 
-    What they have in common: some directions of small singular values lie within rows of large ones.
+    In all of them, some directions of small singular values are within rows of large ones.
     """
     generator = torch.Generator().manual_seed(seed)
 

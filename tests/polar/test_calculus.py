@@ -92,7 +92,7 @@ def test_vmap_equals_a_loop(shape: tuple[int, int], name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_derivatives_at_zero_are_finite(dtype: torch.dtype, name: str) -> None:
     zero = torch.zeros(2, 3, 4)
-    zero[1, 1, 1] = 1.0  # beside a matrix that is not zero
+    zero[1, 1, 1] = 1.0  # next to a matrix that is not zero
     run = functools.partial(orthogonalize, coefficients=name, dtype=dtype)
     _, tangent = jvp(run, (zero,), (torch.ones_like(zero),))
     _, pull = vjp(run, zero)

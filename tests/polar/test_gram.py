@@ -191,7 +191,7 @@ def test_polynomials_without_a_linear_term_are_computed_by_blocks_too(products: 
 
 KiB, MiB = 1 << 10, 1 << 20
 NUMBERS = 64
-"""Bytes that a small matrix takes beside its plan's: a norm and a power of two, which for a 1 x 1 matrix count."""
+"""Bytes of a small matrix in addition to its plan's: a norm and a power of two, which for a 1 x 1 matrix count."""
 
 Shapes = Sequence[tuple[int, ...]]
 

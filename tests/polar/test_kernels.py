@@ -75,7 +75,7 @@ def test_the_result_is_the_mirrored_upper_triangle_of_the_formula(
     exact, bound = exact_product(p, addend, *factors)
     assert torch.equal(found, found.mT)
     assert ((found.double() - exact).abs() <= bound).all()
-    # What is not finite stays in its matrix.
+    # NaN and infinity stay in their matrix.
     p[0, n // 2, k // 2] = torch.inf
     beside = multiply(p, addend, factors, tile)
     assert torch.equal(beside[1:], found[1:])

@@ -254,7 +254,7 @@ def test_subnormal_input_loses_only_the_bits_it_never_had(held: torch.dtype, mag
 )
 @pytest.mark.parametrize("name", ["polar_express_5", "aol"])
 def test_rounding_before_the_door_changes_no_bit(wide: torch.dtype, narrow: torch.dtype, name: str) -> None:
-    # What lets an exchange in the compute dtype equal one in the dtype of the gradients.
+    # The reason why an exchange in the compute dtype equals one in the dtype of the gradients.
     x = problem(6, 12, 17, "gaussian", (2,)).x.to(wide) * 1e-9
     y = orthogonalize(x, coefficients=name, dtype=narrow)
     assert torch.equal(orthogonalize(x.to(narrow).to(wide), coefficients=name, dtype=narrow), y)

@@ -23,7 +23,7 @@ PARAMS = {name: torch.ones(shape) for name, shape in SHAPES.items()}
 
 
 def leaf_nodes(node):
-    """The nodes that do something themselves: members of stages, and what calls nobody."""
+    """The nodes that do something themselves: members of stages, and transforms that call no other."""
     if isinstance(node, Stage):
         return [member.node for member in node.members]
     if isinstance(node, ChainNode | Around):
@@ -162,7 +162,7 @@ def takes_turns():
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def by_place():
-    """Its state knows leaves by their place, and not by name."""
+    """Its state identifies leaves by their position, not by name."""
 
     def init(params):
         return {"sum": tuple(torch.zeros_like(leaf) for leaf in params.values())}

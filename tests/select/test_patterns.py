@@ -35,7 +35,7 @@ def patterns(draw: st.DrawFn) -> tuple[str, tuple[int, ...]]:
 
 
 def _grouped(draw: st.DrawFn, names: list[str], least: int) -> list[list[str]]:
-    """Divide names into at least so many groups."""
+    """Divide names into at least ``least`` groups."""
     cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1), min_size=least - 1)))
     return [list(names[start:stop]) for start, stop in zip([0, *cuts], [*cuts, len(names)], strict=True)]
 

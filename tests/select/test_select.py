@@ -28,7 +28,7 @@ from muonfx.select import (
     where,
 )
 
-# Named tensors alone serve many laws; the test of the warning itself asks for it.
+# Named tensors alone serve many laws; the test of the warning enables it.
 pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names:UserWarning")
 
 
@@ -332,7 +332,7 @@ def lora() -> nn.Module:
     return model
 
 
-# What each model sends to Muon; all else goes to AdamW or, frozen, nowhere.
+# The parameters of each model for Muon; all others are for AdamW or, if frozen, for none.
 MODELS = {
     gpt2: {
         "transformer.h.0.attn.c_attn",
@@ -483,7 +483,7 @@ def test_parametrized_layers_keep_their_type():
     found = default_labels(model)
     assert found["table.parametrizations.weight.original"] == "adamw"
     assert found.reason("table.parametrizations.weight.original") == "embedding (module type Embedding)"
-    # A direction is no matrix: its length lies beside it, and only their product is the weight.
+    # A direction is not a matrix: its length is stored separately, and only their product is the weight.
     assert found["fc1.parametrizations.weight.original1"] == "adamw"
     assert found["fc1.parametrizations.weight.original0"] == "adamw"
     parts = {"up.weight_g": torch.zeros(4, 1), "up.weight_v": torch.zeros(4, 8), "down.weight_v": torch.zeros(4, 8)}
@@ -591,7 +591,7 @@ def test_named_tensors_taken_for_hidden_matrices_are_said_and_by_name_says_that_
     assert by_name["lookup.weight"] == "muon"
     assert default_labels(model)["lookup.weight"] == "adamw"  # where the type is seen
     assert default_labels_by_name(named) == by_name
-    # Nothing is assumed of what a rule has decided, nor where nothing is a hidden matrix.
+    # There is no warning if a rule has decided, or if no parameter is a hidden matrix.
     default_labels(named, [(path("lookup.*"), "adamw"), (path("up.*"), "muon")])
     default_labels({"norm.weight": torch.zeros(4)})
 

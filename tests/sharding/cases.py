@@ -272,7 +272,7 @@ def placed(draw: st.DrawFn, model: Model, dims: int) -> Placed:
 
 @st.composite
 def fully_sharded(draw: st.DrawFn, model: Model) -> FullyShardedTensorParallel:
-    # fully_shard wants what is parallel over rows to be cut evenly, and leaves out what is empty
+    # fully_shard requires row-parallel parameters to be split evenly, and skips empty parameters
     ways = {
         name: draw(st.sampled_from(["r", *["0"] * (leaf.shape[0] % 4 == 0), *["1"] * (leaf.shape[1] > 1)]))
         for name, leaf in model.leaves.items()
@@ -296,7 +296,7 @@ def pretended(model: Model, size: int) -> st.SearchStrategy[Any]:
 
 
 def layouts(model: Model, size: int) -> st.SearchStrategy[Any]:
-    """Layouts of all kinds, over so many ranks."""
+    """Layouts of all kinds over ``size`` ranks."""
     kinds = [zeros(), flats(model, size), placed(model, 1), st.just(Replicated())]
     if size == 4:
         kinds += grids(model)
@@ -320,7 +320,7 @@ def whole_chains(model: Model) -> st.SearchStrategy[mfx.Transform]:
 
 
 def grouped_chains(model: Model) -> st.SearchStrategy[mfx.Transform]:
-    """What people train with: a partition, with drawn neighbours and drawn parts."""
+    """A chain as in training: a partition, with drawn neighbours and drawn parts."""
     patterns = st.sampled_from((None, "... out in -> ... out in", "out in ... -> ... out in"))
     names = st.sampled_from(("polar_express_5", "keller"))
 

@@ -39,7 +39,7 @@ class Counted:
 
 
 def _to_others(name: str, args: tuple[Any, ...], rank: int, size: int) -> int:
-    """What a rank sends in one call, by the best algorithm that there is."""
+    """The bytes that a rank sends in one call of a collective, by the best known algorithm."""
     if name == "all_to_all_single":
         _, given, _, splits = (*args, None, None)[:4]
         rows = splits or [given.shape[0] // size] * size
@@ -119,7 +119,7 @@ def count_steps(
 
 
 def count_reductions(here: Here, model: Model, case: LayoutCase) -> tuple[Counted, Counted]:
-    """What a ZeRO loop itself sends: to reduce gradients, and to gather parameters."""
+    """The bytes that a ZeRO loop itself sends, to reduce gradients and to gather parameters."""
     params = model.params()
     layout = laid_out(case, params, here)
     local = layout.shard(params)

@@ -32,7 +32,7 @@ def evenly(size: int) -> Model:
 
 
 def facts(drawn: Model) -> int:
-    """Bytes that ranks may tell each other in a step: three numbers for each leaf, and a few more."""
+    """Bytes that ranks may exchange to agree on a step: three numbers for each leaf, and a few more."""
     return 2 * 4 * (3 * len(drawn.leaves) + 16)
 
 

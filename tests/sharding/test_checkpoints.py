@@ -1,4 +1,4 @@
-"""A state saved under one layout goes on under any other, on another number of ranks, or in one process."""
+"""A state saved under one layout continues under any other, on another number of ranks, or in one process."""
 
 from pathlib import Path
 from typing import Any

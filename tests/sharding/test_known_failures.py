@@ -1,7 +1,7 @@
-"""What went wrong elsewhere: each scheme is shown to be wrong, and its case right here.
+"""Bugs of other libraries: each scheme is shown to be wrong, and its case right here.
 
-First the schemes, in the simplest form of what was released, in one process that plays all ranks. Gradients come as one
-dict for each rank; what comes out is the update of each parameter as the ranks would put it together.
+First the schemes, in the simplest form of the released code, in one process that simulates all ranks. A function
+receives the gradients as one dict for each rank, and returns the update of each parameter, joined from all ranks.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ Trees = Sequence[dict[str, Tensor]]
 
 
 def mean(grads: Trees) -> dict[str, Tensor]:
-    """What all ranks would have after an all-reduce, added in the order of the ranks."""
+    """The result of an all-reduce, added in the order of the ranks."""
     return {name: sum(tree[name].double() for tree in grads).div(len(grads)).float() for name in grads[0]}
 
 
@@ -65,7 +65,7 @@ def on_partly_reduced_gradients(grads: Trees, cuts: Sequence[int]) -> dict[str, 
     """ZeRO with reduce_scatter, as DeepSpeed issue 7807 has it.
 
     A rank has the mean in its own interval of the buffer only; beyond, its own gradient is still there. A matrix that
-    crosses a boundary is orthogonalized as it lies, and each rank keeps its interval of the result.
+    crosses a boundary is orthogonalized as stored there, and each rank keeps its interval of the result.
     """
     reduced, out = _flat(mean(grads)), []
     for rank, tree in enumerate(grads):
@@ -82,7 +82,7 @@ def on_shards(grad: Tensor, ranks: int) -> Tensor:
 
 
 def on_shards_of_fixed_size(grad: Tensor, ranks: int) -> Tensor:
-    """The same where a shard is a buffer of equal size on each rank, whose tail nobody has filled."""
+    """The same where a shard is a buffer of equal size on each rank, whose tail is not initialized."""
     size = -(-grad.shape[0] // ranks)
     rows = torch.full((size * ranks, grad.shape[1]), float("nan"))  # what empty() may hold
     rows[: len(grad)] = grad

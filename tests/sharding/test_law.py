@@ -136,7 +136,7 @@ def assert_equal(found: Tensor, wanted: Tensor, exact: bool, what: str) -> None:
 
 
 def whole_state(here: Here, tx: Any, state: Any) -> list[Any]:
-    """The leaves of a sharded state, put together from what each rank holds of them."""
+    """The leaves of a sharded state, joined from the shards of all ranks."""
     logical = mfx.tree.leaves(sharding.to_global(tx, state))
     mine = [_told(leaf) for leaf in logical]
     told: list[Any] = [None] * here.size
@@ -182,7 +182,7 @@ def assert_same_state(here: Here, tx: Any, state: Any, wanted: Any, exact: bool,
         if leaf is not None:
             assert_equal(leaf, like, exact or not leaf.is_floating_point(), f"state {name!r}")
             digest.update(bits(leaf))
-    # there and back: what the transform goes on with
+    # there and back: the input of the next transform
     again = sharding.from_global(tx, sharding.to_global(tx, state))
     assert mfx.tree.flatten(again)[1] == treedef
     for one, other in zip(map(held, mfx.tree.leaves(again)), map(held, mfx.tree.leaves(state)), strict=True):

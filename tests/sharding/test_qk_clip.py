@@ -84,7 +84,7 @@ def alone() -> tuple[list[Tensor], Params]:
 
 
 def laid_out_as(here: Here, way: str) -> tuple[list[Tensor], Params]:
-    """The training of `alone`, shared out over ranks."""
+    """The training of `alone`, divided among ranks."""
     model = made()
     rank, size = here.rank, here.size
 

@@ -141,7 +141,7 @@ def on_meta(mesh: Any, shape: tuple[int, ...], placements: Sequence[Placement]) 
 
 
 def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: str) -> dict[str, int]:
-    """What is made on the way to the plan of a model's step."""
+    """The objects that are created for the plan of a model's step."""
     made.clear()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=shard * parallel)
     try:

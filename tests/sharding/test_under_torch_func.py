@@ -57,7 +57,7 @@ def test_all_gather_has_all_derivatives_and_batches(here: Here, kind: str):
         return own(layout.all_gather(local))
 
     def pieces(of_each: Callable[[Callable[[Tree], Tensor]], Tree]) -> Tree:
-        """This rank's pieces of what all ranks' losses give together."""
+        """This rank's shards of the gradients of the sum of all ranks' losses."""
         return layout.shard(mean([of_each(one) for one in losses]))
 
     def same(found: Any, wanted: Any) -> None:

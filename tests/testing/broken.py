@@ -73,7 +73,7 @@ def of_traces(dtype=None):
 
 
 def of_donations(name, function):
-    """Make a transform of a function of one leaf and of what is donated."""
+    """Make a transform from a function of one leaf and of the donation."""
 
     def make():
         def update(updates, state, params=None, *, donate=NOTHING):

@@ -269,7 +269,7 @@ def by_head(keys: int, group: int, d: int) -> Shape:
 
 
 def latent(keys: int, group: int, d: int) -> Shape:
-    """Multi-head latent attention: rotary parts that meet a shared key, and values beside the keys."""
+    """Multi-head latent attention: rotary parts with a shared key, and values in the same weight as the keys."""
     heads = mfx.AttentionHeads(
         "*.attn", keys, query="q_b", key="kv_b", query_dims=(0, d), rotary_dims=(d, d + 2), key_dims=(0, d)
     )

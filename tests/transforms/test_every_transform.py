@@ -35,7 +35,7 @@ TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
 
 @mfx.transform(locality=lambda inner, logits: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
 def given_logits(inner: mfx.Transform, logits: dict[str, torch.Tensor]):
-    """Give a transform the attention logits that it asks for, since the laws give nothing."""
+    """Pass the attention logits that a transform requires, since the laws pass none."""
 
     def update(updates, state, params=None, *, max_logits=None, donate=NOTHING, **extras):
         return inner.run(updates, state, params, donate=donate, max_logits=logits, **extras)
@@ -200,7 +200,7 @@ EVERY_CASE += [pytest.param(name, tx, id=f"{name}-heads") for name, tx in WITH_H
 
 
 def public_factories() -> set[str]:
-    """What the package exports that makes a transform, read from it and not from a list."""
+    """The factories of transforms that the package exports, read from the package and not from a list."""
     found = set()
     for name, value in NAMES.items():
         makes_a_transform = hasattr(value, "definition") and not _makes_another_value(value)
@@ -250,7 +250,7 @@ def test_every_transform_obeys_every_law(name: str, tx: mfx.Transform):
     assert len(report.held) >= 20
 
 
-# Compiling is most of what the tests take: a few transforms always, every other one in a whole run, and the further
+# Compilation takes most of the time: a few transforms always, every other one in a whole run, and the further
 # cases of each in a deep one.
 ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon_with_adamw")  # Muon itself: `test_settings_by_name_compile`
 

@@ -69,7 +69,7 @@ def gives_out_its_state(factor: float = 0.5):
 
 @mfx.leafwise
 def views_and_writes(factor: float = 0.5):
-    """A result that may be a view of what the next operation could write to."""
+    """A result that may be a view of a tensor that the next operation could overwrite."""
 
     def step(u: mfx.Leaf, s: Any):
         doubled = u * 2.0

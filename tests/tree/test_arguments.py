@@ -59,14 +59,14 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     sharding.sharded: (TX, sharding.zero(PARAMS, 1)),
     sharding.offload: (TX,),
 }
-"""Good values for what must be given; what is in no entry needs nothing."""
+"""Valid values of required arguments; names without an entry require none."""
 MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}, select.labels: {"default": "muon"}}
 
 NOT_ASKED = {
     mfx.transform,  # tests/test_wrong_arguments.py
     mfx.leafwise,  # passes its name on to transform
     mfx.matrixwise,  # the same
-    mfx.Leaf,  # made by us, and not from what was typed
+    mfx.Leaf,  # created by the package, not from user input
     mfx.Summary,  # the same
     select.Predicate,  # the same
     schedules.schedule,  # a decorator, which looks at its name where it is used
@@ -75,7 +75,7 @@ NOT_ASKED = {
     mfx.MatrixView,  # it checks its patterns itself
     mfx.default_labels,  # labels are looked up by who has transforms for them
     select.default_labels_by_name,
-    select.ParamInfo,  # made by us, and not from what was typed
+    select.ParamInfo,  # created by the package, not from user input
     sharding.replicated,  # a process group is not plain
     sharding.Layout,
     sharding.Plan,

@@ -375,7 +375,7 @@ def test_what_was_set_is_found_and_nothing_else_has_changed(tree: Any, data: st.
     path = data.draw(st.sampled_from(mfx.tree.names(tree) or [""]))
 
     if len(mfx.tree.get_all(tree, path)) != 1 or path not in mfx.tree.get_all(tree, path):
-        return  # an empty container, two keys that read alike, or the end of a longer path
+        return  # an empty container, two keys with the same text, or the end of a longer path
     if isinstance(mfx.tree.get(tree, path), dict | list | tuple):
         return
     before = mfx.tree.leaves(tree)

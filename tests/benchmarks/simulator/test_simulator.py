@@ -73,8 +73,8 @@ def test_llama_70b_under_fsdp2_by_hand():
     square, narrow, wide = 8192 * 8192, 1024 * 8192, 28672 * 8192
     matrices = layers * (2 * square + 2 * narrow + 3 * wide)
     assert matrices == 68_451_041_280
-    # Sent: 63 of 64 pieces of a matrix of S bytes (bf16) go to its owner, and as many come back: 2 S (P - 1) / P by all
-    # ranks together, 2 S (P - 1) / P^2 by a rank on average.
+    # 63 of 64 shards of a matrix of S bytes (bf16) are sent to its owner, and as many are returned: 2 S (P - 1) / P by
+    # all ranks together, 2 S (P - 1) / P^2 by a rank on average.
     sent = 2 * (2 * matrices) * (ranks - 1) // ranks
     assert sent == 269_525_975_040
     # Kept: momentum of 4 bytes for the matrices, two moments for embedding, head and 161 norms; a 64th of each.
@@ -96,7 +96,7 @@ def test_llama_70b_under_fsdp2_by_hand():
     assert {share.route for share in run.shares} == {"owner"}
     assert sum(run.sent) == sent
     assert sum(on.layout("fsdp2").piece(name, 5).numel for name in on.parameters) == (matrices + others) // ranks
-    # A rank sends its pieces of what others own, and of what it owns all other pieces: by hand for each of them.
+    # A rank sends its shards of matrices that others own, and the results of its own matrices: by hand for each.
     own = [sum(2 * share.numel for share in run.shares if share.owner == rank) for rank in range(ranks)]
     assert run.sent == [(2 * matrices - mine) // ranks + mine * (ranks - 1) // ranks for mine in own]
 
@@ -113,7 +113,7 @@ def test_llama_70b_under_fsdp2_by_hand():
     assert (row["state"], row["scratch"]) == (kept, on.intermediates + under_way)
 
 
-# ---------------------------------------------------------------------------------------- from what is really assigned
+# ---------------------------------------------------------------------------------------- from real assignments
 
 
 def transferred(on: Setting, layout: str, **chosen: object) -> list[int]:
@@ -160,7 +160,7 @@ def test_state_is_held_once_in_a_replica_or_once_a_rank(on: Setting):
 @settings(max_examples=30)
 @given(SETTINGS, st.integers(1, 2**22))
 def test_exchanges_take_a_bucket_or_what_there_is(on: Setting, bucket: int):
-    """All that is under way at a time is bounded by the bucket, and by what there is; one large matrix goes alone."""
+    """The bytes in transit at one time are bounded by the bucket and by the total; a large matrix is sent alone."""
     on = dataclasses.replace(on, bucket=bucket, _layouts={})
     scratch = tally_of("owner", on).scratch - on.intermediates
     assert scratch <= BUFFERS_PER_BUCKET * sum(on.sizes)

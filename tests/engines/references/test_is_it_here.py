@@ -1,4 +1,4 @@
-"""The pages that put muonfx beside Optax leave nothing of it out, and say what its signatures say."""
+"""The pages that compare muonfx with Optax list all of its names, with its signatures."""
 
 import inspect
 import re

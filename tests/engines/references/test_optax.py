@@ -100,7 +100,7 @@ def params_only(_: Any, params: Any) -> Any:
 
 
 def compare(ours: Any, theirs: Any, steps: int = 20, bound: float = BOUND) -> None:
-    """Compare two optimizers, or pairs of an optimizer and the function of what is compared, over a trajectory."""
+    """Compare two optimizers, or pairs of an optimizer and a function of the values to compare, over some steps."""
     tx, see = ours if type(ours) is tuple else (ours, params_only)
     reference, their_see = theirs if type(theirs) is tuple else (theirs, params_only)
     compare_seen(ours_seen(tx, see, steps), theirs_seen(reference, their_see, steps), bound)

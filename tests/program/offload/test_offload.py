@@ -30,12 +30,12 @@ from tests.sharding.counting import counting
 from tests.sharding.test_law import as_dtensors, dtensor_cases, held, noted, plain
 
 HOMES = ("memory", "lane", "disk")
-"""Host memory, worked in where it lies; host memory behind a lane, as for a GPU; and a disk whose pages are tiny."""
+"""Host memory, updated in place; host memory with transfers, as for a GPU; and a disk with tiny pages."""
 
 
 @contextmanager
 def at_home(kind: str) -> Iterator[str]:
-    """What to give as ``to``."""
+    """The argument ``to``."""
     with tempfile.TemporaryDirectory() as folder:
         if kind == "memory":
             yield "cpu"
@@ -167,7 +167,7 @@ EXAMPLES = params_and_grads() | st.sampled_from(DTYPES).flatmap(lambda dtype: pa
 @given(ANY | WRAPPED, EXAMPLES, st.sampled_from(HOMES), st.sampled_from((1, 64, 1 << 26)), st.booleans())
 def test_offloading_changes_no_bit(tx: mfx.Transform, example: Any, home: str, bucket_bytes: int, donate: bool):
     params, steps = example
-    # What is computed in one call depends on the bucket: a list of several dtypes does not round a number that is a
+    # The tensors of one call depend on the bucket: a list of several dtypes does not round a number that is a
     # tensor, as a schedule's is, and matrices of one shape are multiplied in one batch.
     mixed = len({leaf.dtype for leaf in mfx.tree.tensors(params)}) > 1
     if mixed or mfx.orthogonalize in factories(tx):
@@ -289,7 +289,7 @@ def test_it_is_a_value_like_others_and_goes_inside_a_sharded_transform(tmp_path:
     assert (mfx.hyperparams(outside), outside.fingerprint) == (mfx.hyperparams(MUON), MUON.fingerprint)
 
 
-# --------------------------------------------------------------------------------------------------- where it lies
+# --------------------------------------------------------------------------------------------------- in place
 
 
 def test_the_state_is_in_files_without_a_name_that_go_with_it(tmp_path: Path):
@@ -435,7 +435,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux how much memory was resident")
 def test_a_state_on_disk_takes_no_memory(tmp_path: Path):
-    # What is freed goes back at once, so that the peak is of what was in use.
+    # Freed memory is returned at once, so that the peak is the memory in use.
     said = run_python("-c", GROWTH, tmp_path, MALLOC_MMAP_THRESHOLD_="65536").stdout
     # Two buckets of 8 MiB, and what the arithmetic takes for one; the state is of 256 MiB.
     assert int(said) <= 48

@@ -106,7 +106,7 @@ def test_unequal_parts_that_repeat_stay_on_the_rank_that_has_all_of_them():
 
 
 def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
-    """Four experts a stack, dealt out over some parts, in each of which the rows of an expert are cut."""
+    """Stacks of four experts, divided among several ranks, each of which has some rows of an expert."""
     inner = size // parts
     places = Places((parts, inner), [divmod(rank, inner) for rank in range(size)])
     specs = {f"stack{i}": Spec((4, 16, 8), torch.float32) for i in range(stacks)}
