@@ -282,9 +282,9 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
     rising = {places for places, name in one_of.items() if 1 in _signs(root, name)}
     if found := [name for name in trained if routes[name].places in rising]:
         warn_caller(
-            f"{len(found)} of {len(params)} parameters, such as {found[0]!r}, would move uphill: none of their "
-            "transforms reverses the gradient. Put scale_by_learning_rate(...) at the end of their chain; your own "
-            'transform that reverses it declares position="learning_rate"'
+            f"each step would increase the loss: the updates of {len(found)} of {len(params)} parameters, such as "
+            f"{found[0]!r}, have the sign of the gradient. Put scale_by_learning_rate(...) at the end of their chain. "
+            'If a transform of your own reverses the sign, declare position="learning_rate" for it'
         )
 
 

@@ -141,6 +141,10 @@ def sharded(
         torch.Size([4, 4])
     """
     require_transform("tx", tx)
+    if isinstance(tx, Sharded):
+        raise TypeError(
+            "tx: found a sharded transform, expected a transform for whole tensors: pass tx.arguments['tx']"
+        )
     require_layout(layout)
     settings = Settings(replicas, bucket_bytes)
     settings.check()

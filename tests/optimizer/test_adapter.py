@@ -246,7 +246,7 @@ def test_save_load_step_is_bitwise_step(name, dtype):
         assert_equal(a[index], b[index])
 
 
-@pytest.mark.filterwarnings("ignore:.* would move uphill")
+@pytest.mark.filterwarnings("ignore:each step would increase the loss")
 def test_a_state_that_does_not_fit_is_refused_whole():
     model = make_model()
     optimizer = mfx.TransformOptimizer(model, mfx.momentum(0.9))
