@@ -90,7 +90,7 @@ def load(
         >>> mfx.checkpoint.load(path, like=half)
         Traceback (most recent call last):
         muonfx.checkpoint.errors.MismatchError: ... does not fit, nothing was loaded:
-          narrowing: 'trace/w' is torch.float32 in the checkpoint, and torch.bfloat16 is wanted
+          narrowing: 'trace/w' is torch.float32 in the checkpoint, expected torch.bfloat16
         what to do:
           to round: cast={'trace/w': torch.bfloat16} ...
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype

@@ -170,7 +170,7 @@ def _check_leaves(
             problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {asked}")
             advice.append("cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it")
         elif not chosen and have.dtype != spec.dtype and not widens(have.dtype, spec.dtype):
-            problems.append(f"narrowing: {name!r} is {have.dtype} in the checkpoint, and {spec.dtype} is wanted")
+            problems.append(f"narrowing: {name!r} is {have.dtype} in the checkpoint, expected {spec.dtype}")
             narrowed[name] = spec.dtype
     if narrowed:
         name, dtype = next(iter(narrowed.items()))

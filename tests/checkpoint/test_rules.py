@@ -358,7 +358,7 @@ def test_issue_7746_mirrored_bf16_momentum_in_an_fp32_run(tmp_path: Path):
     wide = ck.load(tmp_path / "half", like=mfx.spec(full, params), allow_other_chain=True)
     assert_same_tree(wide.trace, {"w": state.trace["w"].float()})
     ck.save(tmp_path / "full", wide)
-    with pytest.raises(MismatchError, match=r"narrowing: 'trace/w' is torch.float32 .* torch.bfloat16 is wanted"):
+    with pytest.raises(MismatchError, match=r"narrowing: 'trace/w' is torch.float32 .* expected torch.bfloat16"):
         ck.load(tmp_path / "full", like=mfx.spec(half, params))
     assert_same_tree(ck.load(tmp_path / "full", mfx.spec(half, params), cast={"trace": torch.bfloat16}), state)
 
@@ -414,7 +414,7 @@ def test_widening_needs_no_word_and_nothing_else_is_cast_without_one(
     like = {"a": torch.zeros(2, dtype=new), "b": torch.zeros(2, dtype=torch.float64)}
     with pytest.raises(MismatchError) as caught:
         ck.load(tmp_path, like=like)
-    assert caught.value.problems == (f"narrowing: 'a' is {old} in the checkpoint, and {new} is wanted",)
+    assert caught.value.problems == (f"narrowing: 'a' is {old} in the checkpoint, expected {new}",)
     assert f"cast={{'a': {new}}}" in str(caught.value)
     back = ck.load(tmp_path, like=like, cast={"a": new})
     assert_same_tree(back, mfx.tree.map(torch.ones_like, like))
@@ -432,7 +432,7 @@ def test_one_error_lists_everything_that_does_not_fit(saved):
         "missing:   'scale_by_lion/mu/embed.weight', (9, 4) float32, is not in the checkpoint",
         f"extra:     'momentum/trace/{B}' is in the checkpoint and not in `like`",
         "reshaped:  'momentum/trace/embed.weight' has shape (8, 4) in the checkpoint, expected (9, 4)",
-        f"narrowing: 'momentum/trace/{W}' is torch.float32 in the checkpoint, and torch.bfloat16 is wanted",
+        f"narrowing: 'momentum/trace/{W}' is torch.float32 in the checkpoint, expected torch.bfloat16",
     ):
         assert expected in problems
     assert len(caught.value.problems) == 1 + 3 + (1 + 8 + 1) + 1 + 3
