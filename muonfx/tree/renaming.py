@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from muonfx.tree.arguments import close_names
@@ -75,12 +75,31 @@ def _new_name(name: str, old: str, new: str, level: str) -> str | None:
 
 def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
     """Guess how checkpoint leaves (``extra``) are to be renamed to ``missing`` ones; {} if not exactly one way fits."""
+    return _by_prefix(extra, missing) or _by_ends(extra, missing)
+
+
+def _by_prefix(extra: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
+    """Return a renaming that adds or removes one prefix, such as "model.", in the last level of all names; or {}."""
+    short, long = (sorted(names) for names in (extra, missing))
+    adds = sum(map(len, short)) < sum(map(len, long))
+    if not adds:
+        short, long = long, short
+    levels = [name.rpartition("/") for name in short]
+    last = long[0].rpartition("/")[2] if long else ""
+    for prefix in (last[: dot.end()] for dot in re.finditer(r"\.", last)):
+        if sorted(f"{above}{level}{prefix}{end}" for above, level, end in levels) == long:
+            entries = {f"{above}{level}*": f"{above}{level}{prefix}*" for above, level, _ in levels}
+            return entries if adds else {new: old for old, new in entries.items()}
+    return {}
+
+
+def _by_ends(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
     # Both map leaf names to shapes. Two leaves are a pair if their shapes are equal and their names end in the same
     # levels: at least field and parameter, or all levels of one of the names. The longest common end decides. Each leaf
     # of the smaller side needs its own partner. The larger side may have leaves left over only if leading levels are
     # all that differs, as when a recipe was put into a chain.
     if len(extra) > len(missing):
-        back = found_renaming(missing, extra)
+        back = _by_ends(missing, extra)
         found = {old: new for new, old in back.items()}
         return found if len(found) == len(back) else {}
     ends: dict[object, list[str]] = {}

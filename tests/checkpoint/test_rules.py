@@ -199,8 +199,8 @@ def test_an_optimizers_parameters_are_renamed_on_load():
     saved = one.state_dict()
     before = mfx.tree.map(torch.clone, other.transform_state)
     for rename, problem in (
-        (None, "has no 'first.bias'"),
-        ({"0": "first"}, "has no 'second.bias'"),
+        (None, "lacks 'first.bias'"),
+        ({"0": "first"}, "lacks 'second.bias'"),
         ({"0": "first", "1": "second", "2": "third"}, "'2' matches no parameter"),
         ({"0": "first", "1": "first"}, "would both be 'first.weight'"),
         ({"*.weight": "first"}, "same number of"),
@@ -255,6 +255,18 @@ def printed(message: str) -> dict[str, str] | None:
     """The renaming in an error, read as a user would paste it."""
     found = re.search(r"^  if only the names of leaves differ: rename=(.*)$", message, re.MULTILINE)
     return None if found is None or "name in the checkpoint" in found[1] else eval(found[1])
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["added", "removed"])
+def test_the_printed_renaming_adds_and_removes_a_prefix_of_parameter_names(adds: bool, tmp_path):
+    prefixed = {f"model.{name}": leaf for name, leaf in MODEL.items()}
+    before, after = (MODEL, prefixed) if adds else (prefixed, MODEL)
+    saved = trained(ADAM, before)[1]
+    path = ck.save(tmp_path, saved)
+    with pytest.raises(ck.MismatchError) as caught:
+        ck.load(path, like=ADAM.init(after))
+    loaded = ck.load(path, like=ADAM.init(after), rename=printed(str(caught.value)))
+    assert_same_tree(tree.leaves(loaded), tree.leaves(saved))
 
 
 CLIP = mfx.clip_by_global_norm(1.0)
