@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muonfx.contrib.dion import scale_by_dion
+from muonfx.contrib.dion2 import scale_by_dion2
 from muonfx.contrib.directions import scale_by_dual_norm, scale_by_namo
 from muonfx.contrib.norms import (
     keep_weight_norms,
@@ -37,7 +38,7 @@ from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["adamuon", "dion", "muon_hyperball", "musgd", "namo", "polargrad", "prodigy", "scion"]
-__all__ += ["soap", "soap_muon"]
+__all__ += ["dion2", "soap", "soap_muon"]
 
 Norms = Mapping[str, tuple[str, float]]
 
@@ -343,6 +344,39 @@ def prodigy(
     """
     scaled = scale_by_prodigy(learning_rate, b1, b2, eps, estim_lr0=estim_lr0, weight_decay=weight_decay)
     return chain(scaled, scale(-1.0))
+
+
+@plain_arguments
+def dion2(
+    learning_rate: ScalarOrSchedule = 1e-2,
+    *,
+    shrink: int = 4,
+    decay: ScalarOrSchedule = 0.95,
+    weight_decay: ScalarOrSchedule = 0.01,
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """Dion2: Muon on the rows or columns of the momentum with the largest norms. All parameters must be matrices.
+
+    Args:
+        learning_rate: a number or a schedule.
+        shrink: the number by which the shorter side is divided to get the number of rows, as in `scale_by_dion2`.
+        decay: the factor of the selected rows of the sum of gradients after each step.
+        weight_decay: decoupled weight decay of all rows, as in `muon`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
+
+    Follows Dion2 (arXiv 2512.16928).
+
+    >>> list(dion2(0.02).init({"w": torch.zeros(4, 4)}))[:2]
+    ['scale_by_dion2', 'scale_by_shape']
+    """
+    return chain(
+        scale_by_dion2(shrink, decay, view=view),
+        scale_by_shape("spectral", view=view),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 @plain_arguments

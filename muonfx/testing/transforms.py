@@ -194,6 +194,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.subtract_decayed_weights: {"weight_decay": _RATES},
     contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
     contrib.scale_by_dion: {"rank": _COUNTS},
+    contrib.scale_by_dion2: {"shrink": _COUNTS},
     contrib.scale_by_prodigy: {"estim_lr0": st.sampled_from((1e-6, 1e-2))},
     contrib.scale_by_soap: {
         "refresh": _COUNTS,
@@ -206,6 +207,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
         "weight_lr_power": _SHARES,
     },
     variants.dion: {"rank": _COUNTS},
+    variants.dion2: {"shrink": _COUNTS},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
 }
 """Strategies for arguments that mean something else in one factory, or have other valid values there."""

@@ -95,6 +95,10 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.contrib.scale_by_dion(2),
         mfx.contrib.scale_by_dion(1, 0.5, dtype=torch.bfloat16, view=STACKS),
     ],
+    "scale_by_dion2": [
+        mfx.contrib.scale_by_dion2(2),
+        mfx.contrib.scale_by_dion2(3, 0.5, coefficients="cubic", dtype=torch.bfloat16, view=STACKS),
+    ],
     "scale_by_dual_norm": [mfx.contrib.scale_by_dual_norm(TWO_STEPS)],
     "scale_by_namo": [
         mfx.contrib.scale_by_namo(TWO_STEPS),
