@@ -1,7 +1,7 @@
 """Variants of Muon, their parts, and further transforms from Optax; imported on first use.
 
-`recipes` contains complete optimizers: Scion, Dion, Dion2, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Prodigy and
-SOAP. Each other module contains one family of transforms.
+`recipes` contains complete optimizers: Scion, Dion, Dion2, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Prodigy,
+Shampoo and SOAP. Each other module contains one family of transforms.
 """
 
 from muonfx.contrib import recipes
@@ -25,17 +25,18 @@ from muonfx.contrib.plateau import ReduceOnPlateauState, reduce_on_plateau
 from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
 from muonfx.contrib.recipes import *  # noqa: F403 - a recipe has the name of a module that it replaces here
 from muonfx.contrib.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
+from muonfx.contrib.shampoo import ShampooState, scale_by_shampoo
 from muonfx.contrib.sharpness import sam, sam_gradient
 from muonfx.contrib.soap import SoapState, scale_by_soap
 
 # fmt: off
 __all__ = [
     "Dion2State", "DionState", "EmaNesterovState", "FactoredRmsState", "NamoState", "ProdigyState",
-    "ReduceOnPlateauState", "ScheduleFreeState", "SoapState", "WeightNormsState", "ema_nesterov",
+    "ReduceOnPlateauState", "ScheduleFreeState", "ShampooState", "SoapState", "WeightNormsState", "ema_nesterov",
     "floor_by_weight_norms", "keep_weight_norms", "match_weight_norms", "normalize_columns", "normalize_leaves",
     "normalize_matrices", "normalize_rows", "radial_brake", "reduce_on_plateau", "sam", "sam_gradient",
     "scale_by_dion", "scale_by_dion2", "scale_by_dual_norm", "scale_by_factored_rms", "scale_by_namo",
-    "scale_by_prodigy", "scale_by_soap", "schedule_free", "schedule_free_eval_params",
+    "scale_by_prodigy", "scale_by_shampoo", "scale_by_soap", "schedule_free", "schedule_free_eval_params",
 ]
 # fmt: on
 __all__ += recipes.__all__

@@ -17,6 +17,7 @@ from muonfx.contrib.norms import (
     normalize_rows,
 )
 from muonfx.contrib.prodigy import scale_by_prodigy
+from muonfx.contrib.shampoo import scale_by_shampoo
 from muonfx.contrib.soap import Factors, scale_by_soap
 from muonfx.core import Transform, add_updates, chain
 from muonfx.core.schedules import ScalarOrSchedule
@@ -38,7 +39,7 @@ from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["adamuon", "dion", "muon_hyperball", "musgd", "namo", "polargrad", "prodigy", "scion"]
-__all__ += ["dion2", "soap", "soap_muon"]
+__all__ += ["dion2", "shampoo", "soap", "soap_muon"]
 
 Norms = Mapping[str, tuple[str, float]]
 
@@ -374,6 +375,44 @@ def dion2(
     return chain(
         scale_by_dion2(shrink, decay, view=view),
         scale_by_shape("spectral", view=view),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def shampoo(
+    learning_rate: ScalarOrSchedule = 2e-3,
+    *,
+    decay: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.95,
+    damping: ScalarOrSchedule = 1e-4,
+    weight_decay: ScalarOrSchedule = 0.0,
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """Shampoo without grafting: updates have a fixed root mean square. All parameters must be matrices.
+
+    Args:
+        learning_rate: a number or a schedule; AdamW's values are suitable.
+        decay: decay rate of the momentum, which averages the multiplied gradients.
+        b2: decay rate of the factors.
+        damping: the damping of the factors, as in `scale_by_shampoo`.
+        weight_decay: decoupled weight decay, as in `muon`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
+
+    Follows Shampoo (arXiv 1802.09568). The update of each matrix is rescaled to a root mean square of 0.2, as in
+    `adamuon`, where other implementations take the size of another optimizer's update.
+
+    >>> list(shampoo(1e-3).init({"w": torch.zeros(4, 4)}))[:3]
+    ['scale_by_shampoo', 'momentum', 'normalize_matrices']
+    """
+    return chain(
+        scale_by_shampoo(b2, damping, view=view),
+        momentum(decay, nesterov=False),
+        normalize_matrices(view=view),
+        scale(0.2),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )

@@ -196,6 +196,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     contrib.scale_by_dion: {"rank": _COUNTS},
     contrib.scale_by_dion2: {"shrink": _COUNTS},
     contrib.scale_by_prodigy: {"estim_lr0": st.sampled_from((1e-6, 1e-2))},
+    contrib.scale_by_shampoo: {"refresh": _COUNTS, "damping": st.sampled_from((1e-4, 1e-2))},
     contrib.scale_by_soap: {
         "refresh": _COUNTS,
         "max_precondition_size": st.sampled_from((10_000, 3)),
@@ -208,6 +209,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     },
     variants.dion: {"rank": _COUNTS},
     variants.dion2: {"shrink": _COUNTS},
+    variants.shampoo: {"damping": st.sampled_from((1e-4, 1e-2))},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
 }
 """Strategies for arguments that mean something else in one factory, or have other valid values there."""

@@ -252,6 +252,52 @@ def test_blocks_at_most_steps_are_a_sum_of_two_chains():
     assert_follows(tx, step)
 
 
+def inverse_root(factor: Tensor, damping: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(factor)
+    return vectors @ (values + damping * factor.norm()).pow(-0.25).diag() @ vectors.T
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_shampoo(refresh: int):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        factors = [average(memory, f"factor{side}", f, 0.8) for side, f in enumerate((g @ g.T, g.T @ g))]
+        if t % refresh == 1 or refresh == 1:
+            memory["roots"] = [inverse_root(factor / (1 - 0.8**t), 0.01) for factor in factors]
+        left, right = memory["roots"]
+        return x - RATE * left @ g @ right
+
+    tx = mfx.chain(mfx.contrib.scale_by_shampoo(0.8, 0.01, refresh=refresh), mfx.scale_by_learning_rate(RATE))
+    formulas.assert_follows(tx, step, kit.Example.of(SHAPES, steps=8, dtype=torch.float64), rtol=1e-9, atol=1e-10)
+
+
+def test_the_recipe_of_shampoo_has_updates_of_one_size():
+    params, steps = kit.Example.of(SHAPES, steps=3, dtype=torch.float64)
+    tx = mfx.contrib.shampoo(RATE)
+    state = tx.init(params)
+    for grads in steps:
+        updates, state = tx.update(grads, state, params)
+        sizes = torch.stack([u.square().mean().sqrt() for u in updates.values()])
+        torch.testing.assert_close(sizes, torch.full_like(sizes, 0.2 * RATE))
+
+
+def test_the_first_update_of_shampoo_is_the_polar_factor():
+    params, (grads,) = kit.Example.of(SHAPES, steps=1, dtype=torch.float64)
+    tx = mfx.contrib.scale_by_shampoo(damping=1e-13)
+    updates, _ = tx.update(grads, tx.init(params))
+    for name, update in updates.items():
+        torch.testing.assert_close(update, polar(grads[name]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
+def test_shampoo_keeps_nan_and_overflow_in_their_matrix(bad: float):
+    tx = mfx.contrib.scale_by_shampoo(view=mfx.MatrixView(STACK))
+    grads = {"w": torch.eye(3).repeat(2, 1, 1)}
+    grads["w"][1, 0, 1] = bad
+    out = tx.run(grads, tx.init(grads), None)[0]["w"]
+    torch.testing.assert_close(out[0], torch.eye(3), rtol=0, atol=1e-4)
+    assert out[1].isnan().all()
+
+
 def power_iterated(factor: Tensor, basis: Tensor, shift: float = 2.0**-13) -> tuple[Tensor, Tensor]:
     """The next basis, and the order of the old columns in it."""
     largest = 2.0 ** factor.abs().max().log2().floor()
@@ -415,6 +461,14 @@ def test_the_cost_of_soap_counts_its_products_and_five_for_each_decomposition(fa
     with FlopCounterMode(display=False) as counted:
         tx.run(grads, tx.init(grads), None)
     decompositions = 3 * 5 * 2 * sum(side**3 for side in (12, 40) if side <= longest)
+    assert cost_of(tx, grads) == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
+
+
+def test_the_cost_of_shampoo_counts_its_products_and_twelve_for_each_decomposition():
+    tx, grads = mfx.contrib.scale_by_shampoo(), {"w": torch.randn(12, 40)}
+    with FlopCounterMode(display=False) as counted:
+        tx.run(grads, tx.init(grads), None)
+    decompositions = 12 * 2 * (12**3 + 40**3)
     assert cost_of(tx, grads) == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
 
 

@@ -27,6 +27,7 @@ TAKE_BLOCKS = {
     "match_weight_norms": mfx.contrib.match_weight_norms,
     "floor_by_weight_norms": mfx.contrib.floor_by_weight_norms,
     "radial_brake": mfx.contrib.radial_brake,
+    "scale_by_shampoo": mfx.contrib.scale_by_shampoo,
     "scale_by_soap": lambda **kw: mfx.contrib.scale_by_soap(max_precondition_size=5, **kw),
     "scale_by_dion2": lambda **kw: mfx.contrib.scale_by_dion2(2, coefficients="quintic", **kw),
     "scale_by_dion": lambda **kw: mfx.contrib.scale_by_dion(2, dtype=torch.float64, **kw),
