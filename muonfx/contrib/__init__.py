@@ -1,13 +1,13 @@
 """Variants of Muon, their parts, and further transforms from Optax; imported on first use.
 
-`recipes` contains complete optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Muon for LoRA,
-Prodigy and SOAP.
-Each other module contains one family of transforms.
+`recipes` contains complete optimizers: Scion, Dion, Dion2, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Muon for LoRA,
+Prodigy, Shampoo and SOAP. Each other module contains one family of transforms.
 """
 
 from muonfx.contrib import recipes
 from muonfx.contrib.adafactor import FactoredRmsState, scale_by_factored_rms
 from muonfx.contrib.dion import DionState, scale_by_dion
+from muonfx.contrib.dion2 import Dion2State, scale_by_dion2
 from muonfx.contrib.directions import NamoState, scale_by_dual_norm, scale_by_namo
 from muonfx.contrib.ema_nesterov import EmaNesterovState, ema_nesterov
 from muonfx.contrib.lora import lora_labels
@@ -26,17 +26,18 @@ from muonfx.contrib.plateau import ReduceOnPlateauState, reduce_on_plateau
 from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
 from muonfx.contrib.recipes import *  # noqa: F403 - a recipe has the name of a module that it replaces here
 from muonfx.contrib.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
+from muonfx.contrib.shampoo import ShampooState, scale_by_shampoo
 from muonfx.contrib.sharpness import sam, sam_gradient
 from muonfx.contrib.soap import SoapState, scale_by_soap
 
 # fmt: off
 __all__ = [
-    "DionState", "EmaNesterovState", "FactoredRmsState", "NamoState", "ProdigyState", "ReduceOnPlateauState",
-    "ScheduleFreeState", "SoapState", "WeightNormsState", "ema_nesterov", "floor_by_weight_norms", "keep_weight_norms",
-    "lora_labels", "match_weight_norms", "normalize_columns", "normalize_leaves", "normalize_matrices",
-    "normalize_rows", "radial_brake", "reduce_on_plateau", "sam", "sam_gradient", "scale_by_dion", "scale_by_dual_norm",
-    "scale_by_factored_rms", "scale_by_namo", "scale_by_prodigy", "scale_by_soap", "schedule_free",
-    "schedule_free_eval_params",
+    "Dion2State", "DionState", "EmaNesterovState", "FactoredRmsState", "NamoState", "ProdigyState",
+    "ReduceOnPlateauState", "ScheduleFreeState", "ShampooState", "SoapState", "WeightNormsState", "ema_nesterov",
+    "floor_by_weight_norms", "keep_weight_norms", "lora_labels", "match_weight_norms", "normalize_columns",
+    "normalize_leaves", "normalize_matrices", "normalize_rows", "radial_brake", "reduce_on_plateau", "sam",
+    "sam_gradient", "scale_by_dion", "scale_by_dion2", "scale_by_dual_norm", "scale_by_factored_rms", "scale_by_namo",
+    "scale_by_prodigy", "scale_by_shampoo", "scale_by_soap", "schedule_free", "schedule_free_eval_params",
 ]
 # fmt: on
 __all__ += recipes.__all__

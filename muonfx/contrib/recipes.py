@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from muonfx.contrib.dion import scale_by_dion
+from muonfx.contrib.dion2 import scale_by_dion2
 from muonfx.contrib.directions import scale_by_dual_norm, scale_by_namo
 from muonfx.contrib.lora import muon_lora
 from muonfx.contrib.norms import keep_weight_norms, match_weight_norms, normalize_matrices
 from muonfx.contrib.prodigy import scale_by_prodigy
 from muonfx.contrib.scion import scion
+from muonfx.contrib.shampoo import scale_by_shampoo
 from muonfx.contrib.soap import Factors, scale_by_soap
 from muonfx.core import Transform, add_updates, chain
 from muonfx.core.schedules import ScalarOrSchedule
@@ -26,8 +28,8 @@ from muonfx.transforms.decay import Mask
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
 
-__all__ = ["adamuon", "dion", "muon_hyperball", "muon_lora", "musgd", "namo", "polargrad", "prodigy", "scion"]
-__all__ += ["soap", "soap_muon"]
+__all__ = ["adamuon", "dion", "dion2", "muon_hyperball", "muon_lora", "musgd", "namo", "polargrad", "prodigy", "scion"]
+__all__ += ["shampoo", "soap", "soap_muon"]
 
 
 @plain_arguments
@@ -264,6 +266,77 @@ def prodigy(
     """
     scaled = scale_by_prodigy(learning_rate, b1, b2, eps, estim_lr0=estim_lr0, weight_decay=weight_decay)
     return chain(scaled, scale(-1.0))
+
+
+@plain_arguments
+def dion2(
+    learning_rate: ScalarOrSchedule = 1e-2,
+    *,
+    shrink: int = 4,
+    decay: ScalarOrSchedule = 0.95,
+    weight_decay: ScalarOrSchedule = 0.01,
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """Dion2: Muon on the rows or columns of the momentum with the largest norms. All parameters must be matrices.
+
+    Args:
+        learning_rate: a number or a schedule.
+        shrink: the number by which the shorter side is divided to get the number of rows, as in `scale_by_dion2`.
+        decay: the factor of the selected rows of the sum of gradients after each step.
+        weight_decay: decoupled weight decay of all rows, as in `muon`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
+
+    Follows Dion2 (arXiv 2512.16928).
+
+    >>> list(dion2(0.02).init({"w": torch.zeros(4, 4)}))[:2]
+    ['scale_by_dion2', 'scale_by_shape']
+    """
+    return chain(
+        scale_by_dion2(shrink, decay, view=view),
+        scale_by_shape("spectral", view=view),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def shampoo(
+    learning_rate: ScalarOrSchedule = 2e-3,
+    *,
+    decay: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.95,
+    damping: ScalarOrSchedule = 1e-4,
+    weight_decay: ScalarOrSchedule = 0.0,
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """Shampoo without grafting: updates have a fixed root mean square. All parameters must be matrices.
+
+    Args:
+        learning_rate: a number or a schedule; AdamW's values are suitable.
+        decay: decay rate of the momentum, which averages the multiplied gradients.
+        b2: decay rate of the factors.
+        damping: the damping of the factors, as in `scale_by_shampoo`.
+        weight_decay: decoupled weight decay, as in `muon`.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+        mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
+
+    Follows Shampoo (arXiv 1802.09568). The update of each matrix is rescaled to a root mean square of 0.2, as in
+    `adamuon`, where other implementations take the size of another optimizer's update.
+
+    >>> list(shampoo(1e-3).init({"w": torch.zeros(4, 4)}))[:3]
+    ['scale_by_shampoo', 'momentum', 'normalize_matrices']
+    """
+    return chain(
+        scale_by_shampoo(b2, damping, view=view),
+        momentum(decay, nesterov=False),
+        normalize_matrices(view=view),
+        scale(0.2),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 @plain_arguments

@@ -1,4 +1,4 @@
-"""`polar_factor`: the exact polar factor by SVD, a slow reference for the Newton-Schulz iteration."""
+"""`polar_factor`: the exact polar factor by SVD, a slow reference for Newton-Schulz; and the Sylvester equation."""
 
 from __future__ import annotations
 
@@ -88,6 +88,11 @@ def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) 
     beyond_columns = t @ inverse - p @ (p.mT @ t @ inverse)
     beyond_rows = p @ (inverse @ (p.mT @ t - inside))
     return turned + beyond_columns + beyond_rows
+
+
+def solve_sylvester(h: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return the solution `K` of `H K + K H = C` for positive definite matrices `H`, with derivatives of any order."""
+    return _Sylvester.apply((h + h.mT) / 2, c, 0.0)
 
 
 class _Sylvester(torch.autograd.Function):

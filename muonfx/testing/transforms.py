@@ -200,7 +200,9 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.subtract_decayed_weights: {"weight_decay": _RATES},
     contrib.sam: {"rho": st.sampled_from((0.05, 0.0, 2.0))},
     contrib.scale_by_dion: {"rank": _COUNTS},
+    contrib.scale_by_dion2: {"shrink": _COUNTS},
     contrib.scale_by_prodigy: {"estim_lr0": st.sampled_from((1e-6, 1e-2))},
+    contrib.scale_by_shampoo: {"refresh": _COUNTS, "damping": st.sampled_from((1e-4, 1e-2))},
     contrib.scale_by_soap: {
         "refresh": _COUNTS,
         "max_precondition_size": st.sampled_from((10_000, 3)),
@@ -212,6 +214,8 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
         "weight_lr_power": _SHARES,
     },
     variants.dion: {"rank": _COUNTS},
+    variants.dion2: {"shrink": _COUNTS},
+    variants.shampoo: {"damping": st.sampled_from((1e-4, 1e-2))},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
     variants.muon_lora: {"labels": st.just(contrib.lora_labels)},
 }

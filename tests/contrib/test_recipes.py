@@ -2,17 +2,21 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import muonfx as mfx
 from muonfx import sharding
 from muonfx import testing as kit
+from muonfx.polar.cost import newton_schulz_cost
 from muonfx.select.matrix_view import STACK
 from tests import formulas
 from tests.formulas import EXACT, Step, average
@@ -24,6 +28,11 @@ SHAPES = {"tall": (6, 4), "wide": (3, 5)}
 def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9) -> None:
     example = kit.Example.of(SHAPES, steps=4, dtype=torch.float64)
     formulas.assert_follows(tx, step, example, rtol=rtol, atol=1e-10)
+
+
+def cost_of(tx: mfx.Transform, params: dict[str, Tensor]) -> float:
+    """The operations by which a parameter is given to a rank: those declared, and ten for each element."""
+    return sharding.plan_for(tx, sharding.zero(params, 1, partition="whole")).runs[0].shares[0].cost
 
 
 def polar(x: Tensor) -> Tensor:
@@ -141,6 +150,51 @@ def test_dion(rank: int):
     assert_follows(mfx.contrib.dion(RATE, rank=rank, decay=BETA, weight_decay=DECAY), step)
 
 
+@pytest.mark.parametrize("shrink", [1, 2, 100])
+def test_dion2(shrink: int):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        total = memory.get("m", 0.0) + g
+        rows = total if x.shape[0] <= x.shape[1] else total.T
+        selected = rows.abs().sum(1).topk(ceil(rows.shape[0] / shrink)).indices
+        update = torch.zeros_like(rows)
+        update[selected] = mfx.polar.orthogonalize(rows[selected])
+        rows[selected] *= BETA
+        memory["m"] = total
+        update = update if rows is total else update.T
+        return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * update
+
+    assert_follows(mfx.contrib.dion2(RATE, shrink=shrink, decay=BETA, weight_decay=DECAY), step)
+
+
+@given(st.integers(0, 999), st.sampled_from((torch.float32, torch.bfloat16)))
+def test_rows_of_equal_norms_are_selected_in_order_however_they_are_summed(seed: int, dtype: torch.dtype):
+    """Each row has the same magnitudes in another order, so that floating-point sums differ by rounding."""
+    draw = torch.Generator().manual_seed(seed)
+    row = torch.randn(33, generator=draw).exp().to(dtype)
+    matrix = torch.stack([row[torch.randperm(33, generator=draw)] for _ in range(8)])
+    tx = mfx.contrib.scale_by_dion2(2)
+    out = tx.run({"w": matrix}, tx.init({"w": matrix}), None)[0]["w"]
+    assert out.any(1).tolist() == [True] * 4 + [False] * 4
+    turned = tx.run({"w": matrix.mT.contiguous()}, tx.init({"w": matrix.mT}), None)[0]["w"]
+    assert turned.any(0).tolist() == [True] * 4 + [False] * 4
+
+
+def test_a_row_that_is_not_finite_is_selected():
+    tx, grads = mfx.contrib.scale_by_dion2(), {"w": torch.ones(8, 9)}
+    grads["w"][5, 3], grads["w"][7, 1] = torch.nan, torch.inf
+    out = tx.run(grads, tx.init(grads), None)[0]["w"]
+    assert out.isnan().any(1).tolist() == [False] * 5 + [True, False, True]
+    assert not out[:5].any()
+
+
+def test_the_cost_of_dion2_is_of_the_selected_rows():
+    params = {"w": torch.zeros(64, 96)}
+    every = mfx.contrib.scale_by_dion2(4), mfx.contrib.scale_by_dion2(1), mfx.orthogonalize()
+    costs = [cost_of(tx, params) - 10 * 64 * 96 for tx in every]
+    assert costs[1] == costs[2] > 0
+    assert costs[0] == newton_schulz_cost((16, 96)).load
+
+
 def test_a_dual_norm_is_that_of_the_inner_direction():
     grads = {"w": torch.tensor([[1e-30, -2e-30], [0.0, 3e-30]])}
     tx = mfx.contrib.scale_by_dual_norm(mfx.scale_by_sign())
@@ -196,6 +250,52 @@ def test_blocks_at_most_steps_are_a_sum_of_two_chains():
         mfx.scale_by_learning_rate(RATE),
     )
     assert_follows(tx, step)
+
+
+def inverse_root(factor: Tensor, damping: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(factor)
+    return vectors @ (values + damping * factor.norm()).pow(-0.25).diag() @ vectors.T
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_shampoo(refresh: int):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        factors = [average(memory, f"factor{side}", f, 0.8) for side, f in enumerate((g @ g.T, g.T @ g))]
+        if t % refresh == 1 or refresh == 1:
+            memory["roots"] = [inverse_root(factor / (1 - 0.8**t), 0.01) for factor in factors]
+        left, right = memory["roots"]
+        return x - RATE * left @ g @ right
+
+    tx = mfx.chain(mfx.contrib.scale_by_shampoo(0.8, 0.01, refresh=refresh), mfx.scale_by_learning_rate(RATE))
+    formulas.assert_follows(tx, step, kit.Example.of(SHAPES, steps=8, dtype=torch.float64), rtol=1e-9, atol=1e-10)
+
+
+def test_the_recipe_of_shampoo_has_updates_of_one_size():
+    params, steps = kit.Example.of(SHAPES, steps=3, dtype=torch.float64)
+    tx = mfx.contrib.shampoo(RATE)
+    state = tx.init(params)
+    for grads in steps:
+        updates, state = tx.update(grads, state, params)
+        sizes = torch.stack([u.square().mean().sqrt() for u in updates.values()])
+        torch.testing.assert_close(sizes, torch.full_like(sizes, 0.2 * RATE))
+
+
+def test_the_first_update_of_shampoo_is_the_polar_factor():
+    params, (grads,) = kit.Example.of(SHAPES, steps=1, dtype=torch.float64)
+    tx = mfx.contrib.scale_by_shampoo(damping=1e-13)
+    updates, _ = tx.update(grads, tx.init(params))
+    for name, update in updates.items():
+        torch.testing.assert_close(update, polar(grads[name]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
+def test_shampoo_keeps_nan_and_overflow_in_their_matrix(bad: float):
+    tx = mfx.contrib.scale_by_shampoo(view=mfx.MatrixView(STACK))
+    grads = {"w": torch.eye(3).repeat(2, 1, 1)}
+    grads["w"][1, 0, 1] = bad
+    out = tx.run(grads, tx.init(grads), None)[0]["w"]
+    torch.testing.assert_close(out[0], torch.eye(3), rtol=0, atol=1e-4)
+    assert out[1].isnan().all()
 
 
 def power_iterated(factor: Tensor, basis: Tensor, shift: float = 2.0**-13) -> tuple[Tensor, Tensor]:
@@ -361,8 +461,15 @@ def test_the_cost_of_soap_counts_its_products_and_five_for_each_decomposition(fa
     with FlopCounterMode(display=False) as counted:
         tx.run(grads, tx.init(grads), None)
     decompositions = 3 * 5 * 2 * sum(side**3 for side in (12, 40) if side <= longest)
-    cost = sharding.plan_for(tx, sharding.zero(grads, 1, partition="whole")).runs[0].shares[0].cost
-    assert cost == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
+    assert cost_of(tx, grads) == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
+
+
+def test_the_cost_of_shampoo_counts_its_products_and_twelve_for_each_decomposition():
+    tx, grads = mfx.contrib.scale_by_shampoo(), {"w": torch.randn(12, 40)}
+    with FlopCounterMode(display=False) as counted:
+        tx.run(grads, tx.init(grads), None)
+    decompositions = 12 * 2 * (12**3 + 40**3)
+    assert cost_of(tx, grads) == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
 
 
 def off_diagonal(factor: Tensor, basis: Tensor) -> float:

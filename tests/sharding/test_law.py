@@ -335,6 +335,7 @@ BY_MATRICES = {
     "polar": mfx.contrib.scale_by_dual_norm(muon()),
     "namo": mfx.contrib.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
     "dion": mfx.contrib.scale_by_dion(2),
+    "dion2": mfx.contrib.scale_by_dion2(),
     "soap": mfx.chain(
         mfx.contrib.scale_by_soap(),
         mfx.orthogonalize(dtype=torch.float32),
@@ -343,6 +344,7 @@ BY_MATRICES = {
         mfx.contrib.radial_brake(),
         mfx.contrib.ema_nesterov(0.9),
     ),
+    "shampoo": mfx.contrib.scale_by_shampoo(),
     "kl": mfx.contrib.scale_by_soap(factors="kl"),
     "sum": mfx.add_updates(muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))),
     "sphere": mfx.chain(muon(), mfx.contrib.match_weight_norms(), mfx.scale(-0.1), mfx.contrib.keep_weight_norms()),
@@ -351,7 +353,7 @@ BY_MATRICES = {
 NAMED = {"embed": "dion", "up": "sum", "down": "sphere", "odd": "unit", "conv": "polar"}
 NAMED |= {"norm": "rest", "scale": "rest"}
 SOAPS = dict.fromkeys(("embed", "up", "down", "odd", "conv", "cold"), "soap")
-KLS = dict.fromkeys(SOAPS, "kl")
+KLS = dict.fromkeys(SOAPS, "kl") | {"embed": "dion2", "odd": "dion2", "up": "shampoo", "conv": "shampoo"}
 NAMED_TOO = NAMED | {"embed": "namo", "up": "dion", "conv": "normalize", "odd": "sphere"}
 
 

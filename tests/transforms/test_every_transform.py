@@ -96,6 +96,10 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.contrib.scale_by_dion(2),
         mfx.contrib.scale_by_dion(1, 0.5, dtype=torch.bfloat16, view=STACKS),
     ],
+    "scale_by_dion2": [
+        mfx.contrib.scale_by_dion2(2),
+        mfx.contrib.scale_by_dion2(3, 0.5, coefficients="cubic", dtype=torch.bfloat16, view=STACKS),
+    ],
     "scale_by_dual_norm": [mfx.contrib.scale_by_dual_norm(TWO_STEPS)],
     "scale_by_namo": [
         mfx.contrib.scale_by_namo(TWO_STEPS),
@@ -149,6 +153,10 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_rms(nu_dtype=mfx.int8(**TINY)),
     ],
     "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", view=STACKS)],
+    "scale_by_shampoo": [
+        mfx.contrib.scale_by_shampoo(),
+        mfx.contrib.scale_by_shampoo(0.5, 1e-3, refresh=2, view=STACKS),
+    ],
     "scale_by_soap": [
         mfx.contrib.scale_by_soap(),
         mfx.contrib.scale_by_soap(0.5, 0.9, refresh=2, max_precondition_size=3, view=STACKS),

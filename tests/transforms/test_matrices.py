@@ -27,7 +27,9 @@ TAKE_BLOCKS = {
     "match_weight_norms": mfx.contrib.match_weight_norms,
     "floor_by_weight_norms": mfx.contrib.floor_by_weight_norms,
     "radial_brake": mfx.contrib.radial_brake,
+    "scale_by_shampoo": mfx.contrib.scale_by_shampoo,
     "scale_by_soap": lambda **kw: mfx.contrib.scale_by_soap(max_precondition_size=5, **kw),
+    "scale_by_dion2": lambda **kw: mfx.contrib.scale_by_dion2(2, coefficients="quintic", **kw),
     "scale_by_dion": lambda **kw: mfx.contrib.scale_by_dion(2, dtype=torch.float64, **kw),
     "scale_by_dual_norm": lambda **kw: mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(**EXACT, **kw), **kw),
     "scale_by_namo": lambda **kw: mfx.contrib.scale_by_namo(mfx.orthogonalize(**EXACT, **kw), **kw),
@@ -344,7 +346,7 @@ class Products(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("name", [*STACKED, "scale_by_dion"])
+@pytest.mark.parametrize("name", [*STACKED, "scale_by_dion", "scale_by_dion2"])
 def test_more_leaves_of_one_shape_take_no_more_calls(name: str):
     def products(leaves: int) -> int:
         params, (grads,) = kit.Example.of({f"w{n}": (6, 5) for n in range(leaves)}, steps=1)

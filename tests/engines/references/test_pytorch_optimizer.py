@@ -94,6 +94,14 @@ def test_soap(refresh: int, longest: int, monkeypatch: pytest.MonkeyPatch):
     assert_equal(tx, lambda params: theirs.SOAP(params, lr=RATE, **more), 1e-5, steps=16)
 
 
+def test_shampoo():
+    """Theirs sums over t gradients where ours averages, so its update is smaller by the root of t."""
+    weights = mfx.core.schedules.schedule(lambda: lambda count: RATE / (count + 1.0).sqrt())
+    direction = mfx.contrib.scale_by_shampoo(1 - 1e-6, 1e-12)
+    tx = mfx.chain(direction, mfx.scale_by_learning_rate(weights()))
+    assert_equal(tx, lambda params: theirs.Shampoo(params, lr=RATE, matrix_eps=1e-12), 1e-6)
+
+
 def test_adaptive_sam():
     params = drawn(torch.Generator().manual_seed(0), SHAPES)
     copies = {name: torch.nn.Parameter(p.clone()) for name, p in params.items()}

@@ -1,0 +1,130 @@
+"""Dion2: orthogonalization of the largest rows or columns of the momentum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import polar
+from muonfx.core import Transform, checks
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.polar.cost import newton_schulz_cost
+from muonfx.polar.iteration import unit_power
+from muonfx.select import MatrixView
+from muonfx.transforms.leafwise import Slot, WideStateDtype
+from muonfx.transforms.matrixwise import MatrixCost, matrixwise
+from muonfx.tree import PyTree
+
+__all__ = ["Dion2State", "scale_by_dion2"]
+
+
+class Dion2State(NamedTuple):
+    """State of the transform `scale_by_dion2`: a sum of gradients."""
+
+    trace: PyTree
+    """The sum $M$ of past gradients, whose selected rows or columns decay: a tree like the parameters."""
+
+
+def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
+    """Return a function from the shape of a matrix to the work of orthogonalizing its selected rows or columns."""
+    given = tx.arguments
+
+    def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
+        short, long = sorted((rows, columns))
+        chosen = torch.float64 if dtype == torch.float64 else compute
+        shape = (_number(short, given["shrink"]), long)
+        return newton_schulz_cost(shape, device, dtype=chosen, coefficients=given["coefficients"]).load
+
+    return cost
+
+
+@matrixwise(short_names={"momentum": "decay"}, position="sets_size", cost=_cost)
+def scale_by_dion2(
+    shrink: int = 4,
+    decay: ScalarOrSchedule = 0.95,
+    *,
+    coefficients: polar.CoefficientsLike = "polar_express_5",
+    dtype: WideStateDtype = "auto",
+    view: MatrixView = MatrixView(),
+):
+    r"""Orthogonalize the rows of the momentum that have the largest norms. The update of other rows is zero.
+
+    Each step adds the gradient to the sum in the state, $M = M_{t-1} + G$, and selects the rows with the largest
+    $\sum_j |M_{ij}|$, by default a quarter of all rows. If a matrix has more rows than columns, columns are selected
+    instead. The update has the orthogonalized submatrix at the selected rows, and zeros elsewhere. The selected rows of
+    $M_t$ are multiplied by $\beta$, and the others are kept (error feedback). Put ``scale_by_shape("spectral")`` after
+    it.
+
+    Newton-Schulz runs on the selected rows only. With a quarter of the rows, its products with the long side have a
+    sixteenth of the operations.
+
+    The rows are selected from whole matrices (``selection_scope="global"`` of the authors' code), so the update is
+    independent of the layout. Each owner therefore receives whole matrices and sends whole updates: as many bytes as
+    `orthogonalize`. The authors' default selects rows within each shard, which saves bytes, but its update depends on
+    the number of shards.
+
+    The norms are sums of integers: elements are rounded toward zero to multiples of $2^{-24}$ of the largest element,
+    rounded down to a power of two. Such sums are exact in any order, so all kernels and batch sizes select the same
+    rows. Of rows with equal norms, the first is selected.
+
+    Args:
+        shrink: the number by which the shorter side is divided to get the number of selected rows, rounded up. It is
+            the inverse of the authors' fraction of 0.25.
+        decay: $\beta$, in [0, 1).
+        coefficients: the coefficients of the Newton-Schulz iteration, as for `orthogonalize`.
+        dtype: storage dtype of the sum. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
+            parameter.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+
+    Raises:
+        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
+            matrix or does not fit the view.
+
+    Follows Dion2 (Ahn, Amsel and Langford, arXiv 2512.16928).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.scale_by_dion2(2, coefficients="polar_express")
+        >>> grads = {"w": torch.tensor([[0.0, 1.0], [0.0, -5.0]])}
+        >>> first, state = tx.update(grads, tx.init(grads))
+        >>> first["w"].round(decimals=2) + 0.0, state.trace["w"]
+        (tensor([[ 0.,  0.],
+                [ 0., -1.]]), tensor([[ 0.0000,  1.0000],
+                [ 0.0000, -4.7500]]))
+    """
+    checks.positive_int("shrink", shrink)
+    decay = checks.in_unit_interval("decay", decay)
+    polar.explain((0, 0), coefficients=coefficients)  # raises if they are malformed
+
+    def step(u: Tensor, s: Dion2State) -> tuple[Tensor, Dion2State]:
+        total = s.trace + u
+        rows, columns = total.shape[-2:]
+        side = -2 if rows <= columns else -1
+        chosen = _largest(total, side, _number(total.shape[side], shrink))
+        selected = total.take_along_dim(chosen, side)
+        direction = polar.orthogonalize(selected, coefficients=coefficients)
+        where = chosen.expand_as(selected)
+        trace = total.scatter(side, where, decay * selected)
+        return torch.zeros_like(total).scatter(side, where, direction), Dion2State(trace)
+
+    return Dion2State(Slot(dtype)), step
+
+
+def _number(side: int, shrink: int) -> int:
+    return (side + shrink - 1) // shrink
+
+
+def _largest(x: Tensor, side: int, number: int) -> Tensor:
+    """Return the sorted indices of the rows (``side=-2``) or columns (-1) with the largest sums of magnitudes.
+
+    The result has the shape (..., number, 1) or (..., 1, number).
+    """
+    x = x.detach()
+    units = (x * unit_power(x) * 2.0**24).abs().trunc()
+    # Sums of integers below 2^25 are exact in fp64 for up to 2^28 elements. A row with NaN is selected, so that the
+    # NaN is visible in the update.
+    sizes = units.sum(-3 - side, keepdim=True, dtype=torch.float64).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    order = sizes.argsort(dim=side, descending=True, stable=True)
+    return order.narrow(side, 0, number).sort(dim=side).values

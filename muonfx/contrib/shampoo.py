@@ -1,0 +1,157 @@
+"""Shampoo: gradients multiplied by inverse fourth roots of their Kronecker factors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.contrib.norms import norm
+from muonfx.core import Transform, checks
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.polar.exact import solve_sylvester
+from muonfx.select import MatrixView
+from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise
+from muonfx.tree import PyTree
+
+__all__ = ["ShampooState", "scale_by_shampoo"]
+
+_EIGH_PRODUCTS = 12.0
+"""The number of products of square matrices that take as long as one eigendecomposition. On a CPU, it is 10 to 14."""
+
+
+class ShampooState(NamedTuple):
+    """State of `scale_by_shampoo`, in fp32, or fp64 for fp64 parameters."""
+
+    count: PyTree  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The number of gradients of each matrix so far, of shape (..., 1, 1)."""
+    left: PyTree
+    """The average of $G G^T$ of each matrix, (..., rows, rows)."""
+    right: PyTree
+    """The average of $G^T G$ of each matrix, (..., columns, columns)."""
+    left_root: PyTree
+    """The inverse fourth root of ``left``, after bias correction and damping."""
+    right_root: PyTree
+    """The inverse fourth root of ``right``, after bias correction and damping."""
+
+
+def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
+    """Return a function from the shape of a matrix to the operations of its products and eigendecompositions."""
+
+    def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
+        # Each side has one factor, one product with its root, and one product of eigenvectors.
+        return 2.0 * sum(2 * side * rows * columns + (1 + _EIGH_PRODUCTS) * side**3 for side in (rows, columns))
+
+    return cost
+
+
+@matrixwise(short_names={"eps": "damping"}, position="sets_size", cost=_cost)
+def scale_by_shampoo(
+    b2: ScalarOrSchedule = 0.95,
+    damping: ScalarOrSchedule = 1e-4,
+    *,
+    refresh: int = 1,
+    view: MatrixView = MatrixView(),
+):
+    r"""Multiply each gradient by inverse fourth roots of the averages of $G G^T$ and $G^T G$.
+
+    The update is $\hat L_t^{-1/4} G_t \hat R_t^{-1/4}$, where
+    $L_t = \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^T$, $R_t = \beta_2 R_{t-1} + (1 - \beta_2) G_t^T G_t$, and hats mark
+    division by $1 - \beta_2^t$ and damping: $\epsilon$ times the Frobenius norm of a factor is added to its
+    eigenvalues. With the first gradient alone and without damping, the update is the polar factor, as in Muon.
+
+    Args:
+        b2: $\beta_2$, in [0, 1).
+        damping: $\epsilon$, positive. Rounding in fp32 changes eigenvalues by about $10^{-7}$ of the largest, so with a
+            smaller number, updates depend more on rounding.
+        refresh: the number of steps from one computation of the roots to the next. The eigendecompositions run at every
+            step for any value, because no branch may depend on a count, so larger values save no time. They reproduce
+            runs of optimizers that compute the roots rarely.
+        view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
+
+    Raises:
+        ValueError: an argument is out of range; at `init`, a leaf is not a matrix or does not fit the view.
+
+    The update has about the size of an orthogonal matrix, and there is no grafting: no other optimizer sets its size.
+    `normalize_matrices` after it sets the root mean square. The paper sums over all gradients instead of averaging, so
+    its updates shrink with time, and it adds a constant instead of the damping.
+
+    An eigendecomposition of a side of length n takes about as long as 12 products of n by n matrices, so long sides,
+    such as a vocabulary, need another transform.
+
+    Follows Shampoo (Gupta, Koren and Singer, arXiv 1802.09568), with the averages of Anil et al. (arXiv 2002.09018).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.scale_by_shampoo()
+        >>> grads = {"w": torch.tensor([[3.0, 0.0], [0.0, 1.0]])}
+        >>> tx.update(grads, tx.init(grads))[0]["w"].round(decimals=2)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    b2 = checks.in_unit_interval("b2", b2)
+    damping = checks.positive("damping", damping)
+    checks.positive_int("refresh", refresh)
+
+    def square(matrix: Tensor, side: int) -> Tensor:
+        return matrix.new_zeros((*matrix.shape[:-2], matrix.shape[side], matrix.shape[side]))
+
+    def step(u: Tensor, s: ShampooState) -> tuple[Tensor, ShampooState]:
+        is_due, count = s.count.remainder(refresh) == 0, s.count + 1.0
+        correction = 1.0 - torch.pow(b2, count)
+        left = s.left + (1.0 - b2) * (u @ u.mT - s.left)
+        right = s.right + (1.0 - b2) * (u.mT @ u - s.right)
+        left_root = torch.where(is_due, _inverse_root(left, correction, damping), s.left_root)
+        right_root = torch.where(is_due, _inverse_root(right, correction, damping), s.right_root)
+        return left_root @ u @ right_root, ShampooState(count, left, right, left_root, right_root)
+
+    slots = [MatrixSlot(functools.partial(square, side=side)) for side in (-2, -1, -2, -1)]
+    return ShampooState(MatrixSlot(), *slots), step
+
+
+def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
+    """Return the inverse fourth root of ``factor / correction`` with damped eigenvalues; the identity for zero."""
+    size = norm(factor)
+    # `eigh` raises an error for NaN. A matrix with NaN or infinity gets a root of NaN, and others are not affected.
+    is_usual = size.isfinite() & (size > 0)
+    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    damped = torch.where(is_usual, factor, 0.0) / torch.where(is_usual, size, 1.0) + damping * identity
+    root = _InverseRoot.apply(torch.where(is_usual, damped, identity))
+    root = root * (correction / torch.where(is_usual, size, correction)) ** 0.25
+    return torch.where(size.isfinite(), root, torch.nan)
+
+
+class _InverseRoot(torch.autograd.Function):
+    """The inverse fourth root of positive definite matrices, with derivatives even if eigenvalues are equal."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(x)
+        return (vectors * values.unsqueeze(-2) ** -0.25) @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+        ctx.save_for_forward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        return _derivative(x, y, grads[0])  # the derivative is self-adjoint
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        x, y = ctx.saved_tensors
+        return _derivative(x, y, tangents[0])
+
+
+def _derivative(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    """Return the derivative of the inverse fourth root ``y`` of ``x`` in the direction ``t``."""
+    # A square root S of A has S dS + dS S = dA, and the inverse Y of the fourth root R has dY = -Y dR Y.
+    root = x @ y @ y
+    fourth = root @ y
+    return -y @ solve_sylvester(fourth, solve_sylvester(root, (t + t.mT) / 2)) @ y
