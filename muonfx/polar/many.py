@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-from torch.autograd import forward_ad
 
 from muonfx.polar.checks import check_matrix, sharing
 from muonfx.polar.coefficients import CoefficientsLike
@@ -18,7 +16,7 @@ from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.workspace import Workspace
-from muonfx.tree.tracing import called_once, functorch_is_active, is_traced
+from muonfx.tree.tracing import is_differentiated, is_traced, is_watched
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
@@ -202,32 +200,6 @@ class Orthogonalizer:
         return results
 
 
-def is_watched(*xs: torch.Tensor) -> bool:
-    """Return True if autograd, `torch.func` or the compiler records these tensors; none may be overwritten then."""
-    if torch.compiler.is_compiling() or functorch_is_active():
-        return True
-    if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-
-
-def is_differentiated(*xs: torch.Tensor) -> bool:
-    """Return True if autograd or `torch.func` takes derivatives of these tensors; `vmap` alone does not count."""
-    if _in_derivative():
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-
-
-@called_once  # a compiler enters the same levels while it traces, and guards them
-def _in_derivative() -> bool:
-    if forward_ad._current_level >= 0:
-        return True
-    if not functorch_is_active():
-        return False
-    taking = (TransformType.Grad, TransformType.Jvp)
-    return any(level.key() in taking for level in get_interpreter_stack() or ())
-
-
 def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
     """Call `function(x, ...)` with autocast off, because autocast would change the dtype of matrix products."""
     kind = x.device.type
@@ -286,6 +258,8 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
     if not xs:
         return []
     (short, long, held, _, tall), plan = job.kind, job.plan
+    if tall is None and not job.at_once and {x.ndim for x in xs} == {2}:
+        return _run_stacked(xs, donated, job)
     if tall is None:  # another memory order rounds differently, and ranks may hold different orders
         flats = [_wide(x.contiguous(), short) for x in xs]
         limit = max(1, job.scratch // scratch_bytes(short, long, plan.dtype))
@@ -325,6 +299,30 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
         if sources:
             torch._foreach_copy_(destinations, sources)
         del y, part, sources  # free before the next batch  # pyright: ignore[reportPossiblyUnboundVariable]
+    return results
+
+
+def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
+    """Do the work of `_run` for small matrices `(m, n)`, with few calls for each of them."""
+    kind = job.kind
+    limit = max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
+    wide = [x if x.shape[0] == kind.short else x.mT for x in xs]
+    tall = [own is not x for own, x in zip(wide, xs, strict=True)]
+    mixed = len(set(tall)) > 1  # as in `_run`
+    results = list(xs)
+    for start in range(0, len(xs), limit):
+        given = wide[start : start + limit]
+        joined = torch.stack(given) if len(given) > 1 else _wide(xs[start].contiguous(), kind.short)
+        parts = outside_autocast(as_function, joined, job.plan, job.resolved).to(kind.dtype).unbind()
+        taken = [i for i, own in enumerate(donated[start : start + limit]) if own]
+        if taken:
+            torch._foreach_copy_([given[i] for i in taken], [parts[i] for i in taken])
+        if len(taken) < len(given):
+            for i, part in enumerate(parts, start):
+                if not donated[i]:
+                    whole = part.mT if tall[i] else part
+                    results[i] = whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
+        del joined, parts  # free before the next batch
     return results
 
 

@@ -31,6 +31,7 @@ _unbound: Callable[[Tensor], Sequence[Tensor]] = torch.unbind_copy  # pyright: i
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _SMALL = 1 << 15  # elements; torch sums longer tensors in several threads, and so in another order
+_MANY = 32  # tensors for which a number is converted to a tensor once
 _STACK = 1 << 18  # elements of a stack, whose temporaries stay in a CPU's cache
 
 
@@ -60,6 +61,17 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
         held = {x.dtype for x in xs}  # in a mixed list, no dtype may round the scalar for the other tensors
         return scalar.to(dtype=xs[0].dtype) if held in ({torch.float32}, {torch.float64}) else scalar
     return scalar
+
+
+def _numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
+    """Convert numbers to 0-d tensors for many fp32 or fp64 tensors on a CPU, else return them unchanged."""
+    # Torch makes a fp64 tensor of a number for each tensor and casts it. These have the same bits in a third of the
+    # time, which for short lists is not worth the calls here.
+    if len(xs) < _MANY or is_traced() or not _on_cpu(xs):
+        return list(values)
+    if {x.dtype for x in xs} not in ({torch.float32}, {torch.float64}):
+        return list(values)
+    return list(torch.tensor(values, dtype=torch.float64).to(xs[0].dtype).unbind())
 
 
 def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
@@ -187,7 +199,8 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     if reuse and _rounds_numbers(xs):
         c = _fit(c, xs)
         return [x.mul_(c) for x in xs]
-    return _foreach("mul", xs, _fit(c, xs), reuse=reuse)
+    c = _fit(c, xs) if isinstance(c, Tensor) else _numbers([c], xs)[0]
+    return _foreach("mul", xs, c, reuse=reuse)
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
@@ -196,7 +209,7 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
         return [x * c for x, c in zip(xs, cs, strict=True)]
     if reuse and _rounds_numbers(xs):
         return [x.mul_(c) for x, c in zip(xs, cs, strict=True)]
-    return _foreach("mul", xs, cs, reuse=reuse)
+    return _foreach("mul", xs, _numbers(cs, xs), reuse=reuse)
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., object])
 Number = TypeVar("Number", int, float)
@@ -82,3 +84,29 @@ def called_once(function: F) -> F:
 def matches(name: str, pattern: str) -> bool:
     """Return True if a glob matches a whole name, as `fnmatch.fnmatchcase`, which ``torch.compile`` cannot trace."""
     return fnmatchcase(name, pattern)
+
+
+def is_watched(*xs: Tensor) -> bool:
+    """Return True if autograd, ``torch.func`` or the compiler records these tensors; none may be overwritten then."""
+    if torch.compiler.is_compiling() or functorch_is_active():
+        return True
+    if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+def is_differentiated(*xs: Tensor) -> bool:
+    """Return True if autograd or ``torch.func`` takes derivatives of these tensors; `vmap` alone does not count."""
+    if _in_derivative():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+@called_once  # a compiler enters the same levels while it traces, and guards them
+def _in_derivative() -> bool:
+    if forward_ad._current_level >= 0:
+        return True
+    if not functorch_is_active():
+        return False
+    taking = (TransformType.Grad, TransformType.Jvp)
+    return any(level.key() in taking for level in get_interpreter_stack() or ())

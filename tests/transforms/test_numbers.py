@@ -140,6 +140,24 @@ def test_list_arithmetic_gives_the_same_bits_for_a_number_and_a_tensor(dtype: to
             assert bits(operation(ew.clone(xs), held)) == bits(operation(ew.clone(xs), number)), (name, number)
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("dtypes", [DTYPES[:1], DTYPES[2:], DTYPES])
+def test_a_product_with_a_number_has_the_same_bits_in_a_long_list_and_alone(
+    dtypes: tuple[torch.dtype, ...], reuse: bool
+):
+    draw = torch.Generator().manual_seed(2)
+    made = [torch.randn(n % 9, generator=draw, dtype=torch.float64) for n in range(60)]
+    made += [torch.randn((5, 4), generator=draw, dtype=torch.float64).t(), torch.tensor(-0.0), torch.tensor(math.inf)]
+    xs = [x.to(dtype) for x in made for dtype in dtypes]
+    numbers = [0.9, -0.0, 0.0, -1, 1e-45, 1e300, math.inf, math.nan]
+    for number in numbers:
+        alone = [ew.mul([x.clone()], number, reuse=reuse)[0] for x in xs]
+        assert bits(ew.mul(ew.clone(xs), number, reuse=reuse)) == bits(alone), number
+    each = [numbers[place % len(numbers)] for place in range(len(xs))]
+    alone = [ew.mul([x.clone()], number, reuse=reuse)[0] for x, number in zip(xs, each, strict=True)]
+    assert bits(ew.mul_each(ew.clone(xs), each, reuse=reuse)) == bits(alone)
+
+
 MIXED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FACTORIES = {name: value for name, value in NAMES.items() if hasattr(value, "definition")}
 PINNED = {
