@@ -4,9 +4,9 @@ Run ``python -m benchmarks.track --jobs 2``. For each contender:
 
 1. Tuning. Each of its numbers in turn is multiplied or divided by a constant factor as long as the loss falls, with a
    seed that is used nowhere else.
-2. Measurement. It trains with every seed for a number of steps, and for the next shorter or longer run in a fixed
-   series of lengths, until the mean loss is above the target for one length and at most the target for the next.
-   A schedule ends with the run, so each length is a run of its own.
+2. Measurement. It trains with every seed for a number of steps, then for the next shorter or longer lengths of a fixed
+   series. The search ends at two neighbors: the shorter misses the target in the mean, and the longer reaches it. A
+   schedule ends with the run, so each length is a run of its own.
 
 The steps to the target are interpolated between these two lengths for each seed, on a logarithmic scale. Finished runs
 are kept and not repeated, so the command can be stopped and started again. Times are processor times of one thread.

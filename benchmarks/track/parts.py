@@ -1,4 +1,4 @@
-"""What most contenders have in common: the schedule, products in fp32, and AdamW for all but hidden matrices."""
+"""Parts that most contenders share: the schedule, products in fp32, and AdamW for all but hidden matrices."""
 
 from __future__ import annotations
 

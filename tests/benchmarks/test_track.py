@@ -85,4 +85,4 @@ def test_standings_compare_seed_by_seed_and_ignore_tuning_runs():
     assert [one.name for one in ranked] == ["normuon", "muon"]
     difference, error = differences(ranked)["normuon"]
     assert difference == pytest.approx(-math.log(1.1))
-    assert error == pytest.approx(0.0, abs=1e-9)  # seeds move both alike
+    assert error == pytest.approx(0.0, abs=1e-9)  # a seed changes both by the same factor
