@@ -82,9 +82,10 @@ def muon_lora(
         ValueError: as in `muonfx.muon_with_adamw`.
 
     Follows a proposal for OneTrainer (https://github.com/Nerogar/OneTrainer/pull/1314), which was closed; it reports
-    noise with Muon on A, without measurements. ``examples/lora.py`` compares this recipe with AdamW and with Muon on
-    both factors. Related methods that are not implemented here: LoRA-Muon (arXiv 2606.12921), which orthogonalizes both
-    factors after whitening by the other factor, and orthonormal columns of B (arXiv 2508.17901).
+    noise with Muon on A, without measurements. In ``examples/lora.py``, a small model, this recipe does not help: its
+    final loss is 1.790, with AdamW 1.782 and with Muon on both factors 1.780. Related methods that are not implemented
+    here: LoRA-Muon (arXiv 2606.12921), which orthogonalizes both factors after whitening by the other factor, and
+    orthonormal columns of B (arXiv 2508.17901).
 
     >>> import torch
     >>> params = {"q.lora_A.weight": torch.ones(2, 8), "q.lora_B.weight": torch.zeros(8, 2)}
