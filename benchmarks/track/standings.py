@@ -74,7 +74,7 @@ def differences(ranked: list[Standing]) -> dict[str, tuple[float, float]]:
     """Return log(steps / the default's steps) and its standard error for each contender that reached the target.
 
     Runs of one seed share their initial weights and batches, so differences are taken seed by seed. The variance of
-    such a difference is pooled over all contenders, because three seeds give no good estimate for one of them.
+    such a difference is pooled over all contenders, because five seeds give no good estimate for one of them.
     """
     base = next(one for one in ranked if one.name == DEFAULT)
     logs = {
