@@ -252,13 +252,19 @@ def check_pieces(
 
     With `as_placed`, a DTensor must also have the placements of its parameter.
     """
-    shapes = layout.local_shapes
-    return [
-        leaf
-        if leaf is None or (type(leaf) in PLAIN and leaf.shape == shapes.get(name))
-        else _checked_piece(layout, name, leaf, as_placed=as_placed)
-        for name, leaf in zip(names, leaves, strict=True)
-    ]
+    shards = layout.expected_shards
+    found: list[Tensor | None] = []
+    for name, leaf in zip(names, leaves, strict=True):
+        # Nearly all leaves pass these quick tests; the others are examined one by one.
+        shard, local, fits = shards.get(name), leaf, leaf is None
+        if shard is not None and leaf is not None:
+            if type(leaf) in PLAIN:
+                fits = leaf.shape == shard.shape
+            else:
+                local = getattr(leaf, "_local_tensor", None)
+                fits = local is not None and local.shape == shard.shape and shard.is_placed(leaf._spec)
+        found.append(local if fits else _checked_piece(layout, name, leaf, as_placed=as_placed))
+    return found
 
 
 def _checked_piece(layout: ShardTable, name: str, leaf: object, *, as_placed: bool) -> Tensor:

@@ -47,12 +47,13 @@ def dtensor_of(
 
 def local_of(leaf: Any) -> Any:
     """Return the local tensor of a DTensor. Return any other value unchanged."""
-    return leaf._local_tensor if is_dtensor(leaf) else leaf
+    return leaf if type(leaf) in PLAIN else getattr(leaf, "_local_tensor", leaf)
 
 
 def local_tree(values: PyTree) -> PyTree:
     """Replace each DTensor in a tree by its local tensor. Return the same tree if it has no DTensor."""
-    return values if PLAIN.issuperset(map(type, tree.leaves(values))) else tree.map(local_of, values)
+    leaves, treedef = tree.flatten(values)
+    return values if PLAIN.issuperset(map(type, leaves)) else tree.unflatten(treedef, map(local_of, leaves))
 
 
 PLAIN = frozenset({Tensor, Parameter, type(None)})
@@ -66,37 +67,47 @@ def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
 
 def is_placed_like(leaf: object, spec: DTensorSpec | None) -> bool:
     """Return False if a gradient is a DTensor with other placements than its parameter (`spec`), such as Partial."""
-    return spec is None or not is_dtensor(leaf) or leaf._spec.placements == spec.placements
+    own = getattr(leaf, "_spec", None)
+    return spec is None or own is None or own is spec or own.placements == spec.placements
+
+
+@functools.cache
+def _dtensor_type() -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
 
 
 def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Build a DTensor from a local tensor and a spec (mesh, placements and global shape), without checks."""
-    from torch.distributed.tensor import DTensor
-
-    made: Any = DTensor
-    return made(local.detach() if local.requires_grad else local, spec, requires_grad=False)
+    # The constructor does the same, but takes three times as long: its `__init__` only serves torch.export.
+    kind = _dtensor_type()
+    return kind.__new__(kind, local.detach() if local.requires_grad else local, spec, requires_grad=False)
 
 
 def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     """Build a DTensor from a local tensor, with the mesh and placements of the parameter with this name."""
     if is_dtensor(leaf):
         return leaf
-    own = layout.dtensors[name]
-    make = functools.partial(dtensor_of, leaf, own.mesh, own.placements, own.shape, own.stride)
-    return _with_spec(leaf, layout.once(("spec of a DTensor", name, leaf.dtype), lambda: make()._spec))
+    known: dict[tuple[str, torch.dtype], DTensorSpec] = layout.once("specs of DTensors", dict)
+    spec = known.get((name, leaf.dtype))
+    if spec is None:
+        own = layout.dtensors[name]
+        made = dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)
+        spec = known[name, leaf.dtype] = made._spec
+    return _with_spec(leaf, spec)
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:
     """Turn each shard of a DTensor parameter into a DTensor. If `existing` has one of the same tensor, return that."""
     given = {} if existing is None else dict(zip(tree.names(existing), tree.leaves(existing), strict=True))
-
-    def at(name: str, leaf: Tensor) -> Tensor:
-        if name not in layout.dtensors:
-            return leaf
-        same = given.get(name)
-        return same if is_dtensor(same) and local_of(same) is leaf else parameter_like(layout, name, leaf)
-
-    return map_named(at, local)
+    leaves, treedef = tree.flatten(local)
+    for place, name in enumerate(tree.names(local)):
+        if (leaf := leaves[place]) is not None and name in layout.dtensors:
+            same: Any = given.get(name)
+            is_same = getattr(same, "_local_tensor", None) is leaf
+            leaves[place] = same if is_same else parameter_like(layout, name, leaf)
+    return tree.unflatten(treedef, leaves)
 
 
 def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:

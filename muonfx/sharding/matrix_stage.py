@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,71 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import copied
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Moves
+from muonfx.sharding.shards import Window
 from muonfx.tree import PyTree
 
 __all__ = ["init_run", "update_run"]
+
+
+class _Bucket(NamedTuple):
+    """The messages of this rank for a bucket, without the matrices whose gradient is None. No step changes them."""
+
+    moves: list[Moves]
+    kept: list[Moves]
+    """The matrices that this rank computes and already holds."""
+    gathered: list[str]
+    """The parameters whose matrices are gathered on their owners."""
+    outgoing: list[list[tuple[str, Window]]]
+    """For each rank, the parts of this rank's shards to send to it, by parameter name."""
+    expected: list[int]
+    """For each rank, the number of elements that it sends to this rank."""
+    received: list[Moves]
+    """The matrices that this rank gathers and computes."""
+    stored: list[Moves]
+    """The matrices that this rank computes and no other rank needs."""
+    returned: list[Moves]
+    """The matrices whose results are sent to other ranks."""
+    taken: list[int]
+    """For each rank, the number of elements of results that it sends to this rank."""
+
+    @classmethod
+    def of(cls, moves: list[Moves], size: int) -> _Bucket:
+        """Build the messages for some matrices between `size` ranks."""
+        gathered = [one for one in moves if one.share.needs_gather]
+        returned = [one for one in moves if one.share.needs_send]
+        outgoing: list[list[tuple[str, Window]]] = [[] for _ in range(size)]
+        expected, taken = [0] * size, [0] * size
+        for one in gathered:
+            assert one.share.owner is not None
+            if one.sends:
+                outgoing[one.share.owner] += [(one.share.name, window) for window in one.held]
+            for transfer, _ in one.transfers:
+                expected[transfer.sender] += transfer.numel
+        for one in returned:
+            assert one.share.owner is not None
+            taken[one.share.owner] += one.numel
+        return cls(
+            moves,
+            [one for one in moves if one.computes and not one.share.needs_gather],
+            [one.share.name for one in gathered],
+            outgoing,
+            expected,
+            [one for one in gathered if one.computes],
+            [one for one in moves if one.computes and not one.share.needs_send],
+            returned,
+            taken,
+        )
+
+
+def _buckets_of(plan: RunPlan, local: Mapping[str, Any]) -> list[_Bucket]:
+    """Return the messages for each bucket that has matrices to compute, and at least one bucket."""
+    absent = frozenset([name for name, leaf in local.items() if leaf is None])
+    known: dict[frozenset[str], list[_Bucket]] = plan.messages
+    if absent not in known:
+        known.clear()  # only the messages of the last step are kept: most steps have the same gradients
+        present = [[moves for moves in bucket if moves.share.name not in absent] for bucket in plan.moves]
+        known[absent] = [_Bucket.of(moves, plan.size) for moves in list(filter(None, present)) or [[]]]
+    return known[absent]
 
 
 def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree, store: Store) -> PyTree:
@@ -56,9 +118,8 @@ def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree
     on_meta = any(leaf.is_meta for leaf in leaves if leaf is not None)
     given: dict[str, Tensor] = {}
     if reads and not on_meta:
-        for bucket in plan.moves:
-            present = [moves for moves in bucket if by_name[moves.share.name] is not None]
-            given.update(_send_to_owners(plan, layout, present, by_name, as_given=True)[1]())
+        for bucket in _buckets_of(plan, by_name):
+            given.update(_send_to_owners(plan, layout, bucket, by_name, as_given=True)[1]())
     else:
         for share in mine:
             if (like := by_name[share.name]) is not None:
@@ -103,15 +164,14 @@ def update_run(
     local = dict(zip(names, leaves, strict=True))
     reads = params is not None and any(part.reads_params for _, part in run)
     weights = dict(zip(names, tree.leaves(params), strict=True)) if reads else {}
-    buckets = [[moves for moves in bucket if local[moves.share.name] is not None] for bucket in plan.moves]
-    buckets = list(filter(None, buckets)) or [[]]
+    buckets = _buckets_of(plan, local)
     bucketed: BucketedState | None = None
     if len(buckets) > 1 or store != IN_MEMORY:
         device = device_of(updates, params)
-        mine = [[moves.share.name for moves in bucket if moves.computes] for bucket in buckets]
+        mine = [[moves.share.name for moves in bucket.moves if moves.computes] for bucket in buckets]
         bucketed = BucketedState(store, device, state, parameters(), mine, donate)
 
-    def begin(bucket: list[Moves]) -> tuple[bool, _Wait, _Wait]:
+    def begin(bucket: _Bucket) -> tuple[bool, _Wait, _Wait]:
         fresh, wait = _send_to_owners(plan, layout, bucket, local)
         return fresh, wait, _send_to_owners(plan, layout, bucket, weights, as_given=True)[1] if weights else dict
 
@@ -149,45 +209,30 @@ _Wait = Callable[[], dict[str, Tensor]]
 
 
 def _send_to_owners(
-    plan: RunPlan, layout: Layout, bucket: Sequence[Moves], local: Mapping[str, Any], *, as_given: bool = False
+    plan: RunPlan, layout: Layout, bucket: _Bucket, local: Mapping[str, Any], *, as_given: bool = False
 ) -> tuple[bool, _Wait]:
     """Start to send a bucket of matrices to the ranks that compute them, their owners.
 
     Return a bool and a function that waits for this rank's matrices. The bool is True if these are in new memory, which
     may be overwritten. With `as_given`, messages keep the dtype of the local tensors.
     """
-    here: dict[str, Tensor] = {}
-    sent: list[Moves] = []
-    for moves in bucket:
-        if moves.share.needs_gather:
-            sent.append(moves)
-        elif moves.computes:
-            name, tensor = moves.share.name, local[moves.share.name]
-            here[name] = tensor.reshape(moves.share.shape) if moves.is_all else _held_matrices(moves, tensor)
-    if not sent:  # all ranks decide identically
+    here = {moves.share.name: _held_matrices(moves, local[moves.share.name]) for moves in bucket.kept}
+    if not bucket.gathered:  # all ranks decide identically
         return not here, lambda: here
-    outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-    expected = [0] * layout.size
-    wires: list[torch.dtype] = []
-    mine: list[tuple[Moves, torch.dtype, torch.device]] = []
-    for moves in sent:
-        share, tensor = moves.share, local[moves.share.name]
-        wires.append(tensor.dtype if as_given else plan.wire_dtypes(tensor.dtype)[0])
-        if moves.computes:
-            # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
-            mine.append((moves, wires[-1] if len(plan.run) == 1 else tensor.dtype, tensor.device))
-        assert share.owner is not None
-        if moves.sends:
-            outgoing[share.owner] += [window.of(tensor) for window in moves.held]
-        for transfer, _ in moves.transfers:
-            expected[transfer.sender] += transfer.numel
-    wire, device = functools.reduce(torch.promote_types, wires), local[sent[0].share.name].device
-    exchange = start_exchange(layout, outgoing, expected, wire, device, "gathering matrices")
+    dtypes = {local[name].dtype for name in bucket.gathered}
+    wire = functools.reduce(torch.promote_types, dtypes if as_given else [plan.wire_dtypes(d)[0] for d in dtypes])
+    outgoing = [[window.of(local[name]) for name, window in windows] for windows in bucket.outgoing]
+    device = local[bucket.gathered[0]].device
+    exchange = start_exchange(layout, outgoing, bucket.expected, wire, device, "gathering matrices")
 
     def wait() -> dict[str, Tensor]:
         incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        for moves, dtype, device in mine:
-            here[moves.share.name] = room = torch.empty(moves.share.shape, dtype=dtype, device=device)
+        for moves in bucket.received:
+            name, shape = moves.share.name, moves.share.shape
+            like = local[name]
+            # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
+            dtype = like.dtype if as_given or len(plan.run) > 1 else plan.wire_dtypes(like.dtype)[0]
+            here[name] = room = torch.empty(shape, dtype=dtype, device=like.device)
             own = moves.share.local(room)
             for transfer, windows in moves.transfers:
                 incoming[transfer.sender] += [window.of(own) for window in windows]
@@ -200,6 +245,8 @@ def _send_to_owners(
 def _held_matrices(moves: Moves, tensor: Tensor) -> Tensor:
     """Return the matrices that this rank computes and has in its own shard, as a view of it if possible."""
     share = moves.share
+    if moves.is_all:
+        return tensor.reshape(share.shape)
     if len(moves.held) == 1:
         return moves.held[0].of(tensor).reshape(share.shape)
     room = tensor.new_empty(share.shape)
@@ -211,7 +258,7 @@ def _held_matrices(moves: Moves, tensor: Tensor) -> Tensor:
 def _return_results(
     plan: RunPlan,
     layout: Layout,
-    bucket: Sequence[Moves],
+    bucket: _Bucket,
     done: Mapping[str, Tensor | None],
     local: Mapping[str, Any],
     results: dict[str, Tensor],
@@ -220,32 +267,27 @@ def _return_results(
 
     `done` has the matrices that this rank computed, by parameter name. Shards are written to the dict `results`.
     """
-    sent: list[Moves] = []
-    for moves in bucket:
-        if moves.share.needs_send:
-            sent.append(moves)
-        elif moves.computes and (result := done[moves.share.name]) is not None:
+    for moves in bucket.stored:
+        if (result := done[moves.share.name]) is not None:
             _store_result(moves, result, local[moves.share.name], results)
-    if not sent:
+    if not bucket.returned:
         return lambda: None
     outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-    expected = [0] * layout.size
-    wires: list[torch.dtype] = []
-    for moves in sent:
-        share, like = moves.share, local[moves.share.name]
-        wires.append(plan.wire_dtypes(like.dtype)[1])
-        assert share.owner is not None
+    for moves in bucket.returned:
+        share = moves.share
         if moves.computes and (result := done[share.name]) is not None:
             own = share.local(result)
             for transfer, windows in moves.transfers:
                 parts = [window.of(own) for window in windows]
                 for rank in transfer.ranks:
                     outgoing[rank] += parts
-        incoming[share.owner] += _result_views(moves, like, results)
-        expected[share.owner] += moves.numel
-    wire, device = functools.reduce(torch.promote_types, wires), local[sent[0].share.name].device
-    exchange = start_exchange(layout, outgoing, expected, wire, device, "returning matrices")
+        assert share.owner is not None
+        incoming[share.owner] += _result_views(moves, local[share.name], results)
+    first = local[bucket.returned[0].share.name]
+    wires = [plan.wire_dtypes(dtype)[1] for dtype in {local[moves.share.name].dtype for moves in bucket.returned}]
+    wire = functools.reduce(torch.promote_types, wires)
+    exchange = start_exchange(layout, outgoing, bucket.taken, wire, first.device, "returning matrices")
     return lambda: exchange.wait(incoming)
 
 

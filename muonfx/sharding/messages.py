@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import groupby, islice
 from math import prod
 from typing import Any
 
@@ -113,7 +114,7 @@ class Exchange:
         del self._sent
         others = [[] if rank == self._me else of_rank for rank, of_rank in enumerate(shapes)]
         places = iter(_split_buffer(self._received, [shape for of_rank in others for shape in of_rank]))
-        found = [[next(places) for _ in of_rank] for of_rank in others]
+        found = [list(islice(places, len(of_rank))) for of_rank in others]
         found[self._me] = self._own
         del self._own
         return found
@@ -147,8 +148,10 @@ def octets(tensor: Tensor) -> Tensor:
 
 def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
-    places = buffer.split([prod(shape) for shape in shapes])
-    return [place.view(shape) for place, shape in zip(places, shapes, strict=True)]
+    # Neighbours of one shape are unbound from a stack in one call, which is faster than a view for each.
+    stacks = [(len([*same]), *shape) for shape, same in groupby(shapes)]
+    blocks = buffer.split([prod(stack) for stack in stacks])
+    return [place for block, stack in zip(blocks, stacks, strict=True) for place in block.view(stack).unbind()]
 
 
 class collective:

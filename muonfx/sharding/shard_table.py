@@ -27,6 +27,26 @@ if TYPE_CHECKING:
 __all__ = ["ShardTable", "specs_of"]
 
 
+class ExpectedShard:
+    """The shape of this rank's shard of a parameter, and its mesh and placements if the parameter is a DTensor."""
+
+    __slots__ = ("_last", "shape", "spec")
+
+    def __init__(self, shape: tuple[int, ...], spec: DTensorSpec | None) -> None:
+        self.shape, self.spec = shape, spec
+        self._last = spec
+
+    def is_placed(self, own: DTensorSpec) -> bool:
+        """Return True if a DTensor's mesh, placements and global shape equal those of the parameter."""
+        spec = self.spec
+        if spec is None or own is spec or own is self._last:
+            return spec is not None
+        if own.placements != spec.placements or own.mesh != spec.mesh or own.shape != spec.shape:
+            return False
+        self._last = own  # all gradients of a parameter often have the same spec, which is not compared again
+        return True
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardTable:
     """Which shard of each parameter each rank holds. Its subclass `Layout` can also shard and gather trees."""
@@ -87,9 +107,9 @@ class ShardTable:
             )
 
     @cached_property
-    def local_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A dict from parameter name to the shape of this rank's shard."""
-        return {name: cut[self.rank].shape for name, cut in self.pieces.items()}
+    def expected_shards(self) -> dict[str, ExpectedShard]:
+        """A dict from parameter name to the shape and the placement of this rank's shard."""
+        return {name: ExpectedShard(cut[self.rank].shape, self.dtensors.get(name)) for name, cut in self.pieces.items()}
 
     @cached_property
     def digest(self) -> str:

@@ -24,7 +24,15 @@ from muonfx.program.lower import Placeholder, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.program.placement import meta_like
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import dtensor_of, global_piece, is_dtensor, local_of, local_tree, parameter_like
+from muonfx.sharding.dtensors import (
+    PLAIN,
+    dtensor_of,
+    global_piece,
+    is_dtensor,
+    local_of,
+    local_tree,
+    parameter_like,
+)
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
@@ -140,7 +148,9 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     before = [None] * len(leaves) if old is None else tree.leaves(old)
     rows = zip(describe_state(binding, tx, params), leaves, before, strict=True)
     wrapped = [
-        was if is_dtensor(was) and local_of(was) is leaf else leaf_to_dtensor(binding, placed, leaf)
+        was
+        if leaf is not None and getattr(was, "_local_tensor", None) is leaf
+        else leaf_to_dtensor(binding, placed, leaf)
         for placed, leaf, was in rows
     ]
     return tree.unflatten(treedef, wrapped)
@@ -167,19 +177,22 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
-    if not any(is_dtensor(leaf) for leaf in leaves):
+    if PLAIN.issuperset(map(type, leaves)):
         return state
     described = describe_state(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
     pairs = zip(described, leaves, strict=True)
-    return tree.unflatten(treedef, [_from_dtensor(placed, leaf) for placed, leaf in pairs])
+    local = [
+        local_of(leaf) if placed is None or not placed.owned else _of_owner(placed, leaf) for placed, leaf in pairs
+    ]
+    return tree.unflatten(treedef, local)
 
 
-def _from_dtensor(placed: LeafPlacement | None, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
-    """Return the local tensor of one leaf of a state, in the shape that `update` uses; None if it has none here."""
-    if not is_dtensor(leaf) or placed is None or not placed.owned:
-        return local_of(leaf)
+def _of_owner(placed: LeafPlacement, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
+    """Return the tensor of one leaf that its owner holds, in the shape that `update` uses; None on other ranks."""
+    if not is_dtensor(leaf):
+        return leaf
     return None if placed.local is None else leaf._local_tensor.view(placed.local)
 
 

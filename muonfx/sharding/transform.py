@@ -23,7 +23,7 @@ from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import outside_transforms
-from muonfx.sharding.dtensors import local_tree, to_dtensors
+from muonfx.sharding.dtensors import PLAIN, local_tree, to_dtensors
 from muonfx.sharding.layout import Layout, require_layout
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Settings
@@ -176,7 +176,7 @@ def sharded(
         with outside_transforms("update of a sharded transform", updates, own, params, extras) as problem:
             call = Arguments(updates, own, params, donate, extras)
             out, after = step_sharded(binding, inner, call, check=check, problem=problem)
-        if not layout.dtensors or (local_tree(updates) is updates and local_tree(params) is params):
+        if not layout.dtensors or PLAIN.issuperset(map(type, [*tree.leaves(updates), *tree.leaves(params)])):
             return out, after
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after, state)
 

@@ -93,6 +93,8 @@ class RunPlan:
     device: torch.device
     _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
     rank: int = field(default=0, repr=False, compare=False)
+    messages: dict[frozenset[str], Any] = field(default_factory=dict, repr=False, compare=False)
+    """A cache of this rank's messages in a step, by the names of the parameters whose gradient is None."""
 
     @cached_property
     def moves(self) -> list[list[Moves]]:
