@@ -39,11 +39,11 @@ def load(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Load a state that `save` wrote, under any layout and number of ranks, and return it as a new state.
+    """Load a state from a checkpoint that `save` wrote under any layout and number of ranks.
 
-    The result has the structure, dtypes, strides and devices of ``like``, such as ``tx.init(params)``, which gives the
-    names of the tensors to load and is not modified. Values are restored bit for bit, also into a wider dtype. Nothing
-    is unpickled, and the checksum of every byte that is read is verified.
+    The result is a new state with the structure, dtypes, strides and devices of ``like``, such as ``tx.init(params)``.
+    ``like`` also gives the names of the tensors to load, and is not modified. Values are restored bit for bit, also
+    into a wider dtype. Nothing is unpickled, and the checksum of every byte that is read is verified.
 
     Leaves have names such as "momentum/trace/fc.weight". ``allow_missing``, ``allow_extra``, ``cast`` and ``rename``
     accept patterns: a name, the first levels of names ("momentum/trace"), or a glob. A pattern that matches no leaf is

@@ -117,7 +117,7 @@ class Layout(ShardTable):
         return gathered(self, local)
 
     def all_gather(self, local: T, names: Sequence[str] | None = None) -> T:
-        """Gather shards to whole tensors so that autograd works through it. The backward pass is `reduce_scatter`.
+        """Gather the shards of all ranks to whole tensors, with derivatives: the backward pass is `reduce_scatter`.
 
         In a ZeRO-3 loop, ``grad(lambda local: loss(layout.all_gather(local)))`` returns the gradients as shards. Higher
         derivatives, ``vjp``, ``jvp`` and ``vmap`` work too, if all ranks use the same ``torch.func`` transforms.
@@ -156,7 +156,7 @@ class Layout(ShardTable):
         It needs no communication. `muonfx.checkpoint.save` calls this for a sharded transform.
 
         Args:
-            local: the tree of this rank's shards. Leaves in one of the forms below are returned unchanged.
+            local: the tree of this rank's shards. A leaf that is already in the returned form is not changed.
 
         Returns:
             A tree of `DTensor`, `muonfx.checkpoint.FlatPiece` (an interval of a flattened tensor, with its position),
@@ -182,7 +182,7 @@ class Layout(ShardTable):
         return map_named(at, local)
 
     def from_global(self, values: PyTree) -> PyTree:
-        """Return this rank's shards as local tensors. `values` is a tree in the form that `to_global` returns.
+        """Convert a tree in the form that `to_global` returns to this rank's shards as local tensors.
 
         Each `muonfx.checkpoint.FlatPiece` (a shard with its position) becomes a tensor. Other leaves are unchanged.
         """

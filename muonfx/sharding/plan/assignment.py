@@ -79,7 +79,10 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Which rank computes which matrices, and in which order, for neighbouring transforms that need whole matrices."""
+    """Which rank computes which matrices, and in which order, for one run of transforms.
+
+    A run is a sequence of neighbouring transforms of a chain that need whole matrices, such as `orthogonalize`.
+    """
 
     run: Run = field(repr=False)
     """The transforms by name, in the form that treats the parameters in `stacks` as stacks of matrices."""
