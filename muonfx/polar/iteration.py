@@ -90,7 +90,7 @@ def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 
 
 
 def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
-    """Return `1 / (safety * sqrt(total))` for each sum of squares; for 0, `1 / safety`, with finite gradient."""
+    """Return `1 / (safety * sqrt(total))` for each sum of squares; at 0, `1 / safety` and a finite gradient."""
     # `where` instead of an eps, which would change the result for small matrices. It is inside the root, whose
     # derivative at zero is infinite and would enter the gradient as 0 * inf.
     scale = torch.where(total == 0, torch.ones_like(total), total).rsqrt()

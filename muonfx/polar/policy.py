@@ -337,7 +337,7 @@ def _choose_method(
 
 
 def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
-    """Return the estimated time to orthogonalize one matrix, in multiply-adds that full products do in this time."""
+    """Estimate the time to orthogonalize one matrix, as the number of multiply-adds of full products in this time."""
     rates = _rates(device, plan.dtype, portable)
     return _cost(plan.stages, *plan.shape, rates, (plan.products, plan.small_products))
 

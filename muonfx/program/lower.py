@@ -310,7 +310,7 @@ class Span(NamedTuple):
 
 
 def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
-    """Return the members of a chain in order, in which neighbours that can run bucket by bucket form one `Span`.
+    """Group the members of a chain, in order: neighbours that can run bucket by bucket form one `Span`.
 
     ``is_unit(node)`` returns True if a node can run on some of the leaves at a time.
     """

@@ -133,7 +133,7 @@ class Program(Shown):
     def transforms(self) -> Iterator[Node]:
         """Yield one node for each transform: first an outer transform, then the transforms that it calls.
 
-        `nodes` yields a single node for neighbouring matrix transforms that run together; this yields each of them.
+        Neighbouring matrix transforms that run together are one node in `nodes`, but one node each in this method.
 
         >>> import torch
         >>> import muonfx as mfx

@@ -134,9 +134,8 @@ class Layout(ShardTable):
     def reduce_scatter(self, grads: T) -> T:
         """Average the whole gradients of all ranks. Return this rank's shards of the mean.
 
-        Values are added in rank order in fp32 or higher and rounded once. So replicas of a shard are equal.
-        For S bytes of gradients on P ranks, each rank sends S(P-1)/P bytes, or twice as many if all parameters are
-        replicated.
+        Values are added in rank order in fp32 or higher and rounded once, so replicas of a shard are equal. For S bytes
+        of gradients on P ranks, each rank sends S(P-1)/P bytes, or twice as many if all parameters are replicated.
 
         Args:
             grads: this rank's gradients, as whole tensors. A leaf that is None on some ranks counts as zero there; a

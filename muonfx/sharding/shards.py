@@ -128,7 +128,7 @@ class Piece(NamedTuple):
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
     def window(self, box: Box) -> Window:
-        """Return the position in the shard of a box (a rectangular part of the whole tensor), as a `Window`.
+        """Find a box (a rectangular part of the whole tensor) in the shard, and return its place as a `Window`.
 
         Raises:
             ValueError: the box is not inside one of the piece's ``boxes``.
@@ -256,7 +256,7 @@ class FlatPiece:
         return self.data.view(self.shape) if self.data.numel() == prod(self.shape) else None
 
     def part(self, box: Box) -> Tensor:
-        """Return the values in a box (a rectangular part), one of ``boxes``, as a view with the shape of the box."""
+        """Return the values of one of the ``boxes``, as a view with the shape of this box."""
         return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)
 
     def empty_like(self, device: torch.device | str | None = None) -> FlatPiece:

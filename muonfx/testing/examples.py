@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Example(NamedTuple):
-    """Parameters and the gradients of some steps: trees of one structure. Unpacks as ``params, steps``.
+    """Parameters and the gradients of some steps, as trees of equal structure. Unpacks as ``params, steps``.
 
     Attributes:
         params: the tree of parameters.

@@ -92,7 +92,7 @@ def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTr
 def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a compiled transform is not recompiled if the value of a numeric argument changes.
 
-    The numeric arguments are tensors. The results must follow the change.
+    The numeric arguments are tensors. The results must use the new values.
 
     >>> import muonfx as mfx
     >>> changing_a_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))

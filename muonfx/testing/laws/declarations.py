@@ -100,10 +100,10 @@ def _reversed(values: PyTree) -> PyTree:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.2)
 def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that an elementwise transform has the same updates if leaves have other shapes.
+    """Check that an elementwise transform (locality ELEMENT) has the same updates if leaves are flattened.
 
-    ZeRO splits flattened leaves into intervals, so the original shapes are lost. A choice that depends on them must be
-    made by the function `Transform.resolve`, which runs earlier.
+    ZeRO splits flattened leaves into intervals. A choice that depends on the original shapes must be made before, by
+    the option ``resolve`` of `muonfx.transform`.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -117,7 +117,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
 
 @law(on=lambda example: enlarged(precise(example)), share=0.1)
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check leaves of several thousand elements: updates have their shapes, and no more is read than is declared.
+    """Check leaves of several thousand elements: updates have the right shapes and obey the declared locality.
 
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

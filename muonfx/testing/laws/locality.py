@@ -40,7 +40,7 @@ def precise(example: Example) -> Example:
 
 
 def enlarged(example: Example) -> Example:
-    """Return an example whose leaves, of at most three shapes, are repeated to several thousand elements."""
+    """Return an example with leaves of several thousand elements, which repeat leaves of at most three shapes."""
     leaves = [leaf for leaf in tree.leaves(example.params) if leaf is not None]
     chosen = {tuple(leaf.shape) for leaf in leaves if leaf.numel()}
     kept = sorted(chosen, key=lambda shape: -len(shape))[:3]
