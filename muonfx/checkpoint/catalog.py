@@ -65,9 +65,9 @@ def step_of(path: Path) -> int | None:
 
 
 def inspect(path: str | os.PathLike[str]) -> Index:
-    """Return the description of a checkpoint: step, extra values, transform, and the shape and dtype of each leaf.
+    """Describe a checkpoint without reading tensors: step, extra values, transform, and the shape of each leaf.
 
-    It also has the versions of muonfx and torch that wrote the checkpoint. No tensor is read.
+    The result also has the dtype of each leaf, and the versions of muonfx and torch that wrote the checkpoint.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.

@@ -42,7 +42,7 @@ with suppress(ImportError):  # isal has the same values, in about a tenth of the
 
 
 class Part(NamedTuple):
-    """One entry of a data file: a box of a tensor (an interval of indices in each dim), its dtype, and its key."""
+    """One entry of a data file: a box (rectangular part) of a tensor, with its dtype and its key."""
 
     key: str
     """Unique name of the box in the data file."""

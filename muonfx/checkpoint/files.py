@@ -98,7 +98,7 @@ def no_collection() -> Generator[None]:
     """Pause Python's cyclic garbage collector in a ``with`` block or a decorated function.
 
     A save or load creates many small objects for thousands of leaves. They would start a full collection, which takes
-    longer (100 ms) than the save itself (50 ms). The pause takes milliseconds, and tensors are written outside of it.
+    longer (100 ms) than the save itself (50 ms). Tensors are written outside of the pause.
     """
     was_enabled = gc.isenabled()
     gc.disable()

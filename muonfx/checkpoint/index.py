@@ -75,7 +75,10 @@ class Chunk(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One saved tensor: its global shape and dtype, and where its boxes are stored (a `Chunk` for each box)."""
+    """One saved tensor: its global shape and dtype, and the places of its bytes in the data files.
+
+    Each `Chunk` has the place of a rectangular part of the tensor, such as the shard of one rank.
+    """
 
     spec: Spec
     chunks: tuple[Chunk, ...]
@@ -156,7 +159,7 @@ _OWN_NAME = re.compile(rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.esca
 
 @no_collection()
 def text_of(index: Index) -> bytes:
-    """Return the bytes of ``index.json``; raise `CheckpointError` if they are more than `read_index` accepts."""
+    """Return the bytes of ``index.json``; raise `CheckpointError` if they exceed the size that can be read again."""
     body = {
         "format": FORMAT,
         "version": VERSION,

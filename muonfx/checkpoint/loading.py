@@ -39,11 +39,11 @@ def load(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Load a state that `save` wrote, under any layout and number of ranks, and return it as a new state.
+    """Load a state from a checkpoint that `save` wrote under any layout and number of ranks.
 
-    The result has the structure, dtypes, strides and devices of ``like``, such as ``tx.init(params)``, which gives the
-    names of the tensors to load and is not modified. Values are restored bit for bit, also into a wider dtype. Nothing
-    is unpickled, and the checksum of every byte that is read is verified.
+    The result is a new state with the structure, dtypes, strides and devices of ``like``, such as ``tx.init(params)``.
+    ``like`` also gives the names of the tensors to load, and is not modified. Values are restored bit for bit, also
+    into a wider dtype. Nothing is unpickled, and the checksum of every byte that is read is verified.
 
     Leaves have names such as "momentum/trace/fc.weight". ``allow_missing``, ``allow_extra``, ``cast`` and ``rename``
     accept patterns: a name, the first levels of names ("momentum/trace"), or a glob. A pattern that matches no leaf is
@@ -61,8 +61,8 @@ def load(
         allow_missing: patterns of leaves that may be missing in the checkpoint, or True for all leaves; the missing
             leaves are copied from ``like``.
         allow_extra: patterns of leaves of the checkpoint that may be missing in ``like``, or True for all leaves.
-        allow_other_chain: True to skip the comparison of fingerprints, and to find states that moved as a whole, such
-            as to a new label or into a chain. A step count is copied to all labels that the state is divided into.
+        allow_other_chain: True to load a state that another transform wrote. States that moved as a whole, such as to a
+            new label or into a chain, are found. A step count is copied to all labels that the state is divided into.
         cast: a dict from pattern to dtype; matching leaves, which have this dtype in ``like``, may be rounded to it.
         rename: a dict from names in the checkpoint to names in ``like``. A key is a name, the first
             levels of names, or a pattern. Each ``*`` in a pattern matches any text, which replaces the ``*`` at the

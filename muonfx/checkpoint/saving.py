@@ -102,7 +102,7 @@ def save_async(
 ) -> Saving:
     """Copy the state and the parameters to host memory, and write the copy in a background thread.
 
-    After this function returns, the state may be modified or donated. The copy needs as much host memory as the leaves.
+    When this function returns, training may go on and overwrite the state. The copy needs as much memory as the leaves.
     The saves of a process run one after another, in the order of the calls, and the process waits for them before it
     exits. If a save fails and `Saving.wait` is not called on it, the next save warns, or the error is printed at exit.
 
@@ -114,8 +114,8 @@ def save_async(
         step: the number of steps taken.
         extra: JSON values, as in `save`.
         keep: how many checkpoints to keep in the parent folder, as in `save`.
-        group: as in `save`, but a sharded ``tx`` requires one. The group must support host memory (gloo), and nothing
-            else may use it until the save is done: make one with ``dist.new_group(backend="gloo")``. Wait for the save
+        group: as in `save`, but a sharded ``tx`` requires one. Use a new group for CPU tensors, such as
+            ``dist.new_group(backend="gloo")``, and use it for nothing else until the save is done. Wait for the save
             before you destroy the group.
 
     Returns:

@@ -99,9 +99,9 @@ class StateSpec:
         return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
 
     def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-        """Return the dtype of the matrix products of each transform, as in ``{"orthogonalize": "bfloat16"}``.
+        """Return the dtype in which each transform multiplies matrices, as in ``{"orthogonalize": "bfloat16"}``.
 
-        The dtypes are for parameters of the given dtype on the given device. Empty if the transform is not known.
+        It is the dtype for parameters of this ``dtype`` on this ``device``. The dict is empty if no transform is known.
         """
         return {} if self._tx is None else product_dtypes(strip_transparent(self._tx), [dtype], device)
 

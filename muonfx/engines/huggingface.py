@@ -102,9 +102,10 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
 
 
 class MuonMixin:
-    """A mixin for a Trainer that another script constructs: ``class MuonTrainer(MuonMixin, Trainer)``.
+    """A mixin that makes a Trainer use Muon: ``class MuonTrainer(MuonMixin, Trainer)``.
 
-    The Trainer then uses `muon` with its training arguments, unless it was given ``optimizer_cls_and_kwargs``.
+    It is for scripts that construct the Trainer themselves, without the argument ``optimizer_cls_and_kwargs``. The
+    Trainer then uses `muon` with its training arguments. If it has that argument, the argument is used instead.
 
     Example:
         >>> from types import SimpleNamespace
@@ -128,7 +129,7 @@ class MuonMixin:
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
     def create_optimizer(self, *given: Any, **more: Any) -> torch.optim.Optimizer:
-        """Choose Muon, unless ``optimizer_cls_and_kwargs`` is set, and call the Trainer's ``create_optimizer``."""
+        """Create the Trainer's optimizer: Muon if ``optimizer_cls_and_kwargs`` is None, else the one given there."""
         if self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = muon(self.args, **self.muon_options)
         return cast("Any", super()).create_optimizer(*given, **more)

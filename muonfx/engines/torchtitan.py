@@ -17,7 +17,7 @@ __all__ = ["muon"]
 
 # The result is untyped, since torchtitan is imported only when it is needed.
 def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
-    """Return Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
+    """Return Muon for a training configuration of torchtitan: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
 
     torchtitan's own optimizers container accepts only a fixed list of optimizers. This function configures another
     container, with one `muonfx.Muon` for each model part; the types of modules decide which parameters Muon trains.

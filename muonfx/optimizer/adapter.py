@@ -46,17 +46,17 @@ __all__ = ["TransformOptimizer"]
 
 
 class TransformOptimizer(FollowingOptimizer):
-    """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and gradient scalers of PyTorch.
+    """A ``torch.optim.Optimizer`` that applies a transform. It works with PyTorch's schedulers and gradient scalers.
 
-    Groups: parameters are grouped by their labels in `partition`, such as "muon" and "adamw". Groups that are passed
-    are split if their labels differ. Groups with ``momentum`` (Muon) come first, then groups with ``betas`` (Adam),
-    then others, and last the groups of parameters that no label trains.
+    Groups: parameters are grouped by their labels in `partition`, such as "muon" and "adamw". If you pass a group
+    whose parameters have several labels, it is split. Groups with ``momentum`` (Muon) come first, then groups with
+    ``betas`` (Adam), then others, and last the groups of parameters that are not trained.
 
-    Hyperparameters: each numeric argument of the transform is an entry of the groups that it updates, and every step
-    reads it, so schedulers work. Its key is the name that torch uses (``lr``, ``weight_decay``, ``momentum``,
-    ``betas``, ``eps``). Other arguments have the dotted name of `muonfx.hyperparams` without the label as key. Adam's
-    groups also have the first of ``betas`` as ``momentum``, for schedulers that expect it. If one of them is changed,
-    the next step sets the other.
+    Hyperparameters: each numeric argument of the transform is an entry of the groups that it updates. Every step
+    reads these entries, so schedulers work. The key is the name that torch uses (``lr``, ``weight_decay``,
+    ``momentum``, ``betas``, ``eps``), or else the dotted name in `muonfx.hyperparams` without the label. Adam's groups
+    have the first of ``betas`` also as ``momentum``, for schedulers that expect it. If you change either entry, the
+    next step sets the other one.
 
     Sharded parameters: DTensors (from ``fully_shard`` or tensor parallelism) need no ``layout``. The updates are the
     same as in one process. All ranks must construct the optimizer, call ``step``, add groups and load sharded states
@@ -75,15 +75,15 @@ class TransformOptimizer(FollowingOptimizer):
             named parameters under "params", and values for some hyperparameters. Names may be omitted if ``model`` is
             given.
         tx: the transform. Its labels and masks receive the flat dict of all named parameters.
-        donate_grads: if True, a step may overwrite the gradients. This saves memory if a transform has the locality
-            TREE, such as `clip_by_global_norm`. The values of ``.grad`` are undefined after such a step.
+        donate_grads: if True, a step may overwrite the gradients. This saves memory if a transform reads the whole
+            tree, such as `clip_by_global_norm`. The values of ``.grad`` are undefined after such a step.
         bucket_bytes: the approximate bytes of parameters that elementwise and matrix transforms process at a time.
             Larger buckets are faster for small parameters, and smaller buckets use less memory. None: the size of the
             largest parameter, but at least 4 MiB. For sharded parameters: as in `muonfx.sharding.sharded`.
-        layout: for plain tensors in a distributed run, a value that describes which shard of each parameter each rank
-            holds, or a function from the named parameters to it. Under `DistributedDataParallel`, use
-            ``muonfx.sharding.replicated`` to divide the orthogonalization among the ranks. None: plain tensors belong
-            to this process alone.
+        layout: for plain tensors in a distributed run: a `muonfx.sharding.Layout`, which describes the shard of each
+            parameter on each rank, or a function from the named parameters to a layout. Under
+            `DistributedDataParallel`, use ``muonfx.sharding.replicated`` to divide the orthogonalization among the
+            ranks. None: plain tensors belong to this process alone.
         model: the model that has ``params``, if ``params`` is not the model itself. It provides the names of tensors
             that are given without names, here and in `add_param_group`. If its parameters are replaced, the optimizer
             uses the new ones.
@@ -214,7 +214,7 @@ class TransformOptimizer(FollowingOptimizer):
     def groups_without_rate(self) -> tuple[int, ...]:
         """The indices of the ``param_groups`` whose ``lr`` has no effect.
 
-        Their transforms use a schedule or no learning rate. PyTorch's schedulers require the key, so its value is 0.
+        Their transforms use a schedule or no learning rate. PyTorch's schedulers require an ``lr``, so it is 0 there.
         """
         groups = enumerate(self._attachment.groups)
         return tuple([place for place, one in groups if "lr" not in one.numbers.keys])
@@ -223,9 +223,9 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def tx(self) -> Transform:
-        """The transform that this optimizer was created with, extended if parameters were added to `Muon`.
+        """The transform that this optimizer was created with. `Muon` extends it if parameters are added.
 
-        Its numbers are the initial ones. The current hyperparameters are in ``param_groups``.
+        It has the initial hyperparameters. The current hyperparameters are in ``param_groups``.
         """
         return self._stepping.tx
 
@@ -236,7 +236,7 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def transform_state(self) -> PyTree:
-        """The current state of `transform`, as its ``update`` takes it. The next step overwrites the tensors."""
+        """The current state, in the form that `transform` accepts. The next step overwrites the tensors."""
         return self._stepping.shown(self._live["state"])
 
     def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:

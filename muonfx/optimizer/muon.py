@@ -50,17 +50,17 @@ class Muon(TransformOptimizer):
             "out in -> out in".
         lr_scaling: the factor for the shape of each matrix, as in `muonfx.scale_by_shape`. The default
             "match_rms_adamw" gives updates of the size of AdamW's, so both can use one learning rate.
-        adamw_lr: the learning rate of AdamW, or a dict with a rate for each role of a parameter, such as
-            ``{"embedding": 0.3, "head": 0.004, "vector": 0.01}``. Then the labels are the roles that
-            ``muonfx.default_labels(model, roles=True)`` describes, ``param_groups`` has a group for each, and Muon's
-            parameters have the label "hidden". None: ``lr``.
+        adamw_lr: the learning rate of AdamW, or a dict with a rate for each kind of parameter, such as
+            ``{"embedding": 0.3, "head": 0.004, "vector": 0.01}``. With a dict, the labels are these kinds, called
+            roles in ``muonfx.default_labels(model, roles=True)``. ``param_groups`` then has a group for each role, and
+            Muon's parameters have the label "hidden". None: ``lr``.
         adamw_weight_decay: the decoupled weight decay of AdamW's parameters, or a dict with a number for each role.
             None: ``weight_decay``.
         betas: AdamW's decays of the first and the second moment.
         labels: a dict from each parameter name to "muon", "adamw" or None (not trained), or a function from the model
             to such a dict. Without a model, the function receives the named parameters. None: `muonfx.default_labels`,
             with ``roles=True`` if a rate or a weight decay is given by role.
-            To put own rules before the default ones: ``labels=lambda model: muonfx.default_labels(model, rules)``. To
+            To apply your own rules first: ``labels=lambda model: muonfx.default_labels(model, rules)``. To
             choose by names only: ``labels=muonfx.select.default_labels_by_name``.
         layout: the shards of plain tensors in a distributed run, as in `TransformOptimizer`. DTensors need none.
         model: the model that has ``params``, if ``params`` is not the model itself. The labels then use its modules.

@@ -72,7 +72,7 @@ def stepping_for(
 
 
 class Gathering:
-    """An asynchronous copy, to all ranks, of state that only one rank has: the rank that orthogonalizes a matrix."""
+    """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix."""
 
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
@@ -185,7 +185,7 @@ class SteppingOverRanks(Stepping):
     # ------------------------------------------------------------------------------------------------- persistence
 
     def share(self, state: PyTree) -> None:
-        """Under DDP, start to copy state that only one rank has to all ranks, so that each rank can save all of it."""
+        """Under DDP, start to copy the state of single ranks to all ranks, so that each rank can save all of it."""
         # This state is small compared with the updates sent to replicas, and the copy overlaps with the next forward.
         if self._gathering is not None:
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier

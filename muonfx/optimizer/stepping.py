@@ -61,7 +61,7 @@ class Stepping:
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """Return ``state`` with the values of ``old``, a state of the stepping ``other``, where both have a path."""
+        """Return ``state`` with the values of ``old``, the state of ``other``, for all paths that both have."""
         before = dict(zip(tree.paths(old), enumerate(tree.leaves(old)), strict=True))
         leaves, treedef = tree.flatten(state)
         for place, path in enumerate(tree.paths(state)):
@@ -87,7 +87,7 @@ class Stepping:
         return state
 
     def share(self, state: PyTree) -> None:
-        """After a step under DDP, start to copy state that only one rank has to all ranks, for ``state_dict``."""
+        """After a step under DDP, start to copy the state of single ranks to all ranks, for ``state_dict``."""
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the state tensors, by index, that ``state_dict`` needs in another form than ``optimizer.state``."""

@@ -28,8 +28,8 @@ def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | Non
 
     Args:
         value: the coefficients: a name in `PRESETS`, a `Coefficients` or a sequence of `(a, b[, c])`.
-        s: singular values of a matrix that was divided by its Frobenius norm; the further division by `norm_safety` is
-            done here. For coefficients with `row_scaling`, the singular values after the rows were scaled.
+        s: singular values of a matrix that was divided by its Frobenius norm, but not by `norm_safety`. For
+            coefficients with `row_scaling`: the singular values after the rows were scaled.
         steps: the number of steps, as in `orthogonalize`.
 
     >>> scalar_polynomial([(1.5, -0.5)], torch.tensor([0.0, 1.0]))

@@ -31,9 +31,9 @@ class Coefficients:
         norm_safety: the input is divided by `norm_safety` times its Frobenius norm; above 1, a margin for rounding.
         row_scaling: True to first scale each row by the inverse square root of its row sum of `|X X^T|`
             (almost-orthogonal layers, arXiv 2208.03160). The spectral norm is then at most 1; `norm_safety` is ignored.
-        restarts: with `method="gram"`, several steps share one Gram matrix `X X^T`. It is recomputed from `X` after
-            these numbers of steps; None: after 2, 3, 5, 6, ... steps. For further steps, the last distance
-            is repeated. If rounding requires more restarts, they are added: in bf16, after nearly every step.
+        restarts: for `method="gram"`, the numbers of steps after which the Gram matrix `X X^T` is recomputed from `X`;
+            the steps between share one Gram matrix. None: after 2, 3, 5, 6, ... steps. For further steps, the last
+            distance is repeated. Restarts are added if rounding requires them: in bf16, after nearly every step.
 
     Raises:
         ValueError: there are no steps, a step is not 2 or 3 finite numbers, `norm_safety` is outside [0.001, 1000], or
@@ -161,9 +161,9 @@ def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
 
 
 def schedule(value: Coefficients, steps: int | None = None) -> tuple[Step, ...]:
-    """Return the polynomial `(a, b, c)` of each step. If there are more steps than polynomials, the last is repeated.
+    """Return a tuple with the polynomial `(a, b, c)` of each Newton-Schulz step. None: one step for each polynomial.
 
-    If `steps` is None, there is one step for each polynomial.
+    If there are more steps than polynomials, the last polynomial is repeated.
     """
     return tuple(value.steps[i] for i in step_indices(len(value.steps), steps))
 

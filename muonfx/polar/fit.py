@@ -23,8 +23,8 @@ def fit_coefficients(
     Args:
         steps: the number of polynomials, at least 1.
         lower: the smallest singular value of the normalized input to map close to 1, in (0, 1).
-        cushion: if a polynomial's interval is wider than `[cushion * u, u]`, fit on this part and rescale for the whole
-            interval. Small singular values converge slightly slower, but no polynomial comes close to zero. 0: off.
+        cushion: if a polynomial's interval `[l, u]` is wider than `[cushion * u, u]`, fit on this part and rescale for
+            `[l, u]`. Small singular values converge slightly slower, but no polynomial comes close to zero. 0: off.
         safety: the margin for rounding errors, as in `with_safety`; the fit of later steps accounts for it. 1 (no
             margin) is best in exact arithmetic, but diverges in bf16 or fp16, so `orthogonalize` then uses fp32. 1.01
             suffices for bf16.

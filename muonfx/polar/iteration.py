@@ -56,7 +56,7 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
 
 
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
-    """Return True if a cast from `held` to `compute` never under- or overflows, by the exponent ranges of the dtypes.
+    """Return True if no number under- or overflows when it is cast from the dtype `held` to the dtype `compute`.
 
     Args:
         held: the dtype of the input of `orthogonalize`.
@@ -80,14 +80,17 @@ def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 
 def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 1.0) -> torch.Tensor:
-    """Divide nonempty matrices by `safety` times their Frobenius norm, in `compute`; the gradient at 0 is finite."""
+    """Divide nonempty matrices by `safety` times their Frobenius norm; return them in the dtype `compute`.
+
+    At a zero matrix, the gradient is finite.
+    """
     x = rounded_and_scaled(x, compute)
     total = (x * x).sum((-2, -1), keepdim=True)
     return (x * inverse_root(total, safety)).to(compute)
 
 
 def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
-    """Return `1 / (safety * sqrt(total))` for each sum of squares; for 0, `1 / safety`, with finite gradient."""
+    """Return `1 / (safety * sqrt(total))` for each sum of squares; at 0, `1 / safety` and a finite gradient."""
     # `where` instead of an eps, which would change the result for small matrices. It is inside the root, whose
     # derivative at zero is infinite and would enter the gradient as 0 * inf.
     scale = torch.where(total == 0, torch.ones_like(total), total).rsqrt()

@@ -34,10 +34,10 @@ def orthogonalize(
 ) -> torch.Tensor:
     """Orthogonalize a matrix by Newton-Schulz: map its singular values close to 1 and keep its singular vectors.
 
-    `band(coefficients)` returns the interval that contains the resulting singular values. Scaling `x` by a power of two
-    does not change a bit of the result if all entries are normal numbers. Zero gives zero. NaN or infinity in one
-    matrix does not affect others of the batch. `torch.func` and `torch.compile(fullgraph=True)` work; autocast has no
-    effect.
+    `band(coefficients)` returns the interval that contains the resulting singular values. A zero matrix gives zero.
+    NaN or infinity in one matrix of a batch does not affect the others. `x` and `2^k x` have bitwise equal results if
+    all entries are normal (not subnormal) numbers. The function works under `torch.func` and
+    `torch.compile(fullgraph=True)`. Autocast has no effect.
 
     Args:
         x: a tensor `(..., m, n)` in fp64, fp32, bf16 or fp16; any dim may be zero.
@@ -47,12 +47,12 @@ def orthogonalize(
             polynomial is repeated.
         method: "standard" multiplies by the whole matrix in every step. "gram" takes several steps on the small Gram
             matrix `X X^T`, which saves time for long matrices. "auto": the choice that `explain` shows.
-        dtype: the dtype of the matrix products; "auto" for the choice of `compute_dtype`, and at least fp32 if
-            derivatives are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), which bf16 makes useless.
+        dtype: the dtype of the matrix products. "auto": the choice of `compute_dtype`, but at least fp32 if derivatives
+            are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), because bf16 derivatives are useless.
         products: how symmetric products such as `X X^T` are computed. "batched": in full, by one batched product.
-            "blocks": one half by blocks on a CPU, the other half mirrored. "triton": the same by GPU kernels. "auto":
-            the choice that `explain` shows. Small matrices, and all matrices under autograd, `torch.func` and the
-            compiler, use "batched".
+            "blocks": only one half, by blocks, on a CPU; the other half is a mirrored copy. "triton": the same by GPU
+            kernels. "auto": the choice that `explain` shows. Small matrices, and all matrices under autograd,
+            `torch.func` and the compiler, use "batched".
         max_scratch_bytes: the approximate limit of memory for temporary tensors; see `orthogonalize_many`.
 
     Returns:
@@ -88,7 +88,7 @@ def orthogonalize_many(
     donate: bool = False,
     workspace: Workspace | None = None,
 ) -> list[torch.Tensor]:
-    """Orthogonalize a list of matrices, in one batch for each shape; a shape and its transpose share a batch.
+    """Orthogonalize a list of matrices. Matrices of one shape, or of its transpose, are computed as one batch.
 
     The results equal `[orthogonalize(x, ...) for x in xs]` up to rounding, because a batched product may sum in another
     order. Differences of elements are at most 1e-12 in fp64, 2e-5 in fp32 and 0.2 in bf16 for Gaussian matrices with
@@ -102,16 +102,16 @@ def orthogonalize_many(
         dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device. Derivatives of one input
             make the dtype at least fp32 for all inputs.
         products: as in `orthogonalize`.
-        max_scratch_bytes: the approximate memory for the temporary tensors of one batch, which has at least one matrix.
-            None: 32 MiB on a CPU, to stay in its cache, and 256 MiB elsewhere.
+        max_scratch_bytes: the approximate memory for the temporary tensors of one batch. A batch has at least one
+            matrix. None: 32 MiB on a CPU, to stay in its cache, and 256 MiB elsewhere.
         donate: True if the caller does not use `xs` again. Each contiguous input that shares no memory with another
             input is then overwritten by its result, which saves memory. The values of the results are the same.
         workspace: memory for the temporary tensors of large matrices, which the next call can reuse; None: new memory.
 
     Returns:
-        One tensor for each input, in order, with its shape, dtype and device: an input that `donate` allowed to
-        overwrite, or a new contiguous tensor. New tensors of one batch may be disjoint views of one buffer, so autograd
-        treats an in-place change of one as a change of all.
+        One tensor for each input, in order, with its shape, dtype and device. It is a new contiguous tensor, or the
+        overwritten input itself with `donate`. New tensors of one batch may be disjoint views of one buffer; autograd
+        then treats an in-place change of one as a change of all.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `orthogonalize`; the message has the position in `xs`.

@@ -59,7 +59,7 @@ _BLOCKS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """How matrices of one shape are orthogonalized, as `explain` returns it; prints as a table with the reasons.
+    """The dtype, method and products that `orthogonalize` uses for one shape. Prints as a table with the reasons.
 
     >>> import muonfx as mfx
     >>> mfx.polar.explain((512, 2048), dtype=torch.float32).method
@@ -83,12 +83,15 @@ class Plan(Shown):
 
     @property
     def at_once(self) -> int | None:
-        """The largest number of matrices in one batch, so that "blocks" products fit a cache; None for no limit."""
+        """The maximal number of matrices in one batch; None for no limit.
+
+        There is a limit only if `products` is "blocks", so that the Gram matrices of a batch fit the CPU's cache.
+        """
         return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2) if self.products == "blocks" else None
 
     @property
     def scratch_bytes(self) -> int:
-        """The size in bytes of the temporary tensors for one matrix: two of its size, 3 to 8 Gram matrices."""
+        """The bytes of the temporary tensors for one matrix: two tensors of its size, and 3 to 8 Gram matrices."""
         n, m = self.shape
         longest = max((len(stage.steps) for stage in self.stages), default=1)
         small = 3 if longest == 1 else 6 if longest == 2 else 8  # buffers of `products.Buffered`, and an identity
@@ -112,12 +115,12 @@ def explain(
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
 ) -> Plan:
-    """Return the choices of `orthogonalize` for a matrix of this shape: dtype, method, products. Print it for reasons.
+    """Return the dtype, method and products that `orthogonalize` uses for a matrix of this shape, with reasons.
 
     Args:
         shape: the numbers of rows and columns.
         device: the device of the matrix.
-        held: the dtype of the matrix, before it is cast to the dtype of the products.
+        held: the dtype of the matrix itself, which is cast to the dtype of the products.
         coefficients: as in `orthogonalize`.
         steps: as in `orthogonalize`.
         method: as in `orthogonalize`.
@@ -334,7 +337,7 @@ def _choose_method(
 
 
 def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
-    """Return the estimated time to orthogonalize one matrix, in multiply-adds that full products do in this time."""
+    """Estimate the time to orthogonalize one matrix, as the number of multiply-adds of full products in this time."""
     rates = _rates(device, plan.dtype, portable)
     return _cost(plan.stages, *plan.shape, rates, (plan.products, plan.small_products))
 

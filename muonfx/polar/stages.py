@@ -29,7 +29,7 @@ from muonfx.tree.tracing import called_once
 
 
 class GramStage(NamedTuple):
-    """Consecutive steps `(a, b, c)` that share one Gram matrix `X X^T`, stored as `center * I + E` to round less."""
+    """Consecutive steps that share one Gram matrix `X X^T`. It is stored as `center * I + E` to round less."""
 
     steps: tuple[Step, ...]
     center: float = 0.0

@@ -12,13 +12,13 @@ _ALIGNMENT = 64
 
 
 class Workspace:
-    """CPU memory for the temporary tensors of `orthogonalize_many`, which several calls reuse.
+    """CPU memory that several calls of `orthogonalize_many` reuse for their temporary tensors.
 
-    `empty` returns a tensor in this memory. `clear` ends the use of these tensors, so that the next batch can use the
-    memory, and enlarges it if the last batch did not fit. Results are never in it. On other devices, `empty` allocates
-    new tensors, because torch's allocator reuses memory there. Use a workspace in one call at a time. A copy is empty.
+    `empty` returns a tensor in this memory. `clear` frees the memory for the next batch, and enlarges it if the last
+    batch did not fit. Results are never in it. On other devices, `empty` allocates new tensors, because torch's
+    allocator reuses memory there. Use a workspace in one call at a time. A copy of a workspace has no memory yet.
 
-    In the first pass nothing fits. Then `clear` allocates the memory, in multiples of a cache line:
+    A new workspace has no memory. The second `clear` allocates it here, in multiples of a cache line:
 
     >>> workspace = Workspace()
     >>> for _ in range(2):
@@ -41,7 +41,10 @@ class Workspace:
         return 0 if self._memory is None else len(self._memory)
 
     def clear(self) -> None:
-        """End the use of all tensors from `empty`. If they did not fit, enlarge the memory for the next use."""
+        """Free the memory for new tensors. Tensors that `empty` returned before must not be used any more.
+
+        If they did not fit into the memory, it is enlarged.
+        """
         if self._used > self.nbytes:
             self._memory = None  # freed first, so that old and new memory are never allocated together
             self._memory = torch.empty(self._used, dtype=torch.uint8)

@@ -68,7 +68,7 @@ def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]
 
 
 def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
-    """Return a dict from each of some parameter names to the bytes of optimizer state that are offloaded for it."""
+    """Return a dict with the bytes of optimizer state that are offloaded for each of the named parameters."""
     sizes = dict.fromkeys(names, 0)
     for leaf, name in zip(tree.leaves(state), parameters, strict=True):
         if name in sizes and moves(leaf, name):
@@ -93,8 +93,8 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
 def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, donate: Donation) -> PyTree:
     """Return the new state, with copies in host memory or on disk where the old state was stored there.
 
-    A wrapper (a transform that calls others) may return new tensors. These are copied to the store. If it returns the
-    old state of a transform that it did not call, that is copied too, unless the caller donated it.
+    A wrapper (a transform that calls others) may return new tensors. These are copied to the store. The old state of a
+    transform that it did not call is copied too, unless the caller donated it.
     """
     leaves, treedef = tree.flatten(new)
 

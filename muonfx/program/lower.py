@@ -34,11 +34,11 @@ __all__ = [
 
 
 def lower(tx: Transform, params: PyTree) -> Program:
-    """Return the program of a transform: for each transform in it, how it runs and which parameters it updates.
+    """Plan the execution of a transform: how each transform in it runs, and which parameters it updates.
 
     Args:
         tx: a transform.
-        params: a tree of tensors with the full shapes. Values are not read, so meta tensors suffice.
+        params: the parameters in full, not sharded. Values are not read, so meta tensors suffice.
 
     Returns:
         A `Program`, which prints as a table. Its column "numbers" has the prefix of the names in `muonfx.hyperparams`,
@@ -310,7 +310,7 @@ class Span(NamedTuple):
 
 
 def spans_of(node: ChainNode, is_unit: Callable[[Node], bool]) -> list[Span]:
-    """Return the members of a chain in order, in which neighbours that can run bucket by bucket form one `Span`.
+    """Group the members of a chain, in order: neighbours that can run bucket by bucket form one `Span`.
 
     ``is_unit(node)`` returns True if a node can run on some of the leaves at a time.
     """

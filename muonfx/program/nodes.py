@@ -93,7 +93,10 @@ class Stage(Node):
 
 
 class Around(Node):
-    """The node of a wrapper, such as `accumulate`, that is elementwise or sums over leaves around its `children`."""
+    """The node of a wrapper (a transform that calls others), such as `accumulate`.
+
+    The wrapper's own work is elementwise or a sum over leaves. Its `children` are the nodes of the called transforms.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +109,10 @@ class ChainNode(Node):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Shown):
-    """How a transform is executed for given parameters, as a tree of nodes. `lower` returns it; it prints as a table.
+    """The plan by which a transform is executed for given parameters. `lower` returns it; it prints as a table.
 
-    A node stores a transform, the names of the parameters that it updates, and how it runs ("elementwise", "matrix
-    stage", "sum over leaves", ...).
+    It is a tree of nodes. A node stores a transform, the names of the parameters that it updates, and the kind of
+    execution, such as "elementwise". Neighbouring transforms that need whole matrices share a "matrix stage".
 
     Attributes:
         root: the node of the whole transform.
@@ -130,7 +133,7 @@ class Program(Shown):
     def transforms(self) -> Iterator[Node]:
         """Yield one node for each transform: first an outer transform, then the transforms that it calls.
 
-        `nodes` yields a single node for neighbouring matrix transforms that run together; this yields each of them.
+        Neighbouring matrix transforms that run together are one node in `nodes`, but one node each in this method.
 
         >>> import torch
         >>> import muonfx as mfx
@@ -151,7 +154,8 @@ class Program(Shown):
     def report(self) -> Report:
         """Return a table with one row for each node (a transform, or several that run together).
 
-        Inner transforms are indented. The columns are kind, locality, number of leaves, state and hyperparameters.
+        A row has the kind of execution, the name, the locality (the part of the tree that one element of an update
+        depends on), the number of leaves, the path of the state, and the prefix of the hyperparameters.
         """
         titles = ("node", "locality", "leaves", "state", "numbers")
         return Report((Table(titles, [_row(self.root)]),))

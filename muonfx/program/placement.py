@@ -101,7 +101,7 @@ class Placement:
         return meta_like(params)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Return True if `params` has the shapes in `like`, for which a program was built, so it can be used again."""
+        """Return True if `params` has the shapes of `like`, so that a program for `like` can be used again."""
         pairs = zip(tree.leaves(like), tree.leaves(params), strict=True)
         return all(theirs is None or (own is not None and own.shape == theirs.shape) for own, theirs in pairs)
 

@@ -38,10 +38,7 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Return the elements ``start:stop`` of a flattened array as a list of boxes (rectangular parts), in order.
-
-    For a matrix these are the end of the first row, the whole rows, and the start of the last row.
-    """
+    """Return the elements ``start:stop`` of a flattened array as a list of boxes (rectangular parts), in order."""
     if stop <= start:
         return []
     if not shape:

@@ -252,10 +252,7 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
 
 def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
-    """Return a dict of partitions by parameter name, for parameters that are each flattened and split equally.
-
-    The last part may be shorter.
-    """
+    """Return a dict of partitions by name: each parameter is flattened and split equally, with a shorter last part."""
     of_shape: dict[tuple[int, ...], Cut] = {}
     for shape in dict.fromkeys(spec.shape for spec in specs.values()):
         step = -(-prod(shape) // size)

@@ -117,7 +117,7 @@ class Layout(ShardTable):
         return gathered(self, local)
 
     def all_gather(self, local: T, names: Sequence[str] | None = None) -> T:
-        """Gather shards to whole tensors so that autograd works through it. The backward pass is `reduce_scatter`.
+        """Gather the shards of all ranks to whole tensors, with derivatives: the backward pass is `reduce_scatter`.
 
         In a ZeRO-3 loop, ``grad(lambda local: loss(layout.all_gather(local)))`` returns the gradients as shards. Higher
         derivatives, ``vjp``, ``jvp`` and ``vmap`` work too, if all ranks use the same ``torch.func`` transforms.
@@ -134,9 +134,8 @@ class Layout(ShardTable):
     def reduce_scatter(self, grads: T) -> T:
         """Average the whole gradients of all ranks. Return this rank's shards of the mean.
 
-        Values are added in rank order in fp32 or higher and rounded once. So replicas of a shard are equal.
-        For S bytes of gradients on P ranks, each rank sends S(P-1)/P bytes, or twice as many if all parameters are
-        replicated.
+        Values are added in rank order in fp32 or higher and rounded once, so replicas of a shard are equal. For S bytes
+        of gradients on P ranks, each rank sends S(P-1)/P bytes, or twice as many if all parameters are replicated.
 
         Args:
             grads: this rank's gradients, as whole tensors. A leaf that is None on some ranks counts as zero there; a
@@ -156,7 +155,7 @@ class Layout(ShardTable):
         It needs no communication. `muonfx.checkpoint.save` calls this for a sharded transform.
 
         Args:
-            local: the tree of this rank's shards. Leaves in one of the forms below are returned unchanged.
+            local: the tree of this rank's shards. A leaf that is already in the returned form is not changed.
 
         Returns:
             A tree of `DTensor`, `muonfx.checkpoint.FlatPiece` (an interval of a flattened tensor, with its position),
@@ -182,7 +181,7 @@ class Layout(ShardTable):
         return map_named(at, local)
 
     def from_global(self, values: PyTree) -> PyTree:
-        """Return this rank's shards as local tensors. `values` is a tree in the form that `to_global` returns.
+        """Convert a tree in the form that `to_global` returns to this rank's shards as local tensors.
 
         Each `muonfx.checkpoint.FlatPiece` (a shard with its position) becomes a tensor. Other leaves are unchanged.
         """

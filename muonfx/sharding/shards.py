@@ -76,17 +76,17 @@ class Piece(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """Describe a shard that is the whole tensor: return a `Piece` with all elements of a tensor of this shape."""
+        """Return the `Piece` with all elements of a tensor of this shape."""
         return cls.grid([((0, size),) for size in shape])
 
     @classmethod
     def interval(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
-        """Describe a shard with the elements ``start:stop`` of a flattened tensor, as a `Piece`. It is 1-d."""
+        """Return the `Piece` with elements ``start:stop`` of a tensor of this shape, flattened. Its shard is 1-d."""
         return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
 
     @classmethod
     def grid(cls, spans: Sequence[Sequence[Span]]) -> Piece:
-        """Describe a shard with some indices of each dim, as a `Piece`. `spans` has index ranges (start, end) per dim.
+        """Return the `Piece` with some indices of each dim. `spans` lists index ranges (start, end) for each dim.
 
         >>> Piece.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
@@ -128,7 +128,7 @@ class Piece(NamedTuple):
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
     def window(self, box: Box) -> Window:
-        """Return where a rectangular part of the whole tensor (a box) is in the shard, as a `Window` to view it.
+        """Find a box (a rectangular part of the whole tensor) in the shard, and return its place as a `Window`.
 
         Raises:
             ValueError: the box is not inside one of the piece's ``boxes``.
@@ -175,9 +175,9 @@ class FlatPiece:
     """Some consecutive elements of a flattened tensor, with their position and the shape of the whole tensor.
 
     ZeRO concatenates all parameters in one flat buffer and splits it among the ranks, even within a matrix or a row.
-    From the `FlatPiece` of each rank, a checkpoint stores parameters in their full shapes instead of that buffer. Any
-    number of ranks can then load them, as shards, as `torch.distributed.tensor.DTensor` or whole. It follows the
-    protocol of ``torch.distributed._checkpointable``.
+    If each rank saves its parts as `FlatPiece`, a checkpoint contains parameters in their full shapes, not the buffer.
+    Any number of ranks can load them, as shards, as `torch.distributed.tensor.DTensor` or whole. The class follows
+    the protocol of ``torch.distributed._checkpointable``.
 
     Attributes:
         shape: the shape of the whole tensor.
@@ -247,7 +247,7 @@ class FlatPiece:
 
     @property
     def piece(self) -> Piece:
-        """Which elements of the whole tensor this interval contains, as a `Piece`: their position without values."""
+        """The position of the interval in the whole tensor, without the values, as a `Piece`."""
         return Piece.interval(self.shape, self.start, self.stop)
 
     @property
@@ -256,7 +256,7 @@ class FlatPiece:
         return self.data.view(self.shape) if self.data.numel() == prod(self.shape) else None
 
     def part(self, box: Box) -> Tensor:
-        """Return the values of one rectangular part, which must be in the list ``boxes``, as a view in its shape."""
+        """Return the values of one of the ``boxes``, as a view with the shape of this box."""
         return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)
 
     def empty_like(self, device: torch.device | str | None = None) -> FlatPiece:

@@ -95,7 +95,7 @@ def _of_node(binding: Binding, node: Node) -> PyTree:
 
 
 def _of_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
-    """Return, by transform name, a tree like its state, with a `LeafPlacement` (ranks and shapes) for each leaf."""
+    """Return a dict from transform name to a tree like its state, with a `LeafPlacement` for each leaf."""
     run = tuple((member.name, member.node.tx) for member in stage.members)
     plan = None if binding.holds_all else binding.plan(run, stage.like)
     return {name: _of_leaves(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
@@ -121,7 +121,7 @@ def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Return a list with the placement of each leaf of a transform's state: its ranks and shapes, or None for None."""
+    """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None."""
 
     def describe() -> list[LeafPlacement | None]:
         local = binding.local_like(params)
@@ -220,7 +220,7 @@ def global_leaf(
 
 
 def interval_of(placed: LeafPlacement, share: Share) -> tuple[int, int]:
-    """Return the start and end, in a flattened leaf of the state, of the elements for one owner's matrices."""
+    """Return where the matrices of one owner start and end in a leaf of the state, if it is flattened."""
     each = max(prod(share.whole), 1)
     return share.start * prod(placed.shape) // each, share.stop * prod(placed.shape) // each
 

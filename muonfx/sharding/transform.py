@@ -106,9 +106,9 @@ def sharded(
 ):
     """Build a transform that runs ``tx`` on this rank's shards, with the same update as ``tx`` on whole tensors.
 
-    The gathered updates equal the updates of ``tx`` in one process, bitwise if the same kernels run on the same
-    matrices, else within rounding. Elementwise transforms run on the local shards. Each matrix is gathered on one rank,
-    computed there once, and scattered back. Sums over the tree, such as a global norm, run over all ranks.
+    After a gather, the updates equal the updates of ``tx`` in one process: bit for bit if the same kernels run on the
+    same matrices, else up to rounding. Elementwise transforms run on the local shards. Each matrix is gathered on one
+    rank, computed there once, and scattered back. Sums over the tree, such as a global norm, run over all ranks.
 
     Args:
         tx: any transform. The result has the same hyperparameters, structure of the state, and fingerprint (the hash

@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Example(NamedTuple):
-    """Parameters and the gradients of some steps: trees of one structure. Unpacks as ``params, steps``.
+    """Parameters and the gradients of some steps, as trees of equal structure. Unpacks as ``params, steps``.
 
     Attributes:
         params: the tree of parameters.
@@ -85,7 +85,10 @@ class Example(NamedTuple):
         return Example(tree.unflatten(treedef, full), [filled(grads) for grads in self.steps])
 
     def precise(self) -> Example:
-        """Return the example in contiguous float64 and without None, for comparisons with a small tolerance."""
+        """Return the example in float64, for comparisons with a small tolerance.
+
+        The tensors are contiguous, and each leaf that is None becomes a tensor.
+        """
         return self.dense().map(lambda leaf: leaf.detach().double().clone(memory_format=torch.contiguous_format))
 
     def smooth(self, steps: int = 2) -> Example:
@@ -100,7 +103,7 @@ class Example(NamedTuple):
         return Example(tree.map(away, params), [tree.map(away, params) for _ in range(steps)])
 
     def in_every_dtype(self) -> list[Example]:
-        """Return four copies with mixed dtypes. Each copy assigns the `DTYPES` to its leaves in another order."""
+        """Return four copies with mixed dtypes. Each leaf has another of the four `DTYPES` in each copy."""
         leaves, treedef = tree.flatten(self.params)
         places = tree.unflatten(treedef, list(range(len(leaves))))
 

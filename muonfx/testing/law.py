@@ -75,9 +75,10 @@ def law(
     unless: Callable[[Transform], str | None] = lambda tx: None,
     share: float = 1.0,
 ) -> Callable[[Callable[..., None]], LawFunction]:
-    """Register a function of a transform, parameters and the gradients of each step as a law.
+    """Register a function as a law (a property that every transform must have).
 
-    The function raises an error, such as an AssertionError, if the law does not hold.
+    The function receives a transform, parameters, and a list with the gradients of each step. It raises an error,
+    such as an AssertionError, if the law does not hold.
 
     Args:
         on: a function that prepares each generated example, for example by converting it to float64.

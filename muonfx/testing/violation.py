@@ -17,11 +17,11 @@ __all__ = ["Breach", "LawViolation", "bits_equal", "is_close", "require_close", 
 
 
 class LawViolation(AssertionError):
-    """The error if a transform violates a law; its message shows the law, the transform, the leaf and the example.
+    """Raised if a transform violates a law. The message shows the law, the transform, the leaf and the example.
 
     Attributes:
         law: the name of the law.
-        tx: the transform, or after pickling its repr.
+        tx: the transform; only its repr if the error was pickled.
         leaf: the name of the leaf that breaks the law, or None if no single leaf does.
         found: a text with the found and the expected values.
         example: the `Example` on which the law does not hold, or None.

@@ -67,10 +67,9 @@ def _muon_chain(
     lr_scaling: ShapeRule | None,
     **more: Any,
 ) -> Transform:
-    """Return a Muon chain with the hyperparameters of a parameter group of the other optimizer.
+    """Return a Muon chain with the hyperparameters in ``group``, a parameter group of the optimizer to convert.
 
-    ``options`` and ``more`` are keyword arguments for `orthogonalize`. Where both have an argument, ``options`` is
-    used.
+    ``options`` and ``more`` are keyword arguments of `orthogonalize`. If both have an argument, ``options`` is used.
     """
     orthogonal = orthogonalize(**{**more, **options})
     return chain(

@@ -22,7 +22,7 @@ CONFIG_TYPE = "muonfx.Muon"
 
 
 def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
-    """Return a client optimizer for ``deepspeed.initialize(model=model, optimizer=...)`` that applies a transform.
+    """Return an optimizer that applies a transform, for ``deepspeed.initialize(model=model, optimizer=...)``.
 
     The configuration of DeepSpeed must contain ``"zero_allow_untested_optimizer": true`` and, if the optimizer is
     offloaded, ``"zero_force_ds_cpu_optimizer": false``. Stage, precision, accumulation, clipping, schedulers,
@@ -52,7 +52,7 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
 
 
 def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
-    """Return DeepSpeed's client optimizer with Muon for hidden matrices and AdamW for the other parameters.
+    """Return an optimizer for ``deepspeed.initialize``: Muon for hidden matrices, AdamW for the other parameters.
 
     Args:
         model: as for `optimizer`.
@@ -92,7 +92,7 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
 
     DeepSpeed accepts by name only its own optimizers and those of torch. This function removes the entry
     ``"optimizer": {"type": "muonfx.Muon", "params": {...}}`` from a copy of the configuration, makes the optimizer with
-    `Muon`, and passes it to DeepSpeed. "params" contains arguments of `muonfx.Muon`. The two options that a client
+    `Muon`, and passes it to DeepSpeed. "params" contains arguments of `muonfx.Muon`. The two options that such an
     optimizer requires (see `optimizer`) are set unless the configuration has them.
 
     Args:

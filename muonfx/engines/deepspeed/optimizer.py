@@ -22,7 +22,7 @@ __all__ = ["ZeroOptimizer"]
 
 
 class ZeroOptimizer(GroupOwner):
-    """The client optimizer that `optimizer` returns; it applies a transform to DeepSpeed's flat tensors.
+    """The optimizer that `optimizer` returns for DeepSpeed; it applies a transform to DeepSpeed's flat tensors.
 
     Raises:
         ValueError: at the first step, if DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as

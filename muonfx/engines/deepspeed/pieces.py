@@ -62,7 +62,7 @@ class Pieces(NamedTuple):
     """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
 
     def as_leaf(self, name: str, value: Tensor) -> Tensor | FlatPiece:
-        """Return a shard of a parameter or of its state with its position (a `FlatPiece`); at stage 0, ``value``."""
+        """Return ``value``, the shard of a parameter or of its state, as a `FlatPiece`; at stage 0, unchanged."""
         if self.layout is None:
             return value
         return FlatPiece(self.layout.specs[name].shape, self.at[name].begin, value.reshape(-1))
@@ -157,7 +157,7 @@ def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first parameter whose values are not at the place found for its shard; None if all are."""
+    """Return the name of the first parameter whose shard was not located correctly; None if all were."""
     for name, piece in pieces.views(pieces.flat).items():
         held = getattr(params[name], "ds_tensor", None)
         begin = 0 if held is not None else pieces.at[name].begin

@@ -176,7 +176,7 @@ class Unit:
         return {name: self.pieces.as_leaf(name, param) for name, param in params.items()}, leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
-        """Return the state tree of the transform from a list of its leaves."""
+        """Return the optimizer state as a tree, built from a list of its leaves."""
         return tree.unflatten(self._treedef, leaves)
 
     @torch.no_grad()

@@ -69,12 +69,13 @@ def offload(
     """Keep a transform's state in host memory or on disk between steps, and load it bucket by bucket in each step.
 
     A bucket is the state of some parameters. While one bucket is updated, the next is loaded and the previous is
-    written back, so the device holds two buckets at most. Step counts and other 0-d tensors stay on the device. The
-    state of a wrapper such as `accumulate` may need to be loaded all at once, if an inner transform reads all leaves.
+    written back, so the device holds two buckets at most. Step counts and other 0-d tensors stay on the device. If a
+    transform within a wrapper such as `accumulate` reads all leaves, all of the wrapper's state may be loaded at once.
 
-    The updates and the state equal the results of ``tx`` bit for bit, unless a bucket ends within a batch of matrices
-    of equal shape. With ``donate=True``, which `TransformOptimizer` passes, the state is overwritten in place.
-    Otherwise `update` writes a second copy of the state to host memory or to a new file.
+    Updates and states equal the results of ``tx`` bit for bit, with one exception: matrices of equal shape are
+    computed in batches, and if they are in different buckets, the batches differ and results may differ by rounding.
+    With ``donate=True``, which `TransformOptimizer` passes, the state is overwritten in place. Otherwise `update`
+    writes a second copy of the state to host memory or to a new file.
 
     Args:
         tx: any transform. A sharded one stays outermost: ``offload(sharded(tx, layout))`` is
@@ -86,8 +87,8 @@ def offload(
             sharded transform loads matrices in the buckets in which they are sent between ranks instead.
 
     Returns:
-        A transform with the hyperparameters of ``tx`` and the same structure of the state. It has the same fingerprint,
-        so checkpoints of one fit the other.
+        A transform with the hyperparameters of ``tx`` and the same structure of the state. Checkpoints of ``tx`` can be
+        loaded for it, and its checkpoints for ``tx``.
 
     Raises:
         TypeError: ``tx`` is not a transform, or ``to`` is not a path.

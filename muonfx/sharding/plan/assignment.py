@@ -46,7 +46,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def of(cls, device: str, compute: torch.dtype = torch.float32) -> Machine:
-        """Return an estimate for a device such as "cuda" and the dtype of products, right to an order of magnitude."""
+        """Return a rough estimate for a type of device, such as "cuda", and the dtype of matrix products."""
         # On a CPU the ranks are processes of one host that exchange by gloo.
         if device == "cuda":
             return cls(4e14, 5e10, latency=5e-5, overhead=1e-5)
@@ -79,7 +79,10 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Which rank computes which matrices, and in which order, for neighbouring transforms that need whole matrices."""
+    """Which rank computes which matrices, and in which order, for one run of transforms.
+
+    A run is a sequence of neighbouring transforms of a chain that need whole matrices, such as `orthogonalize`.
+    """
 
     run: Run = field(repr=False)
     """The transforms by name, in the form that treats the parameters in `stacks` as stacks of matrices."""
@@ -185,7 +188,7 @@ def _owners(
     machine: Machine,
     settings: Settings,
 ) -> list[int | None]:
-    """Return, for each set of matrices in `parts`, the rank that computes it; None if every rank computes it."""
+    """Choose the rank that computes each set of matrices in `parts`; None means that every rank computes it."""
     # Parts that all ranks hold whole may be split, which costs an exchange, or computed by all. Whole assignments are
     # compared by the busiest rank, since splitting saves nothing if there are fewer matrices than ranks, for example.
     everywhere = [len(part.candidates) == layout.size > 1 and part.complete for part in parts]

@@ -86,7 +86,7 @@ class Share:
 
     @property
     def numel(self) -> int:
-        """The number of elements in this share (some matrices of a parameter)."""
+        """The number of elements in the matrices of this share."""
         return self.stop - self.start
 
     @cached_property
@@ -102,14 +102,14 @@ class Share:
 
     @property
     def transfers(self) -> Iterator[ShareTransfer]:
-        """The elements that this share (some matrices) has in common with each shard, as an iterator."""
+        """An iterator over the shards that contain elements of these matrices, with these elements."""
         # Computed on request: a rank needs all transfers of the shares that it owns, and only its own of the others.
         for piece, ranks in self.cut.holders.items():
             if (transfer := self._transfer(piece, ranks)) is not None:
                 yield transfer
 
     def transfer_of(self, rank: int) -> ShareTransfer | None:
-        """Return which elements of this share (some matrices) are in the shard of `rank`, or None if there are none."""
+        """Return which elements of these matrices are in the shard of `rank`, or None if there are none."""
         piece = self.cut[rank]
         return self._transfer(piece, self.cut.holders[piece]) if piece.numel else None
 
@@ -123,7 +123,7 @@ class Share:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
 
     def moves(self, rank: int) -> Moves:
-        """Return which elements of this share (some matrices) a rank sends and receives in a step."""
+        """Return which elements of these matrices a rank sends and receives in a step."""
         transfer, held = self.transfer_of(rank), self.cut[rank]
         boxes = () if transfer is None else transfer.boxes
         return Moves(
@@ -145,12 +145,12 @@ class Share:
 
     @cached_property
     def needs_gather(self) -> bool:
-        """True if the rank that computes this share's matrices must first receive elements of them from others."""
+        """True if the owner (the rank that computes these matrices) must first receive elements of them."""
         return self.owner is not None and (0 if self._at_owner is None else self._at_owner.numel) < self.numel
 
     @cached_property
     def needs_send(self) -> bool:
-        """True if the rank that computes this share's matrices must send elements of the result to others."""
+        """True if the owner (the rank that computes these matrices) must send results to other ranks."""
         return self.needs_gather or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
 
     @property

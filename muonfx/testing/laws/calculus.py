@@ -1,4 +1,4 @@
-"""Laws of calculus, in float64: derivatives of updates by gradients and by hyperparameters, through several steps.
+"""Laws of calculus, in float64: derivatives with respect to gradients and hyperparameters, through several steps.
 
 Transforms that take signs or clip are differentiable almost everywhere. Examples avoid zero, and other points without
 a derivative have probability zero.
@@ -93,7 +93,7 @@ def _smooth(example: Example) -> Example:
 
 @law(on=_smooth, unless=_state_is_narrow, share=0.2)
 def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check the derivatives of two steps' updates by all gradients against finite differences.
+    """Check the derivatives of two steps' updates with respect to all gradients, by finite differences.
 
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -103,7 +103,7 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
 
 @law(on=_smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.2)
 def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check the derivatives of two steps' updates by all numeric arguments against finite differences.
+    """Check the derivatives of two steps' updates with respect to all numeric arguments, by finite differences.
 
     >>> import muonfx as mfx
     >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -113,7 +113,7 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
 
 @law(on=_smooth, unless=_state_is_narrow, share=0.2)
 def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, by gradients and by hyperparameters.
+    """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, for gradients and for hyperparameters.
 
     >>> import muonfx as mfx
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -141,7 +141,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
 
 @law(on=lambda example: example.smooth(1), unless=_state_is_narrow, share=0.1)
 def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check second derivatives of the updates by the gradients against finite differences of first derivatives.
+    """Check the second derivatives of updates with respect to gradients, by finite differences of the first.
 
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))

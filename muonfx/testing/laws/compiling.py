@@ -80,7 +80,7 @@ def _steady(example: Example) -> Example:
 
 @law(on=_steady, unless=is_in_no_module, share=0.08)
 def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that ``torch.compile(tx.update)`` equals eager mode, with one graph, compiled once for all steps.
+    """Check that ``torch.compile(tx.update)`` has the results of eager mode, and compiles one graph for all steps.
 
     >>> import muonfx as mfx
     >>> compiled_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -90,7 +90,9 @@ def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTr
 
 @law(on=_steady, unless=lambda tx: _has_no_numbers(tx) or is_in_no_module(tx), share=0.04)
 def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a compiled transform with tensors as numeric arguments uses changed values without recompiling.
+    """Check that a compiled transform is not recompiled if the value of a numeric argument changes.
+
+    The numeric arguments are tensors. The results must use the new values.
 
     >>> import muonfx as mfx
     >>> changing_a_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -111,7 +113,7 @@ def _grown(values: PyTree, times: int) -> PyTree:
 
 @law(on=lambda example: example.precise().prolonged(1), unless=is_in_no_module, share=0.04)
 def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that one compiled `update` equals eager mode for several shapes, with dims up to three times as long.
+    """Check that one compiled `update` has the results of eager mode for leaves with dims up to three times as long.
 
     >>> import muonfx as mfx
     >>> compiled_update_takes_other_shapes(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -137,7 +139,9 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
 
 @law(on=lambda example: example.precise().prolonged(2), unless=is_in_no_module, share=0.08)
 def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a graph which ``make_fx`` records in one step equals eager mode in the next step, without a sync.
+    """Check that ``make_fx`` can record a step: the graph has the results of eager mode in this and the next step.
+
+    The graph must not read the value of a tensor, which would wait for the device.
 
     >>> import muonfx as mfx
     >>> traced_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

@@ -100,10 +100,10 @@ def _reversed(values: PyTree) -> PyTree:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.2)
 def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a transform which reads one element at a time (locality ELEMENT) ignores the shapes of leaves.
+    """Check that an elementwise transform (locality ELEMENT) has the same updates if leaves are flattened.
 
-    ZeRO splits flattened leaves into intervals. Choices that depend on shapes must be made earlier, by the option
-    ``resolve`` of `muonfx.transform`.
+    ZeRO splits flattened leaves into intervals. A choice that depends on the original shapes must be made before, by
+    the option ``resolve`` of `muonfx.transform`.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -117,7 +117,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
 
 @law(on=lambda example: enlarged(precise(example)), share=0.1)
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check leaves of several thousand elements: updates have their shapes and read only the declared locality.
+    """Check leaves of several thousand elements: updates have the right shapes and obey the declared locality.
 
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -151,7 +151,7 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
 
 @law(on=lambda example: example.dense(), unless=_without("rounds_to"), share=0.5)
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that updates may first be rounded to the dtype of the option ``rounds_to``: no bit of the result changes.
+    """Check that no bit of the result changes if updates are first rounded to the declared dtype ``rounds_to``.
 
     Ranks send updates in this dtype. The result must not have more precision than this dtype either.
 

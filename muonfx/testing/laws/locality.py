@@ -40,7 +40,7 @@ def precise(example: Example) -> Example:
 
 
 def enlarged(example: Example) -> Example:
-    """Return an example whose leaves, of at most three shapes, are repeated to several thousand elements."""
+    """Return an example with leaves of several thousand elements, which repeat leaves of at most three shapes."""
     leaves = [leaf for leaf in tree.leaves(example.params) if leaf is not None]
     chosen = {tuple(leaf.shape) for leaf in leaves if leaf.numel()}
     kept = sorted(chosen, key=lambda shape: -len(shape))[:3]
@@ -63,7 +63,9 @@ def enlarged(example: Example) -> Example:
 
 @law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.4)
 def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that, with locality ELEMENT, halving leaves or permuting their elements only reorders the updates.
+    """Check that an elementwise transform (locality ELEMENT) updates each element independently of all others.
+
+    If leaves are halved or their elements are permuted, the updates must be the same, in the new order.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -124,7 +126,7 @@ def _batched(example: Example) -> Example:
 
 @law(on=_batched, unless=wider_than(Locality.MATRIX), share=0.4)
 def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that, with locality MATRIX, each matrix in the last two dims is updated independently of the others.
+    """Check that a transform with locality MATRIX updates each matrix in the last two dims independently of others.
 
     The law splits leaves into halves along their first batch dim.
 
@@ -138,7 +140,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
 
 @law(on=precise, unless=wider_than(Locality.LEAF), share=0.4)
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that, with locality LEAF or less, a leaf's update does not depend on other leaves, even if they are None.
+    """Check that a transform with locality LEAF or less updates each leaf independently, even if others are None.
 
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
@@ -193,7 +195,7 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_needs_more_than_sums, share=0.2)
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a transform with locality TREE needs only its ``sum_over_leaves`` from other ranks.
+    """Check that a transform which reads the whole tree (locality TREE) needs only sums over leaves of other ranks.
 
     The law runs two threads as two ranks, which hold different leaves or a half of each leaf, and adds up their sums.
 
@@ -273,7 +275,7 @@ class _TwoRanks:
         self.given: list[list[Tensor | None]] = [[], []]
 
     def _exchange(self, rank: int, own: Tensor | None) -> list[Tensor]:
-        """Wait for the other thread and return the values of both. None means that a thread has finished."""
+        """Exchange values with the other thread, and return both. A thread that has finished gives None."""
         self.given[rank].append(own)
         self.barrier.wait()
         call = len(self.given[rank])
