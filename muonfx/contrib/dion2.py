@@ -21,7 +21,7 @@ __all__ = ["Dion2State", "scale_by_dion2"]
 
 
 class Dion2State(NamedTuple):
-    """State of the transform `scale_by_dion2`: a sum of gradients."""
+    """State of the transform `scale_by_dion2`: the momentum, a sum of gradients."""
 
     trace: PyTree
     """The sum $M$ of past gradients, whose selected rows or columns decay: a tree like the parameters."""

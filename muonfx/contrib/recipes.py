@@ -52,8 +52,8 @@ def adamuon(
         eps: added to the root mean square in the divisor.
         nesterov: use Nesterov momentum.
         weight_decay: decoupled weight decay, as in `muon`.
-        orthogonalize: the transform that orthogonalizes, as in `muon`. The update of each matrix of its view is then
-            rescaled to a root mean square of 0.2.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. The update of each matrix is then rescaled to a
+            root mean square of 0.2. A parameter may hold several matrices, by the argument ``view`` of this transform.
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows the authors' code of AdaMuon (arXiv 2507.11005). A later version of the paper orthogonalizes the signs of
@@ -187,7 +187,8 @@ def muon_hyperball(
         learning_rate: the norm of a step relative to the norm of the weight, a number or a schedule.
         decay: decay rate of the momentum.
         nesterov: use Nesterov momentum.
-        orthogonalize: the transform that orthogonalizes, as in `muon`. Each matrix of its view keeps its own norm.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. If its `MatrixView` divides a parameter into
+            several matrices, each of them keeps its own norm.
 
     Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025). A matrix that
     starts at zero is not constrained: its update is the orthogonalized momentum times the learning rate.

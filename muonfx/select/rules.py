@@ -90,7 +90,7 @@ class Labels(Mapping[str, Label]):
 
     @property
     def routes(self) -> Mapping[str, Route]:
-        """A read-only mapping from parameter name to `Route`: the label, its reason, and the view of the parameter."""
+        """A read-only mapping from parameter name to `Route`: the label, its reason, and the division into matrices."""
         return MappingProxyType(self._routes)
 
     def reason(self, name: str) -> str:
@@ -204,8 +204,8 @@ def make_labels(
 ) -> Labels:
     """Return `Labels` in the order of the parameters, from the label and the reason that were decided for each name.
 
-    The views (how parameters divide into matrices) are added, except for the label None and the labels ``whole``.
-    ``absent`` are the names of parameters that are None.
+    Each route gets a view (the division into matrices), unless its label is None or one of ``whole``. ``absent`` are
+    the names of parameters that are None.
     """
     routes: dict[str, Route] = {info.name: Route(*decided[info.name], shape=info.shape) for info in infos}
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
