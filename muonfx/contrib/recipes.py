@@ -282,7 +282,7 @@ def dion2(
 
     Args:
         learning_rate: a number or a schedule.
-        shrink: the number by which the shorter side is divided to get the number of rows, as in `scale_by_dion2`.
+        shrink: the shorter side divided by ``shrink`` is the number of selected rows, as in `scale_by_dion2`.
         decay: the factor of the selected rows of the sum of gradients after each step.
         weight_decay: decoupled weight decay of all rows, as in `muon`.
         view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.

@@ -57,7 +57,7 @@ class Transform(Recorded):
 
     @property
     def name(self) -> str:
-        """The name of the factory, such as "momentum". In a chain, it is the key of this transform's state."""
+        """The name of the function that makes such transforms, such as "momentum"; in a chain, the key of the state."""
         factory = self.factory
         declared = factory.definition.name
         return factory.__name__ if declared is None else declared.rpartition(".")[2]
@@ -73,10 +73,10 @@ class Transform(Recorded):
         return tuple([part for part in self.parts if isinstance(part, Transform)])
 
     def tree(self) -> Report:
-        """Return a table with the locality and the arguments of the transform and of every transform that it calls.
+        """Return a table of this transform and all transforms that it calls, with their arguments.
 
-        The table prints as text, and as HTML in a notebook. To see how the transform runs on given parameters, print
-        the result of `muonfx.program.lower`.
+        The locality is how much of the tree one element of an update depends on. The table prints as text, and as HTML
+        in a notebook. To see how the transform runs on given parameters, print the result of `muonfx.program.lower`.
 
         >>> import muonfx as mfx
         >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()

@@ -39,8 +39,8 @@ def default_labels(
     6. fewer than two dimensions, or a bias by name: ``other``;
     7. a name that suggests an embedding, a token or position table, an output head, a MoE router, a gain, a norm, the
        convolution of raw input, or state-space rates and the maps to them (``x_proj``, ``dt_proj``): ``other``;
-    8. a shape without a matrix to orthogonalize: ``other``. Such a shape has a side of 1 after flattening to (first
-       dim, rest). It may also be a depthwise convolution, a convolution with at most 3 input or output channels, or a
+    8. a shape without a matrix to orthogonalize: ``other``. The parameter has a side of 1 after flattening to (first
+       dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels. Or it is a
        matrix whose short side is at most 4 and whose long side is at least 32 times as long;
     9. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
@@ -56,8 +56,8 @@ def default_labels(
       rates, factors of adapters, parts of a parametrization, and maps from or to a few features.
 
     For each stack of experts, and each transposed or fused matrix, the result also has a `MatrixView`. It describes how
-    the tensor divides into matrices. ``Muon`` and ``muon_with_adamw`` use these views by default.
-    For other chains, pass ``view=labels.view()`` to the transforms.
+    the tensor divides into matrices. ``Muon`` and ``muon_with_adamw`` use these views by default. For other chains,
+    pass ``view=labels.view()`` to the transforms.
 
     Module types are known if a model is given. For named tensors, as when ``partition`` calls this function, names and
     shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn.

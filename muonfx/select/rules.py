@@ -108,8 +108,8 @@ class Labels(Mapping[str, Label]):
     def view(self, given: MatrixView = MatrixView()) -> MatrixView:
         """Return one `MatrixView` for all parameters, to pass to transforms as ``view=``.
 
-        A view describes how parameters divide into matrices. For each parameter, the pattern in ``given`` applies if
-        there is one, else the pattern of the view that is stored with its label.
+        A view describes how parameters divide into matrices. If ``given`` has a pattern for a parameter, this pattern
+        applies, else the one that is stored with the label of the parameter.
 
         >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))
         >>> labels = Labels({"mlp.experts": experts, "fc": "muon"})

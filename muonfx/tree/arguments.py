@@ -184,7 +184,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def closest(wrong: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of the names ``known`` that are similar to ``wrong``, or whose initials, as "lr", match."""
+    """Return up to three of the names ``known`` that are similar to ``wrong``, or whose initials match it, as "lr"."""
     known = list(known)
     initials = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
     return initials or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
