@@ -73,8 +73,8 @@ class ParameterDiagnosis(NamedTuple):
 class Diagnosis(Shown):
     """The size and spectrum of each parameter's next update; `diagnose` returns it, and it prints as a table.
 
-    The parameter of one name in all layers, such as "blocks.*.up.weight", is a role, and has a row of its own in the
-    table: means of ratios and RMS, and the worst of other values. ``to_text(depth=0)`` shows only these rows. The
+    A role is the set of parameters with one name in all layers, such as "blocks.*.up.weight". The table has a row for
+    each role, with means of ratios and RMS, and the worst of other values; ``to_text(depth=0)`` shows only these. The
     attribute ``rows`` has a `ParameterDiagnosis` for each parameter that has a gradient.
 
     >>> import muonfx as mfx
@@ -96,7 +96,7 @@ class Diagnosis(Shown):
         return {key: float(value) for key, value in found.items() if value is not None}
 
     def report(self) -> Report:
-        """Return the table of the next updates that is printed, with lines that explain its columns."""
+        """Return the table of the parameters' next updates, with lines that explain its columns."""
         roles: dict[str, list[ParameterDiagnosis]] = {}
         for row in self.rows:
             roles.setdefault(row.role, []).append(row)
