@@ -108,7 +108,8 @@ def normuon(
         learning_rate: a number or a schedule.
         decay: decay rate of the momentum.
         neuron_decay: decay rate of each row's running mean square.
-        orthogonalize: the transform that orthogonalizes, as in `muon`. Each matrix of its view is normalized alone.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. If its `MatrixView` divides a parameter into
+            several matrices, each of them is normalized separately.
         weight_decay: decoupled weight decay, as in `muon`.
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
@@ -183,7 +184,7 @@ def lion(
 def check_roles(
     owner: str, numbers: Mapping[str, object], labels: object, number: object = ScalarOrSchedule
 ) -> list[str] | None:
-    """Return the roles that have their own numbers for AdamW, as a list; None if each number holds for all of AdamW.
+    """Check numbers that AdamW may have for each role, and return the roles; None if no number depends on a role.
 
     Args:
         owner: the function that received the arguments, for errors.
@@ -255,16 +256,17 @@ def muon_with_adamw(
 ) -> Transform:
     """Muon for hidden matrices and AdamW for the rest, each with its own learning rate and weight decay.
 
-    AdamW may have a learning rate and a weight decay for each role of a parameter, such as "embedding" and "head". Then
-    the labels are the roles, and the label of Muon's parameters is "hidden" instead of "muon".
+    The role of a parameter is its function in the model, such as "embedding" or "head". AdamW may have a learning rate
+    and a weight decay for each role. Then the labels are the roles, and Muon's label is "hidden" instead of "muon".
 
     Args:
         learning_rate: Muon's learning rate, a number or a schedule.
         adamw_learning_rate: AdamW's learning rate, a number or a schedule, or a dict from role to either. None uses
             Muon's learning rate, which is suitable with ``lr_scaling="match_rms_adamw"``.
         decay: decay rate of Muon's momentum.
-        orthogonalize: the transform that orthogonalizes, as in `muon`. If ``labels`` are `Labels`, their views are
-            added to its view for parameters that its view does not mention; ``Labels(labels)`` has no views.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. Its view (a `MatrixView`) divides parameters
+            into matrices. For all parameters that it does not mention, the views in ``labels`` are used, if ``labels``
+            are `Labels`; ``Labels(labels)`` has no views.
         lr_scaling: how Muon's updates are scaled by the shape of a matrix, as in `scale_by_shape`.
         weight_decay: decoupled weight decay of the Muon parameters.
         adam: the transform that computes AdamW's updates before weight decay and learning rate. Muon always uses
@@ -334,8 +336,9 @@ def muonclip(
         heads: the parameters that hold queries and keys, as in `qk_clip`.
         learning_rate: Muon's learning rate, as in `muon_with_adamw`.
         adamw_learning_rate: AdamW's learning rate, as in `muon_with_adamw`.
-        tau: the bound of the logits. If a head has larger logits, its query and key weights are scaled down.
-        alpha: the exponent of the queries' part of the factor, as in `qk_clip`.
+        tau: the bound of the logits. If a head has larger logits, its queries and keys are scaled down such that their
+            products are multiplied by one factor.
+        alpha: queries are multiplied by the power ``alpha`` of a head's factor, keys by the power ``1 - alpha``.
         options: further arguments of `muon_with_adamw`.
 
     Follows Kimi K2 (arXiv 2507.20534), whose Muon is Moonlight's (arXiv 2502.16982).

@@ -150,7 +150,10 @@ FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def float8(format: str, *, signed: bool) -> Float8:
-    """Return the codebook of "e4m3" or "e5m2"; unsigned (for second moments), "e4m3" stores square roots."""
+    """Return the codebook of the 8-bit float type "e4m3" or "e5m2".
+
+    The unsigned codebook of "e4m3", for second moments, stores the square roots of magnitudes, for a wider range.
+    """
     dtype, roots = FLOAT8[format], 1 if format == "e4m3" and not signed else 0
     numbers = torch.arange(128, dtype=torch.uint8).view(dtype).to(torch.float32)
     levels = _square(numbers[numbers.isfinite()] / torch.finfo(dtype).max, roots)

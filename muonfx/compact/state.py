@@ -19,7 +19,7 @@ __all__ = ["QuantizedState", "Holder", "KeyedQuantizedState"]
 
 
 class QuantizedState(NamedTuple):
-    """A tree of state tensors in eight bits, such as momenta; writing rounds to nearest."""
+    """A tree of state tensors, such as momenta, stored in eight bits and rounded to nearest."""
 
     codes: PyTree
     """For each parameter, 8-bit codes in its shape; fp32 values if it has fewer than ``min_size`` elements."""
@@ -28,7 +28,7 @@ class QuantizedState(NamedTuple):
 
 
 class KeyedQuantizedState(NamedTuple):
-    """A tree of state tensors in eight bits, such as momenta; writing rounds stochastically."""
+    """A tree of state tensors, such as momenta, stored in eight bits and rounded stochastically."""
 
     codes: PyTree
     """As in `QuantizedState`."""

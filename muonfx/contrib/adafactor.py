@@ -18,7 +18,7 @@ __all__ = ["FactoredRmsState", "scale_by_factored_rms"]
 
 
 class FactoredRmsState(NamedTuple):
-    """State of `scale_by_factored_rms`. A factored parameter uses ``v_row`` and ``v_col``, others use ``v``."""
+    """State of `scale_by_factored_rms`: mean squares of rows and columns, or of elements if a side is short."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""

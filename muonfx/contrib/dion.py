@@ -21,12 +21,12 @@ __all__ = ["DionState", "scale_by_dion"]
 
 
 class DionState(NamedTuple):
-    """State of the transform `scale_by_dion`: a sum of gradients and the last right factor."""
+    """State of the transform `scale_by_dion`: a sum of gradients, and the matrix $Q$ of the last update $P Q^T$."""
 
     trace: PyTree
     """The sum $M$ of past gradients minus the part that updates have applied: a tree like the parameters."""
     basis: PyTree
-    """The right factor $Q$ of the last update of each matrix, of shape (..., columns, rank)."""
+    """The matrix $Q$ of the last update $P Q^T$ of each matrix, of shape (..., columns, rank)."""
 
 
 @matrixwise(short_names={"momentum": "decay"}, position="sets_size")

@@ -21,7 +21,7 @@ __all__ = ["Dion2State", "scale_by_dion2"]
 
 
 class Dion2State(NamedTuple):
-    """State of the transform `scale_by_dion2`: a sum of gradients."""
+    """State of the transform `scale_by_dion2`: the momentum, a sum of gradients."""
 
     trace: PyTree
     """The sum $M$ of past gradients, whose selected rows or columns decay: a tree like the parameters."""
@@ -61,17 +61,17 @@ def scale_by_dion2(
     sixteenth of the operations.
 
     The rows are selected from whole matrices (``selection_scope="global"`` of the authors' code), so the update is
-    independent of the layout. Each owner therefore receives whole matrices and sends whole updates: as many bytes as
-    `orthogonalize`. The authors' default selects rows within each shard, which saves bytes, but its update depends on
-    the number of shards.
+    independent of the sharding. So the rank that updates a sharded matrix receives the whole matrix and sends the whole
+    update: as many bytes as `orthogonalize`. The authors' default selects rows within each shard, which saves
+    bytes, but its update depends on the number of shards.
 
     The norms are sums of integers: elements are rounded toward zero to multiples of $2^{-24}$ of the largest element,
     rounded down to a power of two. Such sums are exact in any order, so all kernels and batch sizes select the same
     rows. Of rows with equal norms, the first is selected.
 
     Args:
-        shrink: the number by which the shorter side is divided to get the number of selected rows, rounded up. It is
-            the inverse of the authors' fraction of 0.25.
+        shrink: the shorter side divided by ``shrink``, rounded up, is the number of selected rows. It is the inverse of
+            the authors' fraction of 0.25.
         decay: $\beta$, in [0, 1).
         coefficients: the coefficients of the Newton-Schulz iteration, as for `orthogonalize`.
         dtype: storage dtype of the sum. "auto" is float32, or float64 for float64 parameters; None is the dtype of each

@@ -27,7 +27,7 @@ class EmaNesterovState(NamedTuple):
 
 @transform(locality=Locality.ELEMENT, reads_params=False, position="last")
 def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0.5, *, dtype: WideStateDtype = "auto"):
-    r"""Move the parameters ahead of the iterates by a multiple of the iterates' average motion.
+    r"""Move the parameters ahead in the direction of their average motion; the next gradient is computed there.
 
     The parameters of the training loop are $y_t = \theta_t + \beta_t m_t$, with the iterate $\theta_t$ and the average
     motion $m_t$. Let $u_t$ be the update that the transforms before this one return for the gradient at $y_t$. The next

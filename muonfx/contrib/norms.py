@@ -249,11 +249,11 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
 
 @matrixwise(reads_params=True, position="after_learning_rate")
 def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()):
-    r"""Change each matrix's update so that only a fraction of the change of its weight's Frobenius norm is kept.
+    r"""Change each matrix's update so that the Frobenius norm of its weight changes less.
 
-    The update $u$ of a weight $w$ becomes $R\,(w + u) / \|w + u\|_F - w$ with
-    $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$, where $s$ is ``outward`` if the norm grows, else ``inward``. Put
-    this transform after `scale_by_learning_rate`. A weight that is zero is not constrained.
+    Only a fraction $s$ of the change is kept: ``outward`` if the norm grows, else ``inward``. The update $u$ of a
+    weight $w$ becomes $R\,(w + u) / \|w + u\|_F - w$ with $R = \|w\|_F + s\,(\|w + u\|_F - \|w\|_F)$. Put this
+    transform after `scale_by_learning_rate`. A weight that is zero is not constrained.
 
     Args:
         outward: the factor $s$ if the norm grows: 0 prevents growth, 1 changes nothing; not negative.
@@ -290,7 +290,7 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """Return the Frobenius norm of each matrix in a stack: (..., 1, 1), in at least fp32, without overflow."""
+    """Return the Frobenius norms of a stack of matrices, as (..., 1, 1) in fp32 or wider, without overflow."""
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))

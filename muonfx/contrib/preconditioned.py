@@ -35,7 +35,7 @@ def shampoo(
     view: MatrixView = MatrixView(),
     mask: Mask = None,
 ) -> Transform:
-    """Shampoo without grafting: updates have a fixed root mean square. All parameters must be matrices.
+    """Shampoo, with updates rescaled to a fixed root mean square. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule; AdamW's values are suitable.
@@ -47,7 +47,7 @@ def shampoo(
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows Shampoo (arXiv 1802.09568). The update of each matrix is rescaled to a root mean square of 0.2, as in
-    `adamuon`, where other implementations take the size of another optimizer's update.
+    `adamuon`, where other implementations take the size of another optimizer's update (grafting).
 
     >>> list(shampoo(1e-3).init({"w": torch.zeros(4, 4)}))[:3]
     ['scale_by_shampoo', 'momentum', 'normalize_matrices']
@@ -111,7 +111,7 @@ def soap_muon(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """SOAP with Muon: Muon with SOAP in place of the momentum. All parameters must be matrices.
+    """SOAP with Muon: Muon applied to the updates of SOAP instead of the momentum. All parameters must be matrices.
 
     Args:
         learning_rate: a number or a schedule.
@@ -119,7 +119,7 @@ def soap_muon(
         b2: decay rate of the second moment and of the factors.
         eps: added to the root of the second moment.
         factors: "shampoo" or "kl", as in `scale_by_soap`.
-        orthogonalize: the transform that orthogonalizes, as in `muon`. Its view is also the view of `scale_by_soap`.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. Its ``view`` is also used for `scale_by_soap`.
         lr_scaling: how the update of a matrix is scaled by its shape, as in `scale_by_shape`.
         weight_decay: decoupled weight decay, as in `muon`.
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.

@@ -20,7 +20,7 @@ __all__ = ["ProdigyState", "scale_by_prodigy"]
 
 
 class ProdigyState(NamedTuple):
-    """State of the transform `scale_by_prodigy`: the estimated rate, Adam's moments, and the sums of the estimate."""
+    """State of `scale_by_prodigy`: Adam's moments, the estimated learning rate, and the values that it depends on."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -57,9 +57,10 @@ def scale_by_prodigy(
 ):
     r"""Scale gradients as Adam does, and multiply them by an estimate of the learning rate.
 
-    The estimate is the largest value so far of a ratio of two sums over all parameters on all ranks. The numerator is a
-    weighted average of $\langle g_t, p_0 - p_t \rangle$, where $p_0$ are the initial parameters. The denominator is the
-    sum of magnitudes of a weighted average of the gradients.
+    The estimate is the largest value so far of a ratio. The numerator is a weighted sum of
+    $\langle g_t, p_0 - p_t \rangle$ over the steps $t$, for the gradients $g_t$ and the initial parameters $p_0$. The
+    denominator is the 1-norm of a weighted sum of the gradients. The weights decay with the age of a step. The inner
+    product and the norm are over all parameters on all ranks.
 
     Args:
         learning_rate: a factor of the estimated rate, usually 1 or a schedule that falls from 1 to 0. It is applied

@@ -52,8 +52,8 @@ def adamuon(
         eps: added to the root mean square in the divisor.
         nesterov: use Nesterov momentum.
         weight_decay: decoupled weight decay, as in `muon`.
-        orthogonalize: the transform that orthogonalizes, as in `muon`. The update of each matrix of its view is then
-            rescaled to a root mean square of 0.2.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. The update of each matrix is then rescaled to a
+            root mean square of 0.2. A parameter may hold several matrices, by the argument ``view`` of this transform.
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
     Follows the authors' code of AdaMuon (arXiv 2507.11005). A later version of the paper orthogonalizes the signs of
@@ -187,7 +187,8 @@ def muon_hyperball(
         learning_rate: the norm of a step relative to the norm of the weight, a number or a schedule.
         decay: decay rate of the momentum.
         nesterov: use Nesterov momentum.
-        orthogonalize: the transform that orthogonalizes, as in `muon`. Each matrix of its view keeps its own norm.
+        orthogonalize: the transform that orthogonalizes, as in `muon`. If its `MatrixView` divides a parameter into
+            several matrices, each of them keeps its own norm.
 
     Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025). A matrix that
     starts at zero is not constrained: its update is the orthogonalized momentum times the learning rate.
@@ -281,7 +282,7 @@ def dion2(
 
     Args:
         learning_rate: a number or a schedule.
-        shrink: the number by which the shorter side is divided to get the number of rows, as in `scale_by_dion2`.
+        shrink: the shorter side divided by ``shrink`` is the number of selected rows, as in `scale_by_dion2`.
         decay: the factor of the selected rows of the sum of gradients after each step.
         weight_decay: decoupled weight decay of all rows, as in `muon`.
         view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.

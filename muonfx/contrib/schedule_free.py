@@ -28,7 +28,7 @@ Rate = Scalar | Schedule | Callable[[Tensor], Tensor]
 
 
 class ScheduleFreeState(NamedTuple):
-    """State of `schedule_free`: the iterate, the weights of the average, and the state of the inner transform."""
+    """State of `schedule_free`: the iterate, the weights for its average, and the state of the inner transform."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """The number of updates so far, 0-d int64."""
@@ -57,19 +57,21 @@ def schedule_free(
 ):
     r"""Replace momentum and a decaying learning rate by averaging the iterates of a transform.
 
-    The training loop computes gradients at the parameters $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The next iterate is
-    $z_{t+1} = z_t + u_t$, where $u_t$ is the inner transform's update for this gradient. The average of the iterates is
-    $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$. Each iterate has the weight $r^p$ in it, where $r$ is the largest
-    learning rate so far and $p$ is ``weight_lr_power``. Using $y_t$ replaces momentum, so switch off the momentum of
-    the inner transform. The learning rate need not decay. Evaluate the model with the average $x$, which
-    `schedule_free_eval_params` returns.
+    There are three versions of the parameters: the iterate $z$, to which updates are added, the average $x$ of all
+    iterates, and the parameters of the training loop, $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. Let $u_t$ be the inner
+    transform's update for the gradient at $y_t$. Then $z_{t+1} = z_t + u_t$, and
+    $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$. The average is weighted: the weight of an iterate is $r^p$, where
+    $r$ is the largest learning rate so far and $p$ is ``weight_lr_power``, and $c_{t+1}$ is the weight of $z_{t+1}$
+    divided by the sum of all weights so far. Gradients at $y_t$ replace momentum, so switch off the momentum of the
+    inner transform. The learning rate need not decay. Evaluate the model with $x$, which `schedule_free_eval_params`
+    returns.
 
     Args:
         inner: the whole chain, with the learning rate and without momentum, such as ``scale_by_adam(b1=0.0)``.
-        learning_rate: the learning rate of the inner chain, a number or a schedule. It weights the average. A schedule
-            is called with 1 for the first update, as in Optax, because a warmup may return zero at step 0. Schedulers
-            of ``torch.optim`` change only the inner chain's rate (``lr`` of a group), not this argument: give both the
-            same schedule of `muonfx.core.schedules` instead.
+        learning_rate: the learning rate of the inner chain, a number or a schedule; here, it only sets the weights of
+            the average. A schedule is called with 1 for the first update, as in Optax, because a warmup may return
+            zero at step 0. Do not use a scheduler of ``torch.optim``, which changes only the inner chain's rate (``lr``
+            of a group). Give the inner chain and this argument the same schedule of `muonfx.core.schedules`.
         b1: the weight $\beta_1$ of the average in the parameters, in (0, 1].
         weight_lr_power: the power of the learning rate that weights the average, 0 or more.
         dtype: storage dtype of $z$. "auto" is float32, or float64 for float64 parameters; None is the dtype of each

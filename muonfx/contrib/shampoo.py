@@ -55,7 +55,7 @@ def scale_by_shampoo(
     refresh: int = 1,
     view: MatrixView = MatrixView(),
 ):
-    r"""Multiply each gradient by inverse fourth roots of the averages of $G G^T$ and $G^T G$.
+    r"""Multiply each gradient $G$ on both sides by inverse fourth roots of running averages of $G G^T$ and $G^T G$.
 
     The update is $\hat L_t^{-1/4} G_t \hat R_t^{-1/4}$, where
     $L_t = \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^T$, $R_t = \beta_2 R_{t-1} + (1 - \beta_2) G_t^T G_t$, and hats mark

@@ -75,7 +75,7 @@ def scale_by_soap(
     max_precondition_size: int = 10_000,
     view: MatrixView = MatrixView(),
 ):
-    r"""Apply Adam in the eigenbases of the averages of $G G^T$ and $G^T G$.
+    r"""Apply Adam in the eigenbases of running averages of $G G^T$ and $G^T G$, for gradients $G$.
 
     With bases $P$ and $Q$, the update is $P \frac{P^T \hat m_t Q}{\sqrt{\hat v_t} + \epsilon} Q^T$, where
     $m_t = \beta_1 m_{t-1} + (1 - \beta_1) G_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) (P^T G_t Q)^2$, and hats mark

@@ -316,7 +316,7 @@ def _check_shapes(updates: PyTree, leaves: Sequence[Any], like: Sequence[Any]) -
 
 
 class ExpectedState(NamedTuple):
-    """The structure of a correct state, with the shape and dtype of each leaf, for `check_state_like`."""
+    """The structure that a state must have, and the shape and dtype of each leaf, for `check_state_like`."""
 
     whole: PyTree
     structure: tree.Structure
@@ -324,7 +324,7 @@ class ExpectedState(NamedTuple):
 
     @classmethod
     def of(cls, state: PyTree) -> ExpectedState:
-        """Return the structure, shapes and dtypes of a correct state. Its tensors may be on the meta device."""
+        """Return the structure, shapes and dtypes of an example of a valid state, which may be on the meta device."""
         leaves, treedef = tree.flatten(state)
         return cls(state, treedef, _specs(leaves))
 

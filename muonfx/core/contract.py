@@ -57,7 +57,7 @@ class Transform(Recorded):
 
     @property
     def name(self) -> str:
-        """The name of the factory, such as "momentum". In a chain, it is the key of this transform's state."""
+        """The name of the function that makes such transforms, such as "momentum"; in a chain, the key of the state."""
         factory = self.factory
         declared = factory.definition.name
         return factory.__name__ if declared is None else declared.rpartition(".")[2]
@@ -73,10 +73,10 @@ class Transform(Recorded):
         return tuple([part for part in self.parts if isinstance(part, Transform)])
 
     def tree(self) -> Report:
-        """Return a table with the locality and the arguments of the transform and of every transform that it calls.
+        """Return a table of this transform and all transforms that it calls, with their arguments.
 
-        The table prints as text, and as HTML in a notebook. To see how the transform runs on given parameters, print
-        the result of `muonfx.program.lower`.
+        The locality is how much of the tree one element of an update depends on. The table prints as text, and as HTML
+        in a notebook. To see how the transform runs on given parameters, print the result of `muonfx.program.lower`.
 
         >>> import muonfx as mfx
         >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()
@@ -106,7 +106,7 @@ class Transform(Recorded):
 
     @property
     def stays_outermost(self) -> bool:
-        """True for the result of `sharded`: ``wrapper(sharded(tx))`` is converted to ``sharded(wrapper(tx))``."""
+        """True if wrappers are moved inside: ``wrapper(sharded(tx))`` is converted to ``sharded(wrapper(tx))``."""
         return False
 
     @Lazy
@@ -126,7 +126,10 @@ class Transform(Recorded):
         return {**self.arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
 
     def build(self) -> Any:
-        """Call the constructor and return its ``(init, update)``. With a schedule, every update calls it again."""
+        """Call the function under the decorator `transform`, and return the ``(init, update)`` that it returns.
+
+        If an argument is a schedule, every update calls this function again, with the number of that step.
+        """
         schedules = self.schedules
         if not schedules:
             return super().build()
@@ -165,7 +168,7 @@ class Transform(Recorded):
         return self._call(declared, self.arguments) if callable(declared) else declared
 
     def resolve(self, params: PyTree) -> Transform:
-        """Return an equal transform that can run on shards, without the full shapes of the parameters.
+        """Return an equal transform that does not need the full shapes of the parameters, so that it can run on shards.
 
         For example, a predicate that selects parameters is replaced by a mask, computed for ``params`` with full
         shapes. The transforms among the arguments stay as they are.
@@ -196,7 +199,7 @@ class Transform(Recorded):
 
     @Lazy
     def functions(self) -> definition.Functions:
-        """The pair ``(init, update)`` that the constructor returned. These functions do not check their inputs."""
+        """The functions ``(init, update)`` that the author of this transform wrote. They do not check their inputs."""
         return definition.Functions(*self.built)
 
     @of_structure
@@ -219,7 +222,10 @@ class Transform(Recorded):
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if an extra argument, such as ``sum_over_leaves``, lets ``update`` run on shards of all leaves."""
+        """True if ``update`` accepts this rank's shards in place of whole tensors, although it needs all leaves.
+
+        It then has an extra argument that computes over all ranks, such as ``sum_over_leaves``.
+        """
         return not definition.ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure
@@ -228,7 +234,10 @@ class Transform(Recorded):
         return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
 
     def prepare(self) -> None:
-        """Call the constructor now. Bad arguments then raise early, and a compiled update uses the cached results."""
+        """Create the functions of this transform now, so that bad arguments raise before the first `init` or `update`.
+
+        The results are cached; a compiled update uses the cache.
+        """
         if not torch.compiler.is_compiling():
             self._check_schedules()
         super().prepare()
@@ -308,7 +317,7 @@ class Transform(Recorded):
     def _expected_state(
         self, leaves: list[Any], treedef: Structure, specs: list[checks.LeafSpec]
     ) -> checks.ExpectedState | None:
-        """Return the structure, shapes and dtypes of a correct state, or None if some leaf of the updates is None."""
+        """Return the structure, shapes and dtypes that the state must have; None if one of ``specs`` is None."""
         # A state may contain copies of numeric arguments, so their shapes matter.
         numbers = tuple([part.shape for part in self.tensors]) if self.tensors else ()
         if any(numbers):

@@ -51,7 +51,7 @@ class Definition:
     """Further options of the decorator; for `transform`, a `Declaration`."""
 
     def as_float(self, name: str, value: Any) -> object:
-        """Convert the argument ``name`` from int to float if its parameter is annotated float, and return it."""
+        """Return the value of an argument, converted to float if it is an int and the annotation is float."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
         return float(value) if is_int and "float" in self.plain[name] else value
 

@@ -21,7 +21,7 @@ _OBSERVERS = {"observer", "last_observer"}
 def check_order(chain: str, members: Mapping[str, Transform]) -> None:
     """Raise ValueError if a chain's transforms are in a wrong order; warn if the order is probably a mistake.
 
-    Two learning rates are an example. ``chain`` names the chain in messages, and ``members`` maps names to transforms.
+    For example, two learning rates are wrong. ``chain`` names the chain in messages; ``members`` are its transforms.
     """
     placed = [list(_positioned(name, member)) for name, member in members.items()]
     # A transform without a position may be followed by any other.

@@ -96,7 +96,7 @@ R = TypeVar("R", bound="Recorded")
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A transform or schedule without its numbers and inner transforms: its factory and the other arguments."""
+    """The fixed part of a transform or schedule: its factory, and all arguments but numbers and inner transforms."""
 
     kind: type[Recorded]
     factory: Factory
@@ -224,7 +224,7 @@ class Recorded:
         return function(*positional, **named)
 
     def build(self) -> Any:
-        """Call the constructor with the recorded arguments, and return its result."""
+        """Call the decorated function with the arguments that this value stores, and return its result."""
         return self._build_for(self.arguments)
 
     def _build_for(self, arguments: Mapping[str, Any]) -> Any:
@@ -236,7 +236,7 @@ class Recorded:
 
     @Lazy
     def built(self) -> Any:
-        """The result of the constructor for these arguments; for a transform, the pair ``(init, update)``."""
+        """The cached result of `build`; for a transform, the pair ``(init, update)``."""
         return self.build()
 
     @functools.cached_property
@@ -260,7 +260,7 @@ class Recorded:
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
 
     def prepare(self) -> None:
-        """Call the constructor now. Bad arguments then raise early, and compiled code uses the cached result."""
+        """Call the decorated function now and cache its result, so that bad arguments raise before the first use."""
         _ = self.built
 
     def prepare_all(self) -> Self:
@@ -323,7 +323,7 @@ class Recorded:
         """Sixteen hex digits that identify the transform in checkpoints.
 
         Transforms with equal fingerprints have states of the same meaning. Numeric arguments are ignored, so a run can
-        resume with another learning rate. It is the same in every process, and does not change when code is moved.
+        resume with another learning rate. The digits are the same in every process, and if code is moved.
         """
         return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
 
@@ -345,7 +345,7 @@ def with_numbers(value: R, numbers: Iterator[object]) -> R:
 
 
 def strip_transparent(value: Any) -> Any:
-    """Return ``tx`` for a transparent wrapper such as ``offload(tx)``. Return other values unchanged."""
+    """Return ``tx`` for ``offload(tx)`` and other wrappers declared ``transparent``; return other values unchanged."""
     while isinstance(value, Recorded) and value.factory.definition.transparent:
         (value,) = value.parts
     return value

@@ -65,7 +65,7 @@ class Schedule(Recorded):
     """
 
     def prepare(self) -> None:
-        """Call the constructor now, and raise TypeError unless it returns a function of the step."""
+        """Create the function of the step now and cache it; raise TypeError if the schedule does not define one."""
         super().prepare()
         if not callable(self.built):
             name = self.factory.__name__
@@ -81,7 +81,7 @@ class Schedule(Recorded):
     def __call__(self, count: Tensor) -> Tensor: ...
 
     def __call__(self, count: int | Tensor) -> Any:
-        """Return the value at a step, where 0 is the first: a float for an int, a 0-d tensor for a 0-d tensor."""
+        """Return the value at step ``count``; the first is 0. An int gives a float, a 0-d tensor gives a 0-d tensor."""
         function = self.built
         if isinstance(count, Tensor):
             return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))

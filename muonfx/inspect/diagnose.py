@@ -30,7 +30,7 @@ _MOST_STEPS = 30
 
 
 class Spectrum(NamedTuple):
-    """Singular values before and after `orthogonalize`. If a parameter holds several matrices: the worst of them."""
+    """Singular values of one parameter before and after `orthogonalize`; of several matrices, the worst values."""
 
     minimum: float
     maximum: float
@@ -60,7 +60,7 @@ class ParameterDiagnosis(NamedTuple):
 
     @property
     def role(self) -> str:
-        """The name with "*" in place of numbers, equal for all layers of a stack: "blocks.*.up.weight"."""
+        """The name with "*" in place of numbers, such as "blocks.*.up.weight", which is the same for all layers."""
         return ".".join("*" if level.isdigit() else level for level in self.name.split("."))
 
     @property
@@ -71,9 +71,10 @@ class ParameterDiagnosis(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """The next update of each parameter, as `diagnose` returns it; prints as a table with a row for each layer role.
+    """The size and spectrum of each parameter's next update; `diagnose` returns it, and it prints as a table.
 
-    ``to_text(depth=0)`` shows only the roles. Ratios and RMS of a role are means; other values are the worst ones. The
+    A role is the set of parameters with one name in all layers, such as "blocks.*.up.weight". The table has a row for
+    each role, with means of ratios and RMS, and the worst of other values; ``to_text(depth=0)`` shows only these. The
     attribute ``rows`` has a `ParameterDiagnosis` for each parameter that has a gradient.
 
     >>> import muonfx as mfx
@@ -95,7 +96,7 @@ class Diagnosis(Shown):
         return {key: float(value) for key, value in found.items() if value is not None}
 
     def report(self) -> Report:
-        """Return the printed table, with lines that explain its columns."""
+        """Return the table of the parameters' next updates, with lines that explain its columns."""
         roles: dict[str, list[ParameterDiagnosis]] = {}
         for row in self.rows:
             roles.setdefault(row.role, []).append(row)

@@ -89,7 +89,7 @@ class Summary(Shown):
         return {dtype: nbytes for dtype, nbytes in found.most_common() if nbytes}
 
     def report(self) -> Report:
-        """Return the printed table: a row for each tensor and each level of the tree above it, and totals."""
+        """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total."""
         shown: dict[str, Callable[[LeafSummary], str]] = {
             "shape": lambda leaf: "-" if leaf.shape is None else format_shape(leaf.shape),
             "dtype": lambda leaf: leaf.dtype,
@@ -221,7 +221,7 @@ def _check_what(what: object) -> None:
 
 
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
-    """Return a row for each leaf of a tree; a DTensor or flat shard is shown with its global shape."""
+    """Return a `LeafSummary` for each leaf of a tree. A DTensor or flat shard is listed with its global shape."""
     return [
         _leaf_of(path, leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None, local_of(leaf))
         for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)
@@ -231,7 +231,7 @@ def _plain_leaves(values: PyTree) -> list[LeafSummary]:
 def _leaf_of(
     path: Iterable[object], shape: Sequence[int] | None, here: object, total: int | None = None, owner: str = ""
 ) -> LeafSummary:
-    """Return the row of one leaf; ``here`` is this rank's shard of it, and ``shape`` is its global shape."""
+    """Return the `LeafSummary` of a leaf with the global shape ``shape``; ``here`` is this rank's shard of it."""
     data = here.data if isinstance(here, FlatPiece) else here
     words = tuple(map(str, path))
     if not isinstance(data, Tensor):

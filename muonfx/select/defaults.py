@@ -37,15 +37,15 @@ def default_labels(
     5. a factor of an adapter by name (``lora_A``, ``hada_w1_a``, ...) or a part of a parametrization (weight norm):
        ``other``, because the weight is the product of its factors;
     6. fewer than two dimensions, or a bias by name: ``other``;
-    7. by name an embedding, a token or position table, an output head, a MoE router, a gain, a norm, the convolution
-       of raw input, or the rates of a state-space layer and the maps to them (``x_proj``, ``dt_proj``): ``other``;
-    8. a shape without a matrix to orthogonalize: a side is 1 after flattening to (first dim, rest); a depthwise
-       convolution; a convolution with at most 3 input or output channels, as for images; or a matrix whose short side
-       is at most 4 and whose long side is at least 32 times as long: ``other``;
+    7. a name that suggests an embedding, a token or position table, an output head, a MoE router, a gain, a norm, the
+       convolution of raw input, or state-space rates and the maps to them (``x_proj``, ``dt_proj``): ``other``;
+    8. a shape without a matrix to orthogonalize: ``other``. The parameter has a side of 1 after flattening to (first
+       dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels. Or it is a
+       matrix whose short side is at most 4 and whose long side is at least 32 times as long;
     9. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
-    With ``roles=True``, the label is the role of the parameter in the model, so that each role can have its own
-    learning rate; `muon_with_adamw` accepts a rate for each role. The rules are the same:
+    With ``roles=True``, the label is the role, the function of the parameter in the model. `muon_with_adamw` accepts a
+    learning rate for each role. The rules are the same:
 
     - "hidden": hidden matrices, by rule 9.
     - "embedding": token and position tables, and a head that is tied to one.
@@ -55,14 +55,15 @@ def default_labels(
     - "other": the other matrices, such as routers, convolutions and patch embeddings of raw input, maps to state-space
       rates, factors of adapters, parts of a parametrization, and maps from or to a few features.
 
-    The result also has a view (a `MatrixView`: how a tensor divides into matrices) for each stack of experts, and for
-    each transposed or fused matrix. ``Muon`` and ``muon_with_adamw`` use these views by default. For other chains,
+    For each stack of experts, and each transposed or fused matrix, the result also has a `MatrixView`. It describes how
+    the tensor divides into matrices. ``Muon`` and ``muon_with_adamw`` use these views by default. For other chains,
     pass ``view=labels.view()`` to the transforms.
 
     Module types are known if a model is given. For named tensors, as when ``partition`` calls this function, names and
-    shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn. The name
-    component ``gate`` is a router, unless it is inside an expert or next to an ``up`` or ``down`` matrix with as many
-    dims, as in a gated MLP.
+    shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn.
+
+    A layer called ``gate`` may be a router or a part of a gated MLP. It is taken for a router, unless it is inside an
+    expert, or next to an ``up`` or ``down`` matrix with the same number of dims.
 
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.

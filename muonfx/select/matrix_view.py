@@ -119,7 +119,7 @@ class MatrixView:
         return self.text(name) is not None
 
     def extended(self, more: str | Mapping[str, str] | None) -> MatrixView:
-        """Return a view with the further patterns ``more``, for parameters to which no pattern of this view applies."""
+        """Return this view with further patterns ``more``, which apply to parameters for which it has no pattern."""
         if not more or isinstance(self.pattern, str):
             return self
         own = self.pattern or {}

@@ -25,8 +25,8 @@ Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str,
 class ParamInfo:
     """The name, shape, dtype and module types of one parameter, for use in rules.
 
-    A `Predicate` is called with it. It holds no tensor or module, so it can be stored, compared and pickled, and rules
-    cannot depend on the values of a parameter.
+    Each `Predicate` is a function of a `ParamInfo`. A `ParamInfo` holds no tensor or module, so it can be stored,
+    compared and pickled, and rules cannot depend on the values of a parameter.
 
     Attributes:
         name: the dotted name, as the model or the caller gives it.

@@ -147,7 +147,7 @@ def _part(chosen: Mapping[str, Any], value: object, leaves: list[Any]) -> dict[s
 
 
 def _why(routes: Mapping[str, Route]) -> str:
-    """Return the end of a warning, as text: the number of parameters with each label, and up to five reasons."""
+    """Return text to append to a warning about labels: how many parameters have each label, and up to five reasons."""
     if not routes:
         return ": there are no parameters"
     chosen = [route.label for route in routes.values()]

@@ -41,7 +41,7 @@ Group = tuple[str, ...]
 
 
 class Units(NamedTuple):
-    """A tensor as equal, contiguous parts, called units, each of which can be updated without the others.
+    """The division of a tensor into units: equal, contiguous parts, each of which can be updated on its own.
 
     For a weight with one matrix per head, a unit is the rows of a head.
     """
@@ -67,7 +67,7 @@ class _Result(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """A pattern with the sizes that its axes have in a tensor of known shape."""
+    """The sizes of a pattern's axes for one shape of tensors, and the results computed from them."""
 
     sizes: list[int]
     """The size of each axis of the tensor, outermost first."""
@@ -255,7 +255,7 @@ _Item = str | list["_Item"]
 
 
 def _items(text: str) -> list[_Item]:
-    """Split one side of a pattern into names and signs; parentheses become a nested list."""
+    """Split one side of a pattern at spaces: ``(h=8 d) in`` into ``[["h=8", "d"], "in"]``."""
     stack: list[list[_Item]] = [[]]
     at = 0
     while text[at:].strip():

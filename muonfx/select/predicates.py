@@ -20,8 +20,8 @@ __all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path
 class Predicate:
     """A condition on one parameter, for the rules of `labels`; call it on a `ParamInfo`.
 
-    Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``. Those
-    with equal arguments are equal. They can be hashed and pickled, and print as the code that builds them.
+    Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``.
+    Predicates with equal arguments are equal. They can be hashed and pickled, and print as the code that builds them.
 
     >>> tall = ndim(2) & ~path("*head*")
     >>> tall

@@ -31,7 +31,7 @@ ROLES: tuple[Role, ...] = ("hidden", "embedding", "head", "vector", "other")
 
 
 class Found(NamedTuple):
-    """The role of a parameter and the reason for it, as text."""
+    """The role of a parameter (its function in the model, such as "head"), and the reason for this choice, as text."""
 
     role: Role
     reason: str
@@ -87,7 +87,7 @@ _MANY = 32  # ratio of the long side to the short side
 
 
 def roles_of(infos: Sequence[ParamInfo]) -> dict[str, Found]:
-    """Return the role of each parameter and the reason for it, by name."""
+    """Return a dict from parameter name to its role (the function in the model, such as "head") and the reason."""
     gated = _gated_mlps(infos)
     known = _known_by_others(infos)
     return {info.name: known.get(info.name) or _role(info, gated) for info in infos}

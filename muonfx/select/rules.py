@@ -90,7 +90,7 @@ class Labels(Mapping[str, Label]):
 
     @property
     def routes(self) -> Mapping[str, Route]:
-        """A read-only mapping from parameter name to `Route`: the label, its reason, and the view of the parameter."""
+        """A read-only mapping from parameter name to `Route`: the label, its reason, and the division into matrices."""
         return MappingProxyType(self._routes)
 
     def reason(self, name: str) -> str:
@@ -108,8 +108,8 @@ class Labels(Mapping[str, Label]):
     def view(self, given: MatrixView = MatrixView()) -> MatrixView:
         """Return one `MatrixView` for all parameters, to pass to transforms as ``view=``.
 
-        A view describes how parameters divide into matrices. For each parameter, the pattern in ``given`` applies if
-        there is one, else the pattern of the view that is stored with its label.
+        A view describes how parameters divide into matrices. If ``given`` has a pattern for a parameter, this pattern
+        applies, else the one that is stored with the label of the parameter.
 
         >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))
         >>> labels = Labels({"mlp.experts": experts, "fc": "muon"})
@@ -204,8 +204,8 @@ def make_labels(
 ) -> Labels:
     """Return `Labels` in the order of the parameters, from the label and the reason that were decided for each name.
 
-    The views (how parameters divide into matrices) are added, except for the label None and the labels ``whole``.
-    ``absent`` are the names of parameters that are None.
+    Each route gets a view (the division into matrices), unless its label is None or one of ``whole``. ``absent`` are
+    the names of parameters that are None.
     """
     routes: dict[str, Route] = {info.name: Route(*decided[info.name], shape=info.shape) for info in infos}
     if torch.compiler.is_compiling():  # a traced graph needs only the labels

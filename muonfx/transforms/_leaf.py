@@ -124,45 +124,45 @@ class Leaf:
         return functools.partial(_each, method, self)
 
     def add(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
-        """Return a placeholder for ``self + alpha * other``. Its values are computed later, for every leaf."""
+        """Return ``self + alpha * other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf):
             return _listed(ew.add, _plus, (self, other), (alpha,))
         return _listed(ew.shift, operator.add, (self,), (_times(alpha, other),))
 
     def sub(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
-        """Return a placeholder for ``self - alpha * other``. Its values are computed later, for every leaf."""
+        """Return ``self - alpha * other``, as a placeholder that `leafwise` computes later for every leaf."""
         return self.add(other, alpha=-alpha)
 
     def mul(self, other: Operand) -> Leaf:
-        """Return a placeholder for ``self * other``. Its values are computed later, for every leaf."""
+        """Return ``self * other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf):
             return _listed(functools.partial(ew.apply, "mul"), operator.mul, (self, other))
         return _listed(ew.mul, operator.mul, (self,), (other,))
 
     def div(self, other: Operand, *, rounding_mode: str | None = None) -> Leaf:
-        """Return a placeholder for ``self / other``. Its values are computed later, for every leaf."""
+        """Return ``self / other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf) and rounding_mode is None:
             return _listed(ew.div, operator.truediv, (self, other), overwrites=1)
         return _each(torch.div, self, other, rounding_mode=rounding_mode)
 
     def lerp(self, end: Operand, weight: Operand) -> Leaf:
-        """Return a placeholder for ``self + weight * (end - self)``. Its values are computed later, for every leaf."""
+        """Return ``self + weight * (end - self)``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(end, Leaf) and not isinstance(weight, Leaf):
             return _listed(ew.lerp, _lerp, (self, end), (weight,))
         return _each(torch.lerp, self, end, weight)
 
     def addcmul(self, x: Operand, y: Operand, *, value: Scalar = 1.0) -> Leaf:
-        """Return a placeholder for ``self + value * x * y``. Its values are computed later, for every leaf."""
+        """Return ``self + value * x * y``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(x, Leaf) and isinstance(y, Leaf):
             return _listed(ew.addcmul, _addcmul, (self, x, y), (value,))
         return _each(torch.addcmul, self, x, y, value=value)
 
     def sqrt(self) -> Leaf:
-        """Return a placeholder for the elementwise square root. Its values are computed later, for every leaf."""
+        """Return the elementwise square root, as a placeholder that `leafwise` computes later for every leaf."""
         return _listed(functools.partial(ew.apply, "sqrt"), torch.sqrt, (self,))
 
     def sign(self) -> Leaf:
-        """Return a placeholder for the sign of each element. Its values are computed later, for every leaf."""
+        """Return the sign of each element, as a placeholder that `leafwise` computes later for every leaf."""
         return _listed(functools.partial(ew.apply, "sign"), torch.sign, (self,))
 
     def __neg__(self) -> Leaf:

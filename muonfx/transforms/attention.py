@@ -265,7 +265,7 @@ def record_max_logits(most: Tensor) -> None:
 
 @torch.no_grad()
 def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Return for each module and head the largest logit of all ranks, with one all-reduce.
+    """Take the maximum over all ranks of each head's largest attention logit, with one all-reduce.
 
     `muonfx.qk_clip` does this itself under `muonfx.sharding.sharded` and in an optimizer with a layout. If each rank
     instead updates its own full copy of the parameters, as under plain DistributedDataParallel, call this function

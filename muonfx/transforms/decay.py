@@ -39,7 +39,10 @@ None selects all."""
 def _functions(
     name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: Memory
 ) -> InitAndUpdate:
-    """Return ``init`` and ``update`` of a weight decay; ``sign`` is -1 if it follows the learning rate, else 1."""
+    """Return ``init`` and ``update`` of a weight decay.
+
+    ``sign`` is 1 to add the decay before the learning rate, and -1 to subtract it after the learning rate.
+    """
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
     decays = resolve_mask(f"{name}: mask", mask, memory)
 

@@ -64,9 +64,9 @@ def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
 @plain_fields
 @dataclass(frozen=True)
 class Slot:
-    """The declaration of a part of a transform's state: one tensor for each parameter, of the same shape.
+    """Declares one tensor for each parameter, of the same shape, as a part of a transform's state.
 
-    Constructors under `leafwise` and `matrixwise` return slots. The dtype is fixed at `init` and never changes.
+    Functions under the decorators `leafwise` and `matrixwise` return slots. The dtype is fixed at `init`.
 
     Args:
         dtype: the storage dtype. "auto" is float32, or float64 for float64 parameters; None is the dtype of each
@@ -96,7 +96,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class StepCount:
-    """The declaration of a step count in a `leafwise` transform's state: a 0-d int64 tensor that all leaves share.
+    """Declares a step count as a part of a `leafwise` transform's state: a 0-d int64 tensor that all leaves share.
 
     >>> import muonfx as mfx
     >>> mfx.scale_by_adam().init({"w": torch.zeros(2)}).count
@@ -153,14 +153,15 @@ def leafwise(
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
-    """Make a factory of transforms from a constructor that returns a state and the arithmetic of one leaf.
+    """Turn a function into a factory of transforms that apply one formula to every leaf.
 
-    The state is a NamedTuple, dict or tuple. Its items are `Slot` (a tree like the parameters) and `StepCount` (a step
-    count that all leaves share). A transform without state has ``EmptyState()``.
+    The decorated function, called the constructor, returns a pair (state, step). The state is a NamedTuple, dict or
+    tuple, and declares the parts of the transform's state: a `Slot` is one tensor for each parameter, and a `StepCount`
+    is a step count that all leaves share. A transform without state has ``EmptyState()``.
 
-    The arithmetic is a function ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives
-    the update ``u``, the state ``s`` and the parameter ``p`` of one leaf, and returns the new update and state. The
-    state is in the declared NamedTuple, dict or tuple. The operands are `Leaf` placeholders, to be used like tensors;
+    The step is the formula, a function ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. From
+    the update ``u``, the state ``s`` and the parameter ``p`` of one leaf, it computes the new update and state. Use
+    ``u``, ``p`` and the items of ``s`` like tensors: they are `Leaf` placeholders, which record the operations, and
     counts are 0-d tensors. Each leaf is computed in the widest dtype of its operands, at least fp32. Results are
     rounded to the update's dtype and to the storage dtypes of the state.
 
@@ -169,8 +170,8 @@ def leafwise(
 
     Args:
         constructor: the decorated function. It validates its arguments, and its name becomes the transform's name.
-        locality: `Locality.ELEMENT` if an element of the result depends on the same element of the operands only;
-            `Locality.LEAF` if it depends on the whole leaf. A quantized dtype raises ELEMENT to LEAF.
+        locality: how much of a leaf an element of the result depends on: `Locality.ELEMENT` is the same element of the
+            operands, and `Locality.LEAF` the whole leaf. A quantized dtype raises ELEMENT to LEAF.
         reads_params: whether the step receives the parameter. "updated" passes the parameter after this update has
             been applied. ``Slot(start="params")`` requires True or "updated".
         position: the place in a chain relative to the learning rate, as for `muonfx.transform`.

@@ -108,7 +108,7 @@ def _shared_dims(stacks: Sequence[Tensor]) -> int:
 @plain_fields
 @dataclass(frozen=True)
 class MatrixSlot:
-    """The declaration of a state in `matrixwise` that has one tensor for each matrix, such as a norm or a basis.
+    """Declares one tensor for each matrix, such as a norm or a basis, as a part of a `matrixwise` transform's state.
 
     If a parameter is one stack of matrices (..., rows, columns), the state is stored as ``start`` returns it. If the
     view divides a parameter into matrices of several shapes, their states are flattened and concatenated:
@@ -183,12 +183,12 @@ def matrixwise(
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
     cost: Callable[[Transform, str, torch.dtype], MatrixCost] | None = None,
 ) -> Any:
-    """Make a factory of transforms from a constructor that returns a state and the arithmetic of a stack of matrices.
+    """Turn a function into a factory of transforms that apply one computation to every matrix.
 
-    The constructor has an argument ``view``, a `MatrixView`, which divides each parameter into matrices. It returns a
-    state and a step. The state is a NamedTuple, dict or tuple. Its items are `Slot` (a tree like the parameters, which
-    the step receives as matrices) and `MatrixSlot` (a tensor of another shape for each matrix). A transform without
-    state has ``EmptyState()``.
+    The decorated function, called the constructor, has an argument ``view``, a `MatrixView`, which divides each
+    parameter into matrices. It returns a pair (state, step). The state is a NamedTuple, dict or tuple, and declares the
+    parts of the transform's state: a `Slot` is one tensor for each parameter, which the step receives as matrices, and
+    a `MatrixSlot` is a tensor of another shape for each matrix. A transform without state has ``EmptyState()``.
 
     The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives the updates of a
     stack of matrices (..., rows, columns), their state as it was declared, and their parameters. It returns new

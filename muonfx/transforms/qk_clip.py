@@ -118,9 +118,10 @@ class AttentionHeads:
         return module, tuple(roles)
 
     def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
-        """Return for each row of a query or key weight the index of the row's factor in the module's vector of factors.
+        """Return an index for each row of a query or key weight: the position of the row's factor.
 
-        `_factors` computes this vector. ``roles`` has "query", "key" or both, and ``size`` is the number of rows.
+        The position is in the vector that `_factors` returns for the module. ``roles`` has "query", "key" or both, and
+        ``size`` is the number of rows.
         """
         found = torch.full((size,), 2 * self.heads + self.keys, device=device)
         for role in roles:

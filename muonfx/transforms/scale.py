@@ -123,7 +123,7 @@ In order, they are the rules of Keller Jordan's Muon; Moonlight; Dion and Scion 
 
 @transform(locality=Locality.ELEMENT)
 def scale_each(factors: Mapping[str, float]):
-    """Multiply each leaf by a fixed factor, from a dict by leaf name; used by `scale_by_shape` for known shapes."""
+    """Multiply each leaf by the number under its name; `scale_by_shape` becomes this when all shapes are known."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -144,7 +144,7 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
 
 
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
-    """Return the factor for a matrix's update by a rule of `SHAPE_RULES`, or 1 if the matrix is empty."""
+    """Return the number by which `scale_by_shape` multiplies the update of a matrix; 1 if the matrix is empty."""
     rows, columns = matrix.shape[-2:]
     return SHAPE_RULES[lr_scaling](rows, columns) if rows and columns else 1.0
 

@@ -184,14 +184,14 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def closest(wrong: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of the names ``known`` that are similar to ``wrong`` or abbreviate it, as lr."""
+    """Return up to three of the names ``known`` that are similar to ``wrong``, or whose initials match it, as "lr"."""
     known = list(known)
     initials = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
     return initials or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
 
 
 def close_names(wanted: str, names: Iterable[str], level: str = ".") -> list[str]:
-    """Return up to three of ``names`` with components, between ``level``, similar to ``wanted``, such as "attn.q"."""
+    """Return up to three of ``names`` that contain components, such as "attn.q", similar to those in ``wanted``."""
     length = wanted.count(level) + 1
     windows: dict[str, str] = {}
     for name in names:

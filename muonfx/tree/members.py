@@ -46,7 +46,7 @@ def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTre
 
 
 def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
-    """Return a list with the parameter name for each leaf of a state; None for leaves such as step counts."""
+    """Return a list with the name of the parameter of each leaf of a state; None for leaves such as step counts."""
     # A state has nodes whose children are some or all parameters and nothing else. All leaves below such a child belong
     # to its parameter, whether one tensor or a whole record.
     known = names(params)

@@ -74,7 +74,7 @@ def _new_name(name: str, old: str, new: str, level: str) -> str | None:
 
 
 def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
-    """Return a renaming that adds or removes one prefix, such as "model.", in the last level of all names; or {}."""
+    """Return a renaming that adds or removes one prefix, such as "model.", after the last "/" of all names; else {}."""
     short, long = (sorted(names) for names in (extra, missing))
     adds = sum(map(len, short)) < sum(map(len, long))
     if not adds:

@@ -4,7 +4,7 @@ The terms are optree's, as in the docstring of `muonfx.tree`. ``None`` is a leaf
 that was not computed or a frozen parameter.
 
 Under ``torch.compile`` trees are traversed in plain Python (`open_node`), which can be traced through every container.
-optree's polyfill in torch 2.13 cannot be traced so. Both traverse in the same order.
+optree's own code in torch 2.13 cannot. Both traverse in the same order.
 """
 
 from __future__ import annotations
