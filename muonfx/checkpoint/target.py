@@ -19,6 +19,7 @@ from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import PARAMS, in_section, named_tensors, plain_names
 from muonfx.checkpoint.spec import StateSpec, described, spec_of_named
 from muonfx.core import Transform
+from muonfx.core.checks import warn_caller
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.arguments import close_names
 from muonfx.tree.display import format_list
@@ -127,7 +128,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
         text = f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else "")
         raise MismatchError(text, problems)
     if moved and rules.allow_other_chain:
-        warnings.warn(f"{where}: found other names than in `like`, loaded {_shown(moved)}", UserWarning, stacklevel=3)
+        warn_caller(f"{where}: found other names than in `like`, loaded {_shown(moved)}")
     return {name: there.get(name) for name in want}
 
 

@@ -6,12 +6,16 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+from torch import nn
+
 from muonfx.core import Transform
+from muonfx.core.checks import warn_caller
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.recipes import ByRole, muon_with_adamw
 from muonfx.select import Labels, ParamInfo, default_labels_by_name
 from muonfx.select.params import Params, read_params
 from muonfx.tree.arguments import plain_arguments
+from muonfx.tree.display import format_list
 
 __all__ = ["lora_labels", "muon_lora"]
 
@@ -21,12 +25,11 @@ def lora_labels(model_or_params: Params) -> Labels:
 
     B is found by a component of its name: ``lora_B`` (peft), ``lora_b`` (torchtune), ``lora_up`` or ``lora.up``
     (diffusers). A factor of rank 1 is a vector and remains with AdamW. So do ``lora_A`` and peft's factors for an
-    embedding, ``lora_embedding_A`` and ``lora_embedding_B``, of which A starts at zero. Frozen parameters have the
-    label None.
+    embedding, ``lora_embedding_A`` and ``lora_embedding_B``, of which A starts at zero. Frozen parameters of a model
+    have the label None.
 
     Args:
-        model_or_params: a model, named tensors, or any pytree of tensors, as for `muonfx.default_labels`. There is no
-            warning if names and shapes must decide.
+        model_or_params: a model, named tensors, or any pytree of tensors, as for `muonfx.default_labels`.
 
     Returns:
         `Labels`, a mapping from parameter name to "muon", "adamw" or None.
@@ -34,6 +37,10 @@ def lora_labels(model_or_params: Params) -> Labels:
     Raises:
         TypeError: a parameter is not a tensor.
         ValueError: a name occurs twice, or a parameter has no shape yet.
+
+    Warns:
+        UserWarning: tensors were given without a model, so it is unknown which are frozen, and a weight that is not a
+            factor has the label "muon".
 
     >>> import torch
     >>> lora_labels({"q.lora_A.weight": torch.zeros(2, 8), "q.lora_B.weight": torch.zeros(8, 2)})
@@ -43,6 +50,12 @@ def lora_labels(model_or_params: Params) -> Labels:
     for info in read_params(model_or_params)[0]:
         if routes[info.name].label is not None and _is_b(info):
             routes[info.name] = routes[info.name]._replace(label="muon", reason="factor B of LoRA")
+    others = [name for name, route in routes.items() if route.label == "muon" and route.reason != "factor B of LoRA"]
+    if others and not isinstance(model_or_params, nn.Module):
+        warn_caller(
+            f"lora_labels saw tensors without a model, and labelled these as matrices that Muon trains: "
+            f"{format_list(others)}. If they are frozen, pass the model: labels=lora_labels(model)"
+        )
     return Labels(routes)
 
 
@@ -75,7 +88,8 @@ def muon_lora(
         adamw_learning_rate: the learning rate of A, as in `muonfx.muon_with_adamw`. None uses Muon's.
         weight_decay: decoupled weight decay of the Muon parameters.
         adamw_weight_decay: decoupled weight decay of the other parameters, as in `muonfx.muon_with_adamw`.
-        labels: as in `muonfx.muon_with_adamw`. By default, `lora_labels` of the parameters.
+        labels: as in `muonfx.muon_with_adamw`. For a model with frozen weights, give ``lora_labels(model)``. The
+            default `lora_labels` receives tensors, and cannot see which of them are frozen.
         options: further arguments of `muonfx.muon_with_adamw`.
 
     Raises:

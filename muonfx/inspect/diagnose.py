@@ -155,7 +155,7 @@ def diagnose(
         >>> optimizer = mfx.Muon(model, lr=0.02)
         >>> model(torch.eye(8)).square().sum().backward()
         >>> [row.name for row in mfx.diagnose(optimizer).rows if row.spectrum is not None]
-        ['0.weight']
+        ['0.weight', '1.weight']
     """
     if checks.positive("share", share) > 1:
         raise ValueError(f"share must be in (0, 1], found {share!r}")

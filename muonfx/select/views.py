@@ -231,7 +231,7 @@ def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[st
     pattern, parts = _fused(divisible, own, holder, rows)
     suspected = None
     if not parts and (count := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
-        glob, suspected = "*." + ".".join(plain_name(info.name).split(".")[-2:]), divided(divisible, count)
+        glob, suspected = "*" + ".".join(plain_name(info.name).split(".")[-2:]), divided(divisible, count)
         parts = f"{MAYBE_FUSED}: to split equal parts, view={{{glob!r}: {suspected!r}}}"
     if pattern is None and stored != _PLAIN:
         pattern = stored.replace("{out}", "out")
