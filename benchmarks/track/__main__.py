@@ -1,4 +1,4 @@
-"""Measure how many steps each contender needs to reach the target loss, and write ``results/track_quality.json``.
+"""Measure how many steps each contender needs to reach the target loss; write the results and their page.
 
 Run ``python -m benchmarks.track --jobs 2``. For each contender:
 
@@ -29,8 +29,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import report
 from benchmarks.measure import RESULTS, machine
-from benchmarks.track import contenders
+from benchmarks.track import contenders, standings
 from benchmarks.track.task import Task, module_of, train
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -136,6 +137,9 @@ def main() -> None:
     ):
         for done in [threads.submit(settle, name, record, pool) for name in options.contenders]:
             done.result()
+    if options.out == parser.get_default("out"):
+        report.rewrite(standings.PAGE, standings.SECTIONS)
+        standings.draw_track()
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
+from benchmarks.track import standings
 
 PAGES = {
     report.PAGE: report.FINDINGS_SECTIONS,
     report.TABLES_PAGE: report.SECTIONS,
     report.PARTS_PAGE: report.PARTS_SECTIONS,
     report.TRAINING_PAGE: report.TRAINING_SECTIONS,
+    standings.PAGE: standings.SECTIONS,
 }
 
 
