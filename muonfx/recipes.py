@@ -24,7 +24,7 @@ from muonfx.transforms import (
 )
 from muonfx.transforms.decay import Mask
 from muonfx.transforms.scale import ShapeRule
-from muonfx.tree.arguments import check_plain, plain_arguments, plain_kinds
+from muonfx.tree.arguments import check_plain, close_names, plain_arguments, plain_kinds
 from muonfx.tree.display import format_list
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
@@ -229,6 +229,8 @@ def _check_labels(owner: str, arguments: list[str], roles: list[str] | None, lab
     for name, label in labels.items():
         if label is not None and label not in expected:
             add = f"give {arguments[0]} as a dict" if roles is None else f"add {label!r} to {' and '.join(arguments)}"
+            if typo := close_names(label, set(roles or ()).difference(labels.values())):
+                add = f"write {label!r} instead of {typo[0]!r}"
             raise ValueError(
                 f"{owner}: parameter {name!r} has the label {label!r}, expected None or one of "
                 f"{format_list(expected)}: {add}, or change the label"

@@ -142,6 +142,7 @@ def _check_chain(
             f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
             f"{want.chain} (fingerprint {want.fingerprint})"
         )
+        advice.append("to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above")
     if is_other or moved:
         which = f", which loads {_shown(moved)}" if moved else ""
         advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{which}")

@@ -343,7 +343,9 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
         raise ValueError(
             f"state: it does not fit {name} for these parameters: "
             f"{difference(state, expected.whole)}; expected the state that its init(params) or its last update "
-            "returned for these parameters" + "; update returns a pair (updates, state): pass the second" * is_pair
+            "returned for these parameters: if there are other parameters than before, create a state with init(params)"
+            + "; update returns a pair (updates, state): pass the second"
+            * is_pair
         )
     found = _specs(leaves)
     if found == expected.specs:

@@ -57,7 +57,7 @@ class Transform(Recorded):
 
     @property
     def name(self) -> str:
-        """The name of the function that makes such transforms, such as "momentum"; in a chain, the key of the state."""
+        """The name of the function that created this transform, such as "momentum". A chain's state has it as key."""
         factory = self.factory
         declared = factory.definition.name
         return factory.__name__ if declared is None else declared.rpartition(".")[2]
@@ -222,9 +222,10 @@ class Transform(Recorded):
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if ``update`` accepts this rank's shards in place of whole tensors, although it needs all leaves.
+        """True if ``update`` may receive this rank's shards in place of whole tensors.
 
-        It then has an extra argument that computes over all ranks, such as ``sum_over_leaves``.
+        A transform that needs all leaves can declare this with an extra argument such as ``sum_over_leaves``, a
+        function that sums over the shards of all ranks.
         """
         return not definition.ON_PIECES.isdisjoint(self.extras.named)
 

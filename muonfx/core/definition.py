@@ -180,7 +180,7 @@ class Locality(IntEnum):
 
 @dataclass(frozen=True)
 class Combinator:
-    """How a wrapper (a transform with transforms as arguments) calls its arguments. An option of `transform`.
+    """Describes how a wrapper calls the transforms that it receives as arguments; an option of `transform`.
 
     Raises:
         TypeError: ``own_locality`` is neither a `Locality` nor None.

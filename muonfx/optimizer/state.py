@@ -125,7 +125,7 @@ def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
     here = [frozenset(one.names) for one in own]
     ours, theirs = frozenset[str]().union(*here), frozenset[str]().union(*by_names)
     if ours != theirs:
-        differing = {"lacks": sorted(ours - theirs), "has further": sorted(theirs - ours)}
+        differing = {"lacks": sorted(ours - theirs), "also has": sorted(theirs - ours)}
         found = "; it ".join(f"{verb} {format_list(names)}" for verb, names in differing.items() if names)
         raise ValueError(
             f"nothing was loaded: the state dict {found}; expected exactly the parameters of this optimizer: load "

@@ -93,8 +93,9 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
 def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, donate: Donation) -> PyTree:
     """Return the new state, with copies in host memory or on disk where the old state was stored there.
 
-    A wrapper (a transform that calls others) may return new tensors. These are copied to the store. The old state of a
-    transform that it did not call is copied too, unless the caller donated it.
+    A wrapper, which is a transform that calls others, may return new tensors. These are copied to the store. If the
+    wrapper returns a tensor of the old state, it is copied too, because the caller may keep the old state; a donated
+    state is not copied.
     """
     leaves, treedef = tree.flatten(new)
 

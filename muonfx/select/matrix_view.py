@@ -189,7 +189,7 @@ def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:
         if leaf.ndim < 2:
             raise ValueError(
                 f"{name!r} has shape {tuple(leaf.shape)}, expected at least two dims: give vectors and scalars another "
-                "transform, with muonfx.partition and muonfx.default_labels"
+                "transform, with muonfx.muon_with_adamw or muonfx.partition"
             )
         return [leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], prod(leaf.shape[1:]))]
     try:

@@ -118,7 +118,7 @@ class _Assignment:
 
 
 def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
-    """Add an entry for each of ``names`` that differs from a key only by wrappers, such as "module." of DDP."""
+    """Return a dict that also has the names that wrappers give to parameters, such as "module.fc.weight" under DDP."""
     if all(name in given for name in names):
         return given
     plain = {new: given[old] for old, new in unwrapped(given).items()}

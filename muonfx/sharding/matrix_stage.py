@@ -131,7 +131,7 @@ def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree
 
 
 def _with_missing_leaves(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
-    """Return a state with the structure for all parameters. Leaves of parameters that are not here become None."""
+    """Add a leaf None to a state for each parameter whose matrices this rank does not hold."""
     shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
         share.name: share.shape for share in plan.shares
     }

@@ -217,7 +217,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     variants.dion2: {"shrink": _COUNTS},
     variants.shampoo: {"damping": st.sampled_from((1e-4, 1e-2))},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
-    variants.muon_lora: {"labels": st.just(contrib.lora_labels)},
+    variants.muon_lora: {"labels": _BY_NAME["labels"]},
 }
 """Strategies for arguments that mean something else in one factory, or have other valid values there."""
 

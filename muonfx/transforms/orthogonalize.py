@@ -19,7 +19,7 @@ __all__ = ["orthogonalize"]
 
 
 def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype to which updates are rounded first: the compute dtype, or ``dtype`` if its range is wider."""
+    """Return the dtype to which `orthogonalize` rounds updates of ``dtype`` before it computes."""
     given = tx.arguments
     compute = polar.compute_dtype(
         dtype, device, given["dtype"], coefficients=given["coefficients"], steps=given["steps"]

@@ -123,7 +123,7 @@ In order, they are the rules of Keller Jordan's Muon; Moonlight; Dion and Scion 
 
 @transform(locality=Locality.ELEMENT)
 def scale_each(factors: Mapping[str, float]):
-    """Multiply each leaf by the number under its name; `scale_by_shape` becomes this when all shapes are known."""
+    """Multiply each leaf by the number under its name. `scale_by_shape` is replaced by it when shapes are known."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)

@@ -527,6 +527,15 @@ def test_muon_trains_the_factors_b_of_lora_and_nothing_else():
     assert mfx.contrib.lora_labels({"q.lora_B.other.weight": frozen})["q.lora_B.other.weight"] is None
 
 
+def test_lora_labels_warn_of_a_base_weight_that_may_be_frozen():
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(6, 5), "lora_B": torch.nn.Linear(2, 5)})
+    model["base"].requires_grad_(False)
+    named = {name: param.detach() for name, param in model.named_parameters()}
+    with pytest.warns(UserWarning, match=r"'base.weight'. If they are frozen, pass the model"):
+        assert mfx.contrib.lora_labels(named)["base.weight"] == "muon"
+    assert mfx.contrib.lora_labels(model)["base.weight"] is None
+
+
 def test_muon_lora_is_a_partition_of_muon_and_adam():
     params, steps = kit.Example.of({"q.lora_A.weight": (2, 6), "q.lora_B.weight": (5, 2)}, steps=3, dtype=torch.float64)
     ours = mfx.contrib.muon_lora(0.02, 0.01, orthogonalize=EXACT)

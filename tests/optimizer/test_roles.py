@@ -98,6 +98,10 @@ WRONG = [
     ),
     ({"rates": RATES | {"hidden": 0.1}, "labels": ROLES}, r"has a number for 'hidden', the role of Muon's parameters"),
     (
+        {"rates": {"embeding": 0.3, "head": 0.01, "vector": 0.02}, "labels": ROLES},
+        r"has the label 'embedding', .*: write 'embedding' instead of 'embeding'",
+    ),
+    (
         {"rates": RATES, "decays": {"head": 0.1}, "labels": ROLES},
         r"has numbers for .* and adamw_weight_decay for 'head'",
     ),

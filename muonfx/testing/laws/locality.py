@@ -74,7 +74,10 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) unless halved or permuted leaves have the updates of whole leaves, reordered."""
+    """Check that an element's update depends on this element alone: halve leaves, and permute their elements.
+
+    Raise `Breach` (a failed law) if an element then has another update.
+    """
     _check_halves("leaf", tx, params, steps)
     whole = updates_of(tx, params, steps)
     shuffled = updates_of(tx, *Example(params, steps).map(_shuffled))
