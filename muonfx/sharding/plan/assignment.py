@@ -20,6 +20,7 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
+from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.recorded import strip_transparent
 from muonfx.program.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout, require_layout
@@ -340,6 +341,9 @@ def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu
         TypeError: ``tx`` is not a transform, or ``layout`` is not a layout.
         ValueError: ``replicas`` or ``bucket_bytes`` has an unknown value.
 
+    Warns:
+        UserWarning: a pattern of a view or mask matches no parameter.
+
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64), "v": torch.zeros(64, 32)}, 2)
     >>> plan_for(mfx.muon(0.1), layout).owners()
@@ -350,5 +354,6 @@ def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu
     device = torch.device(device)
     given = Settings(**settings)
     given.check()
+    warn_of_unmatched(tx.name_patterns, layout.meta())
     runs = [plan_run(run, names, layout, device, given) for run, names in runs_of(strip_transparent(tx), layout.meta())]
     return Plan(tuple(runs), layout.size)

@@ -347,3 +347,10 @@ def test_the_cost_asks_no_machine(monkeypatch: pytest.MonkeyPatch):
     for device in ("cpu", "cuda", "meta"):
         for dtype in (torch.float32, torch.bfloat16):
             assert newton_schulz_cost((1111, 1300), device, dtype=dtype).flops > 0
+
+
+def test_a_pattern_that_matches_no_parameter_is_a_warning():
+    tx = mfx.orthogonalize(view=mfx.MatrixView({"*.qkv.weight": "(qkv=3 out) in -> qkv out in"}))
+    layout = sharding.zero({"qkv.weight": torch.zeros(12, 4)}, 2)
+    with pytest.warns(UserWarning, match=r"'\*\.qkv\.weight' matches none of the 1 parameters"):
+        sharding.plan_for(tx, layout)
