@@ -21,6 +21,7 @@ from benchmarks import (
     bind,
     checkpoint,
     engines,
+    leaves,
     overhead,
     parts,
     planner,
@@ -47,7 +48,7 @@ BENCHMARKS = {
     "engines": "engines_speed",
     "bind": "bind_speed",
     "planner": "planner_speed",
-    "overhead": "overhead_speed",
+    "overhead": "leaves_speed overhead_speed",
     "versions": "versions_speed",
 }
 """The benchmarks, and the names of the results that each one writes. Each result can also be measured alone."""
@@ -101,6 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         "sharding_timeline": sharding_timeline.times,
         "engines_speed": lambda: engines.speed(max(2, min(rounds, 5))),
         "bind_speed": lambda: bind.speed(min(rounds, 3)),
+        "leaves_speed": lambda: leaves.speed(rounds),
         "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=options.seconds),
         "versions_speed": lambda: versions.speed(options.before, rounds, cases=cases, seconds=options.seconds),
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.leaves import AIMS, COUNTS
 from benchmarks.measure import RESULTS
 from benchmarks.quality import SPECTRA
 
@@ -317,6 +318,34 @@ def planner() -> str:
     )
 
 
+def overhead() -> str:
+    """Return the tables of steps of many small leaves, in one process and on ranks."""
+    leaves, ranks = load("leaves_speed"), load("overhead_speed")
+    if leaves is None or ranks is None:
+        return ""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in leaves["rows"]:
+        by_name.setdefault(row["candidate"], []).append(row)
+    lines = [
+        [
+            name,
+            *(_milliseconds(row["milliseconds"]) for row in own),
+            " / ".join(f"{aim:g}" for aim in AIMS.get(name, ())),
+        ]
+        for name, own in by_name.items()
+    ]
+    head = ["ms of processor time", *(f"{count:,} leaves" for count in COUNTS), "aims"]
+    alone = _fold("Leaves of 8 x 8, one process", f"{table(head, lines)}\n\n{machine_line(leaves, 'one thread')}")
+    lines = [
+        [f"{row['case']}, {row['processes']}", row["candidate"], f"{row['milliseconds']:.1f}", f"{row['beyond']:.1f}"]
+        for row in ranks["rows"]
+        if "beyond" in row
+    ]
+    head = ["layout, processes", "candidate", "ms", "without Newton-Schulz and collectives, ms"]
+    shown = f"{table(head, lines)}\n\n{machine_line(ranks, 'a thread for each process')}"
+    return f"{alone}\n{_fold('299 leaves of width 32, on ranks', shown)}"
+
+
 def parts() -> str:
     """Return a table for each set of matrices with the time of a step by part, and its limits."""
     found = load("parts_speed")
@@ -487,6 +516,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sharding_timeline": sharding_timeline,
     "engines": engines,
     "planner": planner,
+    "overhead": overhead,
 }
 PARTS_SECTIONS: dict[str, Callable[[], str]] = {"parts": parts}
 TRAINING_SECTIONS: dict[str, Callable[[], str]] = {"training": training}
