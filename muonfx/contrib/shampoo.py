@@ -99,6 +99,7 @@ def scale_by_shampoo(
         return matrix.new_zeros((*matrix.shape[:-2], matrix.shape[side], matrix.shape[side]))
 
     def step(u: Tensor, s: ShampooState) -> tuple[Tensor, ShampooState]:
+        u = u.clone(memory_format=torch.contiguous_format)  # products round by the strides and alignment of factors
         is_due, count = s.count.remainder(refresh) == 0, s.count + 1.0
         correction = 1.0 - torch.pow(b2, count)
         left = s.left + (1.0 - b2) * (u @ u.mT - s.left)

@@ -151,16 +151,20 @@ def scale_by_soap(
     def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
         is_first, is_due = s.count == 0, s.count.remainder(refresh) == 0
         steps = s.count.clamp(min=1.0)  # the first gradient is not averaged
-        rotated = _rotate(u, s.left_basis, s.right_basis)
+        # Products round by the strides and the alignment of their factors, which copies have in common.
+        u, left_basis, right_basis = (
+            x.clone(memory_format=torch.contiguous_format) for x in (u, s.left_basis, s.right_basis)
+        )
+        rotated = _rotate(u, left_basis, right_basis)
         mu = torch.where(is_first, s.mu, s.mu + (1.0 - b1) * (u - s.mu))
         nu = torch.where(is_first, s.nu, s.nu + (1.0 - b2) * (rotated.square() - s.nu))
 
         c1, c2 = 1.0 - torch.pow(b1, steps), 1.0 - torch.pow(b2, steps)
         divisor = ew.safe_sqrt(nu / c2) + eps
-        scaled = _rotate(mu, s.left_basis, s.right_basis) / torch.where(is_first, 1.0, divisor) / c1
-        out = torch.where(is_first, 0.0, _rotate(scaled, s.left_basis.mT, s.right_basis.mT))
+        scaled = _rotate(mu, left_basis, right_basis) / torch.where(is_first, 1.0, divisor) / c1
+        out = torch.where(is_first, 0.0, _rotate(scaled, left_basis.mT, right_basis.mT))
 
-        left, right, left_basis, right_basis = s.left, s.right, s.left_basis, s.right_basis
+        left, right = s.left, s.right
         by_right, by_left = u, u.mT
         if factors == "kl":
             by_right = _whitened(u, right, right_basis, 1.0 / c2 - 1.0)

@@ -310,6 +310,11 @@ def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list
     tall = [own is not x for own, x in zip(wide, xs, strict=True)]
     mixed = len(set(tall)) > 1  # as in `_run`
     results = list(xs)
+
+    def result(i: int, part: torch.Tensor) -> torch.Tensor:
+        whole = part.mT if tall[i] else part
+        return whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
+
     for start in range(0, len(xs), limit):
         given = wide[start : start + limit]
         joined = torch.stack(given) if len(given) > 1 else _wide(xs[start].contiguous(), kind.short)
@@ -317,11 +322,9 @@ def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list
         taken = [i for i, own in enumerate(donated[start : start + limit]) if own]
         if taken:
             torch._foreach_copy_([given[i] for i in taken], [parts[i] for i in taken])
-        if len(taken) < len(given):
-            for i, part in enumerate(parts, start):
-                if not donated[i]:
-                    whole = part.mT if tall[i] else part
-                    results[i] = whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
+        end = start + len(given)
+        # A comprehension, unlike a loop, keeps no reference to the last part.
+        results[start:end] = [xs[i] if donated[i] else result(i, parts[i - start]) for i in range(start, end)]
         del joined, parts  # free before the next batch
     return results
 

@@ -305,7 +305,8 @@ def by_stacks(
         for places in [[place] for place in range(len(lists[0]))] if alone else _stacks(lists):
             is_one = len(places) == 1
             chosen = [[xs[place] for place in places] for xs in lists]
-            made = function(*[xs[0] if is_one else torch.stack(xs) for xs in chosen])
+            # A stack is contiguous. A lone small tensor is made contiguous too, because strides change the rounding.
+            made = function(*[_contiguous_if_small(xs[0]) if is_one else torch.stack(xs) for xs in chosen])
             for result, stack in zip(found, (made,) if isinstance(made, Tensor) else made, strict=True):
                 tensors: Sequence[Tensor] = (stack,) if is_one else _unbound(stack)
                 for place, x in zip(places, tensors, strict=True):
@@ -315,9 +316,13 @@ def by_stacks(
     return apply
 
 
+def _contiguous_if_small(x: Tensor) -> Tensor:
+    return x.contiguous() if x.numel() < _SMALL else x
+
+
 def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     """Group the positions of small tensors that can be stacked; any other tensor is in a group of its own."""
-    kinds = [[(type(x), x.shape, x.dtype, x.device, x.is_contiguous()) for x in xs] for xs in lists]
+    kinds = [[(type(x), x.shape, x.dtype, x.device) for x in xs] for xs in lists]
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for place, kind in enumerate(zip(*kinds, strict=True)):
         groups[kind].append(place)
@@ -325,8 +330,7 @@ def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     for places in groups.values():
         first = [xs[places[0]] for xs in lists]
         size = max([x.numel() for x in first])
-        # A stack is contiguous, and another memory order may round differently.
-        may_stack = size < _SMALL and all(type(x) in _PLAIN and x.is_contiguous() for x in first)
+        may_stack = size < _SMALL and all(type(x) in _PLAIN for x in first)
         most = _STACK // max(size, 1) if may_stack else 1
         found += [places[at : at + most] for at in range(0, len(places), most)]
     return found

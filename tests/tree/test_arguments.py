@@ -44,7 +44,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.contrib.scale_by_namo: (TX,),
     mfx.scale_by_learning_rate: (0.1,),
     mfx.Muon: (MODEL,),
-    mfx.diagnose: (mfx.TransformOptimizer(MODEL, mfx.scale(-0.1)),),
+    mfx.diagnose: ((TX, TX.init(PARAMS), PARAMS, PARAMS),),
     mfx.TransformOptimizer: (MODEL, mfx.scale(-0.1)),
     schedules.constant_schedule: (1.0,),
     schedules.cosine_decay_schedule: (1.0, 4),
