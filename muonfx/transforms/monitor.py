@@ -38,7 +38,8 @@ def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
     errors: list[Tensor] = []
     for u in tree.tensors(updates):
         if u.ndim >= 2 and u.numel():
-            m = u.reshape(u.shape[0], -1).to(ew.wide_dtype(u.dtype))
+            # A product rounds by the strides and the alignment of its factors, which copies have in common.
+            m = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format).to(ew.wide_dtype(u.dtype))
             m = m.mT if m.shape[0] > m.shape[1] else m
             gram = m @ m.mT
             distance = torch.linalg.vector_norm(gram - torch.eye(len(gram), dtype=m.dtype, device=m.device))
