@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu, measure, parts, plots, polar, report, sharding, step, world
+from benchmarks import gpu, leaves, measure, parts, plots, polar, report, sharding, step, world
 from benchmarks.quality import judge, matrix, up_to_scale
 from muonfx.polar import orthogonalize
 
@@ -135,3 +135,11 @@ def test_sharded_rows_say_what_was_sent_and_computed() -> None:
     assert (theirs["matrices"], ours["matrices"]) == (12, 6)
     assert ours["sent"] < theirs["sent"]
     assert all(row["apart"] < 0.05 for row in rows)
+
+
+def test_every_aim_for_small_leaves_has_a_measured_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaves, "COUNTS", (3,))
+    rows = leaves.speed(2)
+    assert {row["leaves"] for row in rows} == {3}
+    assert leaves.AIMS.keys() <= {row["candidate"] for row in rows}
+    assert all(row["milliseconds"]["median"] > 0 for row in rows)
