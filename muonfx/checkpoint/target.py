@@ -245,7 +245,8 @@ def _patterns(names: Sequence[str], among: Iterable[str]) -> list[str]:
     """Return the fewest first levels of names that match ``names`` and no other name in ``among``."""
     others = {levels for name in {*among} - {*names} for levels in accumulate(name.split("/"), "{}/{}".format)}
     found = (
-        next(levels for levels in accumulate(name.split("/"), "{}/{}".format) if levels not in others) for name in names
+        next((levels for levels in accumulate(name.split("/"), "{}/{}".format) if levels not in others), name)
+        for name in names
     )
     return list(dict.fromkeys(found))
 
