@@ -12,7 +12,7 @@ The steps to the target are interpolated between these two lengths for each seed
 are kept and not repeated, so the command can be stopped and started again. Times are processor times of one thread.
 
 For a larger machine, change the task and the file: ``--width 512 --depth 8 --batch 64 --device cuda --target 1.2 --out
-track_large.json``. Learning rates start from those of the small model and are tuned again.
+track_large.json``. Learning rates start from the values of the small model and are tuned again.
 """
 
 from __future__ import annotations

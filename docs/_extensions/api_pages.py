@@ -55,7 +55,7 @@ def _entry(symbol: public_api.Symbol) -> list[str]:
 
 
 def members(block: re.Match[str]) -> list[public_api.Symbol]:
-    """The public names of a block: those of its modules, or some of them."""
+    """All public names of the modules of a block, or some of them."""
     found = public_api.symbols_of(*block["modules"].split())
     names = (block["names"] or "").split()
     return [symbol for symbol in found if not names or symbol.name in names]

@@ -99,7 +99,7 @@ def signs(tx: Transform) -> frozenset[int]:
 
 
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
-    """Return the possible `signs` of a transform's updates, given those of each transform that it calls."""
+    """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls."""
     found = frozenset({_own_sign(tx)})
     if tx.declaration.combinator.in_sequence:
         steps = list(inner)

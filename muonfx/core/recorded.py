@@ -241,7 +241,7 @@ class Recorded:
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The numeric arguments that are tensors, also those of inner transforms, in the order of pytree leaves."""
+        """The numeric arguments of this and of inner transforms that are tensors, in the order of pytree leaves."""
         inner = [part.tensors if isinstance(part, Recorded) else (part,) for part in self.parts]
         return tuple([number for numbers in inner for number in numbers if isinstance(number, Tensor)])
 

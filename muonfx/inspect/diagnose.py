@@ -25,7 +25,7 @@ from muonfx.tree.display import Report, Row, Shown, Table
 
 __all__ = ["Diagnosis", "ParameterDiagnosis", "Spectrum", "diagnose"]
 
-_GOAL = 0.65  # below the band of every coefficient set: that of "keller" begins at 0.68
+_GOAL = 0.65  # below the band of every coefficient set: the lowest, of "keller", begins at 0.68
 _MOST_STEPS = 30
 
 

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """The names of the hyperparameters of one transform, without those of the transforms that it calls."""
+    """The names of a transform's own hyperparameters, without hyperparameters of the transforms that it calls."""
 
     names: tuple[str, ...] = ()  # dotted names in the lowered transform, such as "muon.momentum.decay", in order
     keys: tuple[str, ...] = ()  # `names` without labels, such as "momentum.decay": the keys in an optimizer's groups

@@ -252,7 +252,7 @@ def _by_shape(info: ParamInfo) -> Found | None:
 
 
 def _first_convolution(info: ParamInfo) -> Found | None:
-    """Return the role and the reason if the name is that of the convolution of the raw input; else None."""
+    """Return the role and the reason if the name belongs to the convolution of the raw input; else None."""
     for parts in map(_components, info.names) if is_convolution(info) else ():
         own = _own_component(parts)[1]
         above = [part for part in parts[:-2] if not part.isdigit()]

@@ -37,7 +37,7 @@ class ExpectedShard:
         self._last = spec
 
     def is_placed(self, own: DTensorSpec) -> bool:
-        """Return True if a DTensor's mesh, placements and global shape equal those of the parameter."""
+        """Return True if a DTensor has the same mesh, placements and global shape as the parameter."""
         spec = self.spec
         if spec is None or own is spec or own is self._last:
             return spec is not None

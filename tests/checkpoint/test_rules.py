@@ -349,7 +349,7 @@ def test_a_label_that_is_split_keeps_the_state_of_each_parameter(labels, ready, 
         assert torch.equal(state.nu[name], saved[f"partition/adamw/nu/{name}"])
         assert torch.equal(state.count, saved["partition/adamw/count"])
     assert len({leaf.data_ptr() for leaf in tree.leaves(loaded)}) == len(tree.leaves(loaded))
-    # The next update is that of the label before.
+    # The next update equals the update under the earlier label.
     old = before.update(MODEL, ck.load(path, like=before.init(MODEL), tx=before), MODEL)[0]
     new = after.update(MODEL, loaded, MODEL)[0]
     assert_same_tree(old, new)

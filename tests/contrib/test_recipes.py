@@ -420,7 +420,7 @@ def test_the_kl_factors_are_those_of_emerging_optimizers_without_damping(monkeyp
 
 def test_the_bases_of_kl_factors_are_nearer_to_the_eigenvectors_of_the_covariance():
     def excess(basis: Tensor, covariance: Tensor) -> float:
-        """The mean logarithm of the diagonal in the basis, less that of the eigenvalues: zero for eigenvectors."""
+        """The mean logarithm of the diagonal in the basis, minus the mean logarithm of the eigenvalues."""
         inside = (basis.T @ covariance @ basis).diagonal()
         return float(inside.log().mean() - torch.linalg.eigvalsh(covariance).log().mean())
 
