@@ -505,7 +505,29 @@ def findings() -> str:
     return "\n".join(f"{number}. {text}" for number, text in enumerate(found, 1)) + "\n"
 
 
-FINDINGS_SECTIONS: dict[str, Callable[[], str]] = {"findings": findings}
+def saved() -> str:
+    """Return the table of the times of a checkpoint, divided by the times of plain safetensors."""
+    found = load("checkpoint_speed")
+    by_what: dict[str, dict[int, str]] = {}
+    for row in found["rows"] if found else ():
+        by_what.setdefault(row["what"], {})[row["leaves"]] = f"{row['muonfx']['ratio']['median']:.2f}"
+    counts = list(next(iter(by_what.values()), {}))
+    lines = [[what, *(own[count] for count in counts)] for what, own in by_what.items()]
+    return table(["", *(f"{count:,} leaves" for count in counts)], lines) + "\n"
+
+
+def zero() -> str:
+    """Return the table of iterations under ZeRO, divided by iterations with DeepSpeed's own Muon."""
+    found = load("sharding_speed")
+    rows = [row for row in found["rows"] if row["candidate"] == "muonfx, whole"] if found else []
+    sizes = list(dict.fromkeys(row["processes"] for row in rows))
+    ratio = {(row["case"], row["processes"]): f"{row['ratio']['median']:.2f}" for row in rows}
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    lines = [[case, *(ratio[case, size] for size in sizes)] for case in cases]
+    return table(["", *(f"{size} processes" for size in sizes)], lines) + "\n"
+
+
+FINDINGS_SECTIONS: dict[str, Callable[[], str]] = {"findings": findings, "saved": saved, "zero": zero}
 SECTIONS: dict[str, Callable[[], str]] = {
     "adapter": adapter,
     "checkpoint": checkpoint,

@@ -340,12 +340,10 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     leaves, treedef = tree.flatten(state)
     if treedef != expected.structure:
         is_pair = type(state) is tuple and len(state) == 2
+        advice = "update returns a pair (updates, state): pass the second" if is_pair else "create it with init(params)"
         raise ValueError(
-            f"state: it does not fit {name} for these parameters: "
-            f"{difference(state, expected.whole)}; expected the state that its init(params) or its last update "
-            "returned for these parameters: if there are other parameters than before, create a state with init(params)"
-            + "; update returns a pair (updates, state): pass the second"
-            * is_pair
+            f"state: it does not fit {name} for these parameters: {difference(state, expected.whole)}; expected the "
+            f"state that init(params) or the last update returned for these parameters: {advice}"
         )
     found = _specs(leaves)
     if found == expected.specs:
