@@ -319,11 +319,7 @@ class _Reader(StorageReader):
 def load_together(
     path: str | os.PathLike[str], make_target: Callable[[], Target], rules: Rules, group: dist.ProcessGroup
 ) -> PyTree:
-    """Load one checkpoint on all ranks of a process group; every rank must call this and receives its shards.
-
-    ``make_target`` returns the tree to fill; if a save replaces the checkpoint during the load, it is called again.
-    ``rules`` are the arguments of `load` that allow differences, such as ``allow_missing``.
-    """
+    """Load one checkpoint; every rank of the group calls this. ``make_target()`` is the tree to fill at each try."""
     check_group(group, f"the load of {path}")
     wait_for_saves()  # a save in the background may use the same group
     try:

@@ -126,10 +126,7 @@ class Transform(Recorded):
         return {**self.arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
 
     def build(self) -> Any:
-        """Call the function under the decorator `transform`, and return the ``(init, update)`` that it returns.
-
-        If an argument is a schedule, every update calls this function again, with the number of that step.
-        """
+        """Call the decorated function and return its ``(init, update)``. With schedules, every update calls it again."""
         schedules = self.schedules
         if not schedules:
             return super().build()
@@ -222,11 +219,7 @@ class Transform(Recorded):
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if ``update`` may receive this rank's shards in place of whole tensors.
-
-        A transform that needs all leaves can declare this with an extra argument such as ``sum_over_leaves``, a
-        function that sums over the shards of all ranks.
-        """
+        """True if ``update`` can run on shards, by an extra argument such as ``sum_over_leaves``."""
         return not definition.ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure
@@ -235,10 +228,7 @@ class Transform(Recorded):
         return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
 
     def prepare(self) -> None:
-        """Create the functions of this transform now, so that bad arguments raise before the first `init` or `update`.
-
-        The results are cached; a compiled update uses the cache.
-        """
+        """Create and cache the functions of this transform now, so that bad arguments raise before the first use."""
         if not torch.compiler.is_compiling():
             self._check_schedules()
         super().prepare()

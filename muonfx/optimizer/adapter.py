@@ -256,17 +256,15 @@ class TransformOptimizer(FollowingOptimizer):
             {'weight': tensor([[-0.1000, -0.1000]])}
         """
         self._rebind()
-        params = {name: param.detach() for name, param in self._named().items()}
-        grads = {name: param.grad for name, param in self._named().items()}
+        named = self._named()
+        params = {name: param.detach() for name, param in named.items()}
+        grads = {name: param.grad for name, param in named.items()}
         return self._stepping.snapshot(self._live["state"], params, grads, self._attachment.groups)
 
     # ----------------------------------------------------------------------------------------------------- stepping
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None, or to zeros if ``set_to_none=False``.
-
-        Includes the gradients of tensors that have replaced parameters in the model since construction.
-        """
+        """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
         if not torch.compiler.is_compiling():
             self._rebind("clear")
         super().zero_grad(set_to_none)

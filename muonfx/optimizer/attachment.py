@@ -64,8 +64,7 @@ class _Slot(NamedTuple):
 
     def now(self) -> Tensor | None:
         """Return the parameter that the module has under this name now, or None if the module was deleted."""
-        module = self.module()
-        return None if module is None else module._parameters.get(self.leaf)
+        return None if (module := self.module()) is None else module._parameters.get(self.leaf)
 
 
 class _Bound(NamedTuple):
@@ -122,8 +121,7 @@ class Attachment:
         for param, shape, device, _, slot in self._bound.values():
             if param.shape != shape or param.device != device:
                 return False
-            module = None if slot is None else slot.module()  # not `slot.now()`, a call for each parameter and step
-            if slot is not None and module is not None:
+            if slot is not None and (module := slot.module()) is not None:  # `slot.now()` would be one more call
                 now = module._parameters.get(slot.leaf)
                 if now is not None and now is not param:
                     return False

@@ -220,9 +220,7 @@ def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[st
     if count:
         return MatrixView(divided(stored, count)), note, None
     is_flattened = info.ndim > 2 and stored == _PLAIN
-    divisible = (
-        _CONVOLUTION if is_flattened else stored
-    )  # the parts of a tensor that is flattened keep its further dims
+    divisible = _CONVOLUTION if is_flattened else stored  # parts of a flattened tensor keep its further dims
     rows = _rows(divisible, info.shape)
     # The layer or parameter by its name in the module that holds it.
     is_layer = leaf in PLAIN_LEAVES and len(plain) > 1
