@@ -126,7 +126,7 @@ class Transform(Recorded):
         return {**self.arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
 
     def build(self) -> Any:
-        """Call the decorated function and return its ``(init, update)``. With schedules, every update calls it again."""
+        """Call the decorated function and return its ``(init, update)``; with schedules, at every update again."""
         schedules = self.schedules
         if not schedules:
             return super().build()
