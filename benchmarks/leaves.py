@@ -17,7 +17,7 @@ from torch.nn import Parameter
 import muonfx as mfx
 from benchmarks.measure import summary
 
-AIMS: dict[str, tuple[float | None, ...]] = {
+AIMS: dict[str, tuple[float, ...]] = {
     "mfx.Muon": (0.6, 2.5, 20),
     "adamw as an optimizer": (0.3, 1.5, 19),
     "adamw, functional": (0.3, 2, 20),

@@ -32,7 +32,7 @@ import torch
 from benchmarks import report
 from benchmarks.measure import RESULTS, machine
 from benchmarks.track import contenders, standings
-from benchmarks.track.task import Task, module_of, train
+from benchmarks.track.task import Task, corpus, module_of, train
 
 SEEDS = (0, 1, 2, 3, 4)
 TUNING_SEED = 100
@@ -77,10 +77,12 @@ class Record:
 
     def __init__(self, path: Path, task: Task) -> None:
         self.path, self.task, self.lock = path, task, threading.Lock()
-        empty = {"task": asdict(task), "rows": [], "settings": {}}
-        found = json.loads(path.read_text()) if path.exists() else empty
-        if found["task"] != asdict(task):
-            raise SystemExit(f"{path} has results of another task, {found['task']}; choose another file with --out")
+        # The text is a part of the Python installation, so another version of Python has another text.
+        self.about = {"task": asdict(task), "text": corpus().digest, "tuning_seed": TUNING_SEED}
+        found = json.loads(path.read_text()) if path.exists() else self.about | {"rows": [], "settings": {}}
+        for key, value in self.about.items():
+            if found[key] != value:
+                raise SystemExit(f"{path}: {key}: found {found[key]}, expected {value}: choose another file with --out")
         self.rows, self.settings = found["rows"], found["settings"]
 
     def find(self, contender: str, settings: Settings, steps: int, seed: int) -> float | None:
@@ -91,8 +93,8 @@ class Record:
 
     def write(self) -> None:
         """Write the file; the previous one stays intact if this fails."""
-        found = {"machine": machine(), "task": asdict(self.task), "tuning_seed": TUNING_SEED}
-        text = json.dumps(found | {"settings": self.settings, "rows": self.rows}, indent=1)
+        found = {"machine": machine(), **self.about, "settings": self.settings, "rows": self.rows}
+        text = json.dumps(found, indent=1)
         (temporary := self.path.with_suffix(".tmp")).write_text(text + "\n")
         temporary.replace(self.path)
 
@@ -114,7 +116,9 @@ def settle(contender: str, record: Record, pool: ProcessPoolExecutor) -> None:
 
     steps = getattr(module, "STEPS", 300)
     settings = tuned(module.SETTINGS, lambda settings: run(settings, steps, TUNING_SEED))
-    record.settings[contender] = settings
+    with record.lock:
+        record.settings[contender] = settings
+        record.write()
     measured(settings, steps, record.task.target, run)
 
 

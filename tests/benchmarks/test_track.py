@@ -2,16 +2,18 @@
 
 import math
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.track import __main__ as runner
 from benchmarks.track import contenders
-from benchmarks.track.__main__ import FACTOR, LENGTHS, SEEDS, measured, tuned
+from benchmarks.track.__main__ import FACTOR, LENGTHS, SEEDS, Record, measured, tuned
 from benchmarks.track.standings import _crossing, differences, standings
-from benchmarks.track.task import GPT, module_of
+from benchmarks.track.task import GPT, Task, corpus, module_of
 
 NAMES = [module.name for module in pkgutil.iter_modules(contenders.__path__)]
 WIDTH = 32
@@ -86,3 +88,15 @@ def test_standings_compare_seed_by_seed_and_ignore_tuning_runs():
     difference, error = differences(ranked)["normuon"]
     assert difference == pytest.approx(-math.log(1.1))
     assert error == pytest.approx(0.0, abs=1e-9)  # a seed changes both by the same factor
+
+
+def test_results_of_another_task_or_text_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "track.json"
+    record = Record(path, Task())
+    record.write()
+    assert Record(path, Task()).rows == []
+    with pytest.raises(SystemExit, match=r"task: found .* choose another file"):
+        Record(path, Task(width=32))
+    monkeypatch.setattr(runner, "corpus", lambda: corpus()._replace(digest="another"))
+    with pytest.raises(SystemExit, match=r"text: found .*, expected another: choose"):
+        Record(path, Task())
