@@ -1,17 +1,24 @@
-"""All GPU benchmarks on one CUDA device, in under 15 minutes: ``make bench-gpu``, or ``python -m benchmarks.gpu``.
+"""All GPU benchmarks on one CUDA device: ``python3 -m benchmarks.gpu``, with the packages that are there.
 
-- Newton-Schulz, compared with the plain iteration compiled in bf16.
-- Time and memory of a step, compared with torch.optim.Muon and, if it is installed, Dion.
-- A captured CUDA graph of a step, compared with the same step without a graph.
-- The kernels, compared with cuBLAS.
+- ``newton-schulz``: one orthogonalization, compared with the plain iteration compiled in bf16.
+- ``step``: time and memory of a step, compared with torch.optim.Muon and, if it is installed, Dion.
+- ``graph``: a captured CUDA graph of a step, compared with the same step without a graph.
+- ``kernels``: symmetric products by the kernels, compared with cuBLAS.
 
-Rows are saved as ``results/gpu.json``. If a part fails, the error is printed and the other parts still run.
+Required are torch with Triton, optree and safetensors. Nothing is installed, and a package to compare with that is
+missing is skipped, with a printed line. A part stops after ``--minutes``. Rows are saved as
+``results/gpu.json`` as they are measured; a part that runs again replaces its own rows. At the end, docs/gpu.md is
+written from the file. If a part fails, the error is printed and the other parts still run.
+
+Without a GPU, ``python3 -m benchmarks.gpu --rehearse`` runs all parts but ``graph`` and ``kernels`` with small matrices
+on the CPU, and saves nothing. It shows that the packages suffice.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,8 +27,8 @@ from typing import Any
 import torch
 
 import muonfx as mfx
-from benchmarks import kernels, step
-from benchmarks.measure import interleaved, save, summary
+from benchmarks import kernels, measure, report, step
+from benchmarks.measure import interleaved, summary
 from benchmarks.peers import COMMON, Optimizer, functions, installed, optimizers, plain
 from muonfx.polar.kernels import failure
 
@@ -36,9 +43,11 @@ SETS: dict[str, list[step.Shape]] = {
 PLAIN = "plain, compiled, bfloat16"
 
 
-def newton_schulz(rounds: int, seconds: float, device: str, *, compiled: bool = True) -> Iterator[Row]:
+def newton_schulz(
+    rounds: int, seconds: float, device: str, *, shapes: tuple[Shape, ...] = SHAPES, compiled: bool = True
+) -> Iterator[Row]:
     """Measure time and error of one orthogonalization, in bf16 and with the same coefficients for all candidates."""
-    for shape in SHAPES:
+    for shape in shapes:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
         exact = plain(x, torch.float64)
         ours = partial(mfx.polar.orthogonalize, coefficients=COMMON, dtype=torch.bfloat16)
@@ -66,9 +75,16 @@ def _products(device: str) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def whole_step(rounds: int, seconds: float, device: str, *, compiled: bool = True) -> Iterator[Row]:
+def whole_step(
+    rounds: int,
+    seconds: float,
+    device: str,
+    *,
+    sets: Mapping[str, list[step.Shape]] = SETS,
+    compiled: bool = True,
+) -> Iterator[Row]:
     """Measure the time of a step, and its peak memory in addition to parameters, gradients and state."""
-    for case, shapes in SETS.items():
+    for case, shapes in sets.items():
         gradients = [torch.randn(shape, device=device) for shape in shapes]
         runs = {one.name: step.stepper(one.build, gradients)[1] for one in _optimizers(device, compiled)}
         times = summary(interleaved(runs, rounds=rounds, seconds=seconds), step.BASELINE)
@@ -141,12 +157,17 @@ def products(rounds: int, seconds: float, device: str) -> Iterator[Row]:
     yield from kernels.measured(torch.bfloat16, rounds)
 
 
-PARTS = {
-    "Newton-Schulz": newton_schulz,
-    "whole step": whole_step,
-    "CUDA graph": captured_step,
+PARTS: dict[str, Callable[..., Iterator[Row]]] = {
+    "newton-schulz": newton_schulz,
+    "step": whole_step,
+    "graph": captured_step,
     "kernels": products,
 }
+REHEARSAL: dict[str, dict[str, Any]] = {
+    "newton-schulz": {"shapes": ((8, 8), (8, 24), (3, 8, 16))},
+    "step": {"sets": {"small": [(8, 8), (8, 8), (24, 8), (8, 24)]}},
+}
+"""The parts that a CPU can run, and the small matrices that they use there."""
 
 
 def _text(shape: Shape) -> str:
@@ -172,34 +193,79 @@ def line(row: Row) -> str:
     return text
 
 
+def rows_of_other_parts(parts: list[str]) -> list[Row]:
+    """Return the saved rows of all parts except ``parts``, if they were measured on this GPU with this torch."""
+    saved = report.load("gpu")
+    if saved is None:
+        return []
+    here, there = measure.machine(), saved["machine"]
+    for fact in ("gpu", "torch", "muonfx"):
+        if here[fact] != there[fact]:
+            print(f"results/gpu.json is of {fact} {there[fact]}, and this run is of {here[fact]}: its rows are dropped")
+            return []
+    return [row for row in saved["rows"] if row["part"] not in parts]
+
+
+def run_part(
+    part: str, rows: list[Row], save: Callable[[list[Row]], object], *, minutes: float, **options: Any
+) -> None:
+    """Run one part: append its rows, print and save each, and stop after ``minutes``."""
+    deadline = time.monotonic() + 60 * minutes
+    for row in PARTS[part](**options):
+        rows.append({"part": part, **row})
+        save(rows)
+        if "milliseconds" in row:
+            print(line(rows[-1]), flush=True)
+        if time.monotonic() > deadline:
+            print(f"{part}: stopped after {minutes:g} minutes; what is not printed above was not measured")
+            rows.append({"part": part, "stopped after minutes": minutes})
+            save(rows)
+            return
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure each part, print its rows and save the rows of all parts."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {', '.join(PARTS)}; default: all")
     parser.add_argument("--rounds", type=int, default=40, help="number of rounds; each round runs every candidate once")
     parser.add_argument("--seconds", type=float, default=15, help="time limit for one case, after at least ten rounds")
+    parser.add_argument("--minutes", type=float, default=7, help="a part stops after these minutes")
+    parser.add_argument("--rehearse", action="store_true", help="small matrices on the CPU; nothing is saved")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"part: found {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
+    settings: dict[str, Any] = {"rounds": options.rounds, "seconds": options.seconds, "device": "cuda"}
+    if options.rehearse:
+        rehearse(options.parts or list(REHEARSAL), settings | {"device": "cpu"}, options.minutes)
+        return
     if not torch.cuda.is_available():
         parser.exit(
-            2, "error: found no CUDA device, expected one: use a machine with a GPU and a CUDA build of torch\n"
+            2, "error: found no CUDA device, expected one: use a machine with a GPU, or rehearse with --rehearse\n"
         )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds, ratio to the first candidate")
-    rows: list[Row] = []
-    for part in options.parts or PARTS:
+    chosen = options.parts or list(PARTS)
+    rows = rows_of_other_parts(chosen)
+    for part in chosen:
         try:
-            for row in PARTS[part](options.rounds, options.seconds, "cuda"):
-                rows.append({"part": part, **row})
-                if "milliseconds" in row:
-                    print(line(rows[-1]), flush=True)
+            run_part(part, rows, lambda measured: measure.save("gpu", measured), minutes=options.minutes, **settings)
         except Exception as error:  # the results of the other parts are still useful
             traceback.print_exc()
             rows.append({"part": part, "failed": f"{type(error).__name__}: {error}"})
+            measure.save("gpu", rows)
         torch.cuda.empty_cache()
-    print(f"saved as {save('gpu', rows)}")
+    report.rewrite(report.GPU_PAGE, report.GPU_SECTIONS)
+    print("saved as benchmarks/results/gpu.json; docs/gpu.md is written from it")
     if failed := [row["part"] for row in rows if "failed" in row]:
         sys.exit(f"failed: {', '.join(failed)}")
+
+
+def rehearse(parts: list[str], settings: dict[str, Any], minutes: float) -> None:
+    """Run parts with small matrices on the CPU, without torch.compile, and save nothing."""
+    rehearsed = [part for part in parts if part in REHEARSAL]
+    for part in rehearsed:
+        run_part(part, [], lambda rows: None, minutes=minutes, compiled=False, **REHEARSAL[part], **settings)
+    left_out = [part for part in PARTS if part not in rehearsed]
+    print(f"rehearsed on the CPU: {', '.join(rehearsed)}; not rehearsed: {', '.join(left_out)}; nothing was saved")
 
 
 if __name__ == "__main__":

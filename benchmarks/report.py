@@ -17,6 +17,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PARTS_PAGE = DOCS / "benchmarks.md", DOCS / "step-by-part.md"
 TABLES_PAGE = Path(__file__).parent / "results" / "README.md"
 TRAINING_PAGE = DOCS / "the-default-coefficients.md"
+GPU_PAGE = DOCS / "gpu.md"
 BEGIN, END = "<!-- tables: {}, written by python -m benchmarks -->", "<!-- end of tables -->"
 
 WORSE = 1.1
@@ -527,6 +528,67 @@ def zero() -> str:
     return table(["", *(f"{size} processes" for size in sizes)], lines) + "\n"
 
 
+def gpu() -> str:
+    """Return the tables of a run on a GPU, or a sentence that there was none."""
+    measured = load("gpu")
+    if measured is None:
+        return "No run was recorded yet.\n"
+    sections: list[str] = [f"{machine_line(measured)}\n"]
+    for part in dict.fromkeys(row["part"] for row in measured["rows"]):
+        rows = [row for row in measured["rows"] if row["part"] == part]
+        sections.append(f"## {part}\n")
+        sections += [f"Failed: {row['failed']}\n" for row in rows if "failed" in row]
+        stopped = [row["stopped after minutes"] for row in rows if "stopped after minutes" in row]
+        sections += [f"Stopped after {minutes:g} minutes; later cases were not measured.\n" for minutes in stopped]
+        if timed := [row for row in rows if "milliseconds" in row]:
+            sections.append(_gpu_times(timed))
+        if products := [row for row in rows if "product" in row]:
+            sections.append(_gpu_products(products))
+    return "\n".join(sections)
+
+
+def _gpu_times(rows: list[dict[str, Any]]) -> str:
+    """Return the table of a part whose candidates are timed."""
+    # besides times, each part measures one other quantity
+    formats: dict[str, Callable[[Any], str]] = {
+        "error": lambda error: f"{error:.1e}",
+        "bytes at the peak": _bytes,
+        "same bits": lambda same: "yes" if same else "**no**",
+    }
+    (quantity,) = formats.keys() & rows[0].keys()
+    lines: list[list[str]] = []
+    for row in rows:
+        name = f"{row['case']}: {row['candidate']}"
+        milliseconds = f"{row['milliseconds']['median']:.3f}"
+        lines.append([name, milliseconds, _ratio(row["ratio"]), formats[quantity](row[quantity])])
+    return table(["", "ms", "ratio to the baseline", quantity], lines) + "\n"
+
+
+def _gpu_products(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the symmetric products of the kernels, with the share of the peak rate of `torch.mm`."""
+    lines = [
+        [
+            f"{row['product']}, {shape_name(row['shape'])}",
+            f"{row['torch']['milliseconds a call']:.3f}",
+            f"{row['muonfx']['milliseconds a call']:.3f}",
+            _ratio(row["muonfx"]["ratio"]),
+            f"{row['torch']['share of peak']:.0%}",
+            f"{row['muonfx']['share of peak']:.0%}",
+        ]
+        for row in rows
+    ]
+    head = [
+        "product, b x n x k",
+        "torch, ms",
+        "muonfx, ms",
+        "muonfx / torch",
+        "torch, of the peak",
+        "muonfx, of the peak",
+    ]
+    return table(head, lines) + "\n"
+
+
+GPU_SECTIONS: dict[str, Callable[[], str]] = {"gpu": gpu}
 FINDINGS_SECTIONS: dict[str, Callable[[], str]] = {"findings": findings, "saved": saved, "zero": zero}
 SECTIONS: dict[str, Callable[[], str]] = {
     "adapter": adapter,

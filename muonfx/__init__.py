@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch as torch  # the repr of a value is code in vars(muonfx), and may name a dtype
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # also in pyproject.toml
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):  # also in pyproject.toml
     raise ImportError(
-        f"muonfx needs torch 2.13 or later, found torch {torch.__version__}: pip install --upgrade 'torch>=2.13'"
+        f"muonfx needs torch 2.10 or later, found torch {torch.__version__}: pip install --upgrade 'torch>=2.10'"
     )
 
 # fmt: off

@@ -60,14 +60,83 @@ def test_every_time_has_its_quality_and_results_make_tables_and_plot(
     assert "8 x 24" in picture.read_text()
 
 
-def test_the_benchmarks_of_a_gpu_run_and_print_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "SHAPES", TINY)
-    monkeypatch.setattr(gpu, "SETS", TINY_SETS)
-    for part, candidates in (("Newton-Schulz", 5), ("whole step", 5)):
-        rows = list(gpu.PARTS[part](3, 1.0, "cpu", compiled=False))
+def test_the_benchmarks_of_a_gpu_run_and_print_their_rows() -> None:
+    for part, candidates in (("newton-schulz", 5), ("step", 5)):
+        rows = list(gpu.PARTS[part](3, 1.0, "cpu", compiled=False, **gpu.REHEARSAL[part]))
         assert len({row["candidate"] for row in rows}) >= candidates
         assert all(row.get("error", 0) < 0.5 for row in rows)
         assert all("ms" in gpu.line({"part": part, **row}) for row in rows)
+
+
+def gpu_row(candidate: str, **more: object) -> gpu.Row:
+    spread = {"median": 2.0, "p10": 1.0, "p90": 3.0}
+    return {"case": "64 x 64", "candidate": candidate, "milliseconds": spread, "ratio": spread, **more}
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Three parts with made-up rows, one of which fails in its middle, and a page; return the page."""
+
+    def failing(**options: object):
+        yield gpu_row("before the failure", **{"same bits": True})
+        raise RuntimeError("out of memory")
+
+    made_up = {
+        "newton-schulz": lambda **options: iter([gpu_row("muonfx", error=0.01), gpu_row("plain", error=0.02)]),
+        "step": lambda **options: iter([gpu_row("muonfx", **{"bytes at the peak": 2**20})]),
+        "graph": failing,
+    }
+    page = tmp_path / "gpu.md"
+    page.write_text(f"{report.BEGIN.format('gpu')}\nold\n{report.END}\n")
+    monkeypatch.setattr(gpu, "PARTS", made_up)
+    monkeypatch.setattr(report, "GPU_PAGE", page)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    return page
+
+
+def test_a_gpu_run_keeps_the_rows_before_a_failure_and_writes_its_page(fake_gpu: Path) -> None:
+    with pytest.raises(SystemExit, match="graph"):
+        gpu.main([])
+    rows = report.load("gpu")["rows"]
+    assert [row["candidate"] for row in rows if "candidate" in row] == [
+        "muonfx",
+        "plain",
+        "muonfx",
+        "before the failure",
+    ]
+    assert [row["part"] for row in rows if "failed" in row] == ["graph"]
+    text = fake_gpu.read_text()
+    assert "old" not in text
+    assert "a GPU" in text
+    assert "| 64 x 64: plain | 2.000 | 2.00 (1.00 to 3.00) | 2.0e-02 |" in text
+    assert "out of memory" in text
+
+
+def test_a_part_of_a_gpu_run_replaces_only_its_own_rows(fake_gpu: Path) -> None:
+    gpu.main(["newton-schulz"])
+    gpu.main(["step"])
+    assert [row["part"] for row in report.load("gpu")["rows"]] == ["newton-schulz", "newton-schulz", "step"]
+    gpu.main(["newton-schulz"])
+    assert [row["part"] for row in report.load("gpu")["rows"]] == ["step", "newton-schulz", "newton-schulz"]
+
+
+def test_a_part_of_a_gpu_run_stops_after_its_minutes(fake_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main(["newton-schulz", "--minutes", "0"])
+    rows = report.load("gpu")["rows"]
+    assert [row.get("candidate") for row in rows] == ["muonfx", None]
+    assert rows[-1]["stopped after minutes"] == 0
+    assert "stopped after 0 minutes" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_benchmarks_are_rehearsed_on_the_cpu(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.main(["--rehearse", "--rounds", "2", "--seconds", "1"])
+    out = capsys.readouterr().out
+    assert "3 x 8 x 16" in out
+    assert "not rehearsed: graph, kernels" in out
+    assert not results.exists()
 
 
 def no_time() -> parts.Peaks:

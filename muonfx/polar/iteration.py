@@ -24,10 +24,6 @@ from muonfx.polar.stages import GramStage
 from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import wide_dtype
 
-# dtype -> (integer dtype of the same width, bits of the fraction, exponent bias)
-_BITS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
-_LIFT = 60  # a subnormal times 2^60 is normal in fp32 and in fp64
-
 
 def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
     """Scale each nonempty fp32 or fp64 matrix by a power of two, so that its largest magnitude is in [1, 2)."""
@@ -42,17 +38,15 @@ def unit_power(x: torch.Tensor, dim: tuple[int, ...] = (-2, -1)) -> torch.Tensor
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:
     """Return, for each positive fp32 or fp64 number in `largest`, the power of two that scales it into [1, 2)."""
-    # The exponent is read from the bits, since `ldexp` and `pow` round. If the power would not be a normal number (the
-    # magnitude is subnormal or in the top binade), the nearest normal one is used and the scaled magnitude is in
-    # [2^-51, 4), still safe to square. The power of zero is 1.
-    integer, fraction, bias = _BITS[largest.dtype]
-    small = largest < 2.0**-_LIFT
-    bits = torch.where(small, largest * 2.0**_LIFT, largest).view(integer)
-    exponent = (bits >> fraction) - bias
-    exponent = torch.where(small, exponent - _LIFT, exponent)
-    exponent = torch.where(largest == 0, torch.zeros_like(exponent), exponent)
-    factor = (bias - exponent).clamp(1, 2 * bias) << fraction
-    return factor.view(largest.dtype)
+    # `frexp` writes x as m 2^e with m in [1/2, 1), so 2 m / x is the power 2^(1 - e), and the division is exact. `ldexp`
+    # and `pow` round, and `vmap` cannot read the exponent from the bits on torch 2.11. If the power would not be a
+    # normal number (the magnitude is subnormal or in the top binade), the nearest normal one is used and the scaled
+    # magnitude is in [2^-51, 4), still safe to square. The power of zero is 1.
+    mantissa, _ = torch.frexp(largest)
+    power = torch.where(largest > 0, 2 * mantissa / largest, torch.ones_like(largest))
+    smallest_power = torch.finfo(largest.dtype).smallest_normal
+    largest_power = 2 / smallest_power
+    return power.clamp(smallest_power, largest_power)
 
 
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
