@@ -38,7 +38,7 @@ test-all: test ## run test, then test-slow
 test-deep: $(DEV) ## run all tests with many more random examples; takes hours
 	@MUONFX_HYPOTHESIS_PROFILE=deep $(PY) -m pytest -n $(WORKERS) $(ARGS)
 
-test-versions: ## run the core tests on the oldest supported torch and on the newest (3 GB each for GPU builds)
+test-versions: ## run the core tests on the oldest supported torch and on the newest (3 GB each for GPU builds); writes docs/tested-versions.md
 	@$(PYTHON) scripts/test_versions.py $(ARGS)
 
 lint: $(DEV) ## check lint and format with ruff

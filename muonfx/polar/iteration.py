@@ -38,10 +38,10 @@ def unit_power(x: torch.Tensor, dim: tuple[int, ...] = (-2, -1)) -> torch.Tensor
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:
     """Return, for each positive fp32 or fp64 number in `largest`, the power of two that scales it into [1, 2)."""
-    # `frexp` writes x as m 2^e with m in [1/2, 1), so 2 m / x is the power 2^(1 - e), and the division is exact. `ldexp`
-    # and `pow` round, and `vmap` cannot read the exponent from the bits on torch 2.11. If the power would not be a
-    # normal number (the magnitude is subnormal or in the top binade), the nearest normal one is used and the scaled
-    # magnitude is in [2^-51, 4), still safe to square. The power of zero is 1.
+    # `frexp` writes x as m 2^e with m in [1/2, 1), so 2 m / x is the power 2^(1 - e), and the division is exact.
+    # `ldexp` and `pow` round, and on torch 2.11 `vmap` cannot read the exponent from the bits. If the power would not
+    # be a normal number (the magnitude is subnormal or in the top binade), the nearest normal one is used and the
+    # scaled magnitude is in [2^-51, 4), still safe to square. The power of zero is 1.
     mantissa, _ = torch.frexp(largest)
     power = torch.where(largest > 0, 2 * mantissa / largest, torch.ones_like(largest))
     smallest_power = torch.finfo(largest.dtype).smallest_normal
