@@ -1,7 +1,9 @@
 """A wrong argument is an error at the call; names and patterns that do nothing are reported, with a suggestion."""
 
 import re
+import types
 import warnings
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -92,7 +94,21 @@ WRONG = {
     # values of another kind, and arguments that contradict each other
     "sharding.offload(momentum(), to=3)": "to must be",
     "sharding.offload('momentum')": r"tx must be a muonfx\.Transform",
-    "momentum(lambda count: 0.9)": "turn a function of the step into a schedule",
+    "momentum(lambda count: 0.9)": r"pass muonfx\.schedule\(lambda: f\)\(\)",
+    "muon(MODEL)": r"learning_rate .*found Linear.*muonfx\.Muon\(model\)",
+    "adamw(MODEL.parameters())": r"learning_rate .*muonfx\.Muon\(model\)",
+    "momentum(W)": r"decay .*muonfx\.Muon\(model\)",
+    "adamw(torch.float32)": "learning_rate .*found torch.float32",
+    "adamw(torch.optim.AdamW)": "learning_rate .*found <class",
+    "adamw(torch.optim.lr_scheduler.ConstantLR(SGD))": "learning_rate .*a torch scheduler acts on an optimizer",
+    "orthogonalize(dtype='bf16')": r"dtype .*pass torch\.bfloat16, without quotes",
+    "orthogonalize(dtype='b16')": r"dtype .*pass a torch\.dtype",
+    "adamw(1e-3, maximize=True)": r"'maximize' .*muonfx\.scale\(-1\.0\)",
+    "Muon(MODEL, foreach=True)": "'foreach' .*leave it out",
+    "Muon(None)": r"params must be a model, .*found NoneType",
+    "Muon(1e-3)": r"found float; the model comes first: Muon\(model, lr=0\.001\)",
+    "TransformOptimizer(None, adamw())": r"params must be a model, .*found NoneType",
+    "masked({'w': True}, scale(0.1))": "found {'w': True}; the transform comes first, then the mask",
     "momentum(nesterov=linear_schedule(0.5, 0.9, 4))": "momentum: nesterov must be True or False, found linear",
     "normalize_neurons(dtype=int8())": r'"auto", a floating-point torch.dtype or None, found int8\(\)',
     "accumulate(scale(1.0), 2, dtype=int8())": r'"auto", a floating-point torch.dtype or None, found int8\(\)',
@@ -303,3 +319,51 @@ def test_a_gradient_that_cannot_be_used_is_named_before_anything_changes(kind: s
     state = tx.init(params)
     with pytest.raises(TypeError, match=f"updates: 'w' .*{message}"):
         tx.update({"w": leaf}, state)
+
+
+def test_the_advice_for_a_function_of_the_step_works():
+    def f(count: torch.Tensor) -> torch.Tensor:
+        return 0.8 * 0.5**count
+
+    with pytest.raises(TypeError) as caught:
+        mfx.momentum(f)
+    advice = re.search(r"pass (muonfx\.schedule\(.*\)\(\))", str(caught.value))
+    assert advice is not None
+    made = eval(advice[1], {"muonfx": mfx, "f": f})
+    assert mfx.momentum(made).arguments["decay"](3) == pytest.approx(0.1)
+
+
+def test_a_nested_mask_fits_parameters_with_dotted_names():
+    nested, flat = {"a": {"w": True, "b": False}}, {"a.w": torch.ones(1), "a.b": torch.ones(1)}
+    tx = mfx.masked(mfx.scale(0.5), nested)
+    updates, _ = tx.update(flat, tx.init(flat), flat)
+    assert {name: update.item() for name, update in updates.items()} == {"a.w": 0.5, "a.b": 1.0}
+
+
+def test_a_mask_of_a_subtree_is_told_about_patterns():
+    params = {"a": {"w": torch.ones(1), "b": torch.ones(1)}}
+    with pytest.raises(ValueError, match=r"'a\.b'.*muonfx\.select\.path"):
+        mfx.masked(mfx.scale(0.5), {"a": True}).init(params)
+
+
+@pytest.mark.parametrize("kind", [types.MappingProxyType, UserDict])
+def test_a_mapping_that_is_no_tree_is_an_error_that_names_dict(kind: Any):
+    with pytest.raises(TypeError, match=r"convert it with dict\(\.\.\.\)"):
+        mfx.adamw().init(kind({"w": torch.ones(1)}))
+
+
+@pytest.mark.parametrize("moved", ["updates", "params", "state"])
+def test_leaves_on_two_devices_are_named(moved: str):
+    tx, params = mfx.adamw(), {"w": torch.ones(2)}
+    trees = {"updates": params, "params": params, "state": tx.init(params)}
+    trees[moved] = mfx.tree.map(lambda leaf: leaf.to("meta"), trees[moved])
+    with pytest.raises(ValueError, match=rf"{moved}: .* on meta.*\.to\(device\)|cpu and {moved}: .* on meta"):
+        tx.update(trees["updates"], trees["state"], trees["params"])
+
+
+def test_a_sparse_gradient_is_told_about_dense_embeddings():
+    embedding = nn.Embedding(4, 3, sparse=True)
+    optimizer = mfx.TransformOptimizer(embedding, mfx.adamw())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"'weight'.*Embedding\(sparse=False\)"):
+        optimizer.step()

@@ -6,6 +6,7 @@ The exit code is 0 on success, 1 if a checkpoint is damaged, and 2 if there is n
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -75,5 +76,17 @@ def _clean(path: Path) -> int:
     return 0
 
 
+def run_in_pipe() -> int:
+    """Run `main`; if the reader of standard output ends early, as ``| head`` does, end in silence."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_in_pipe())

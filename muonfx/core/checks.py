@@ -11,7 +11,7 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -206,8 +206,28 @@ def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
         code = "{name: p.grad for name, p in model.named_parameters()}"
         code = "dict(model.named_parameters())" if what == "params" else code
         advice = f"; expected a tree of tensors by name: {code}"
+    elif isinstance(leaf, Mapping):
+        advice = "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
     place = f"{what}: {shown_name(name)}" if name else what
     return TypeError(f"{place} must be a tensor or None, found {type(leaf).__name__}{advice}")
+
+
+def mixed_devices(**trees: PyTree) -> str | None:
+    """Return a sentence that names two leaves on different devices; None if all leaves are on one device.
+
+    >>> mixed_devices(updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
+    "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
+    """
+    leaf_on: dict[torch.device, str] = {}
+    for what, given in trees.items():
+        for name, leaf in zip(tree.names(given), tree.leaves(given), strict=True):
+            if isinstance(leaf, Tensor):
+                leaf_on.setdefault(leaf.device, f"{what}: {shown_name(name)}")
+    if len(leaf_on) < 2:
+        return None
+    (first_device, first), (second_device, second), *_ = leaf_on.items()
+    devices = f"{first} is on {first_device} and {second} on {second_device}"
+    return f"{devices}, expected one device: move one of them with .to(device)"
 
 
 def check_tree(what: str, given: PyTree) -> None:

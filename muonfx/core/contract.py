@@ -300,7 +300,12 @@ class Transform(Recorded):
         given = NOTHING if donate is False else Donation.of(donate)
         if given != NOTHING:
             given, updates, state = unshared(given, updates, state, params)
-        out, new_state = self.run(updates, state, params, donate=given, **extras)
+        try:
+            out, new_state = self.run(updates, state, params, donate=given, **extras)
+        except RuntimeError as error:
+            if problem := checks.mixed_devices(updates=updates, params=params, state=state):
+                raise ValueError(f"{self.name}: {problem}") from error
+            raise
         if given.state or torch.compiler.is_compiling():
             return out, new_state
         return out, tree.copy_shared(new_state, state)

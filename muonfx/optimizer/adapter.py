@@ -28,6 +28,7 @@ from muonfx.optimizer.groups import (
     groups_by_route,
     named_pairs,
     names_in,
+    require_parameters,
     resolve_groups,
     warn_of_ascent,
     warn_of_unread_rates,
@@ -133,6 +134,7 @@ class TransformOptimizer(FollowingOptimizer):
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
         self._live = {}
+        require_parameters(params)
         given: Any = params if isinstance(params, nn.Module | Mapping) else list(params)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")

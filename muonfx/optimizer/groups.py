@@ -204,6 +204,17 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
     return groups
 
 
+def require_parameters(params: object) -> None:
+    """Raise TypeError unless an argument can be the parameters of an optimizer."""
+    if isinstance(params, nn.Module | Mapping | Iterable) and not isinstance(params, str):
+        return
+    wanted = "a model, model.named_parameters(), or a dict from names to tensors"
+    advice = "; the model comes first, then the transform" if isinstance(params, Transform) else ""
+    if isinstance(params, Real):
+        advice = f"; the model comes first: Muon(model, lr={params})"
+    raise TypeError(f"params must be {wanted}, found {type(params).__name__}{advice}")
+
+
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if two parameters have the same name, or if one tensor is given under two names."""
     seen = set[str]()

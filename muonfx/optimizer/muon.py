@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups, scalar
+from muonfx.optimizer.groups import (
+    NamedParameters,
+    named_pairs,
+    names_in,
+    require_parameters,
+    resolve_groups,
+    scalar,
+)
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.select import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
@@ -95,6 +102,7 @@ class Muon(TransformOptimizer):
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
     ) -> None:
+        require_parameters(params)
         if not isinstance(params, nn.Module | Mapping):
             params = cast("list[tuple[str, torch.Tensor]]", list(params))
         self._labels = labels

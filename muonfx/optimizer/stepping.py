@@ -111,7 +111,14 @@ class Stepping:
             name, grad = next(
                 (name, grad) for name, grad in updates.items() if grad is not None and not is_usable(grad)
             )
-            raise TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}")
+            advice = ""
+            if grad.layout is not torch.strided:
+                advice = (
+                    ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"
+                )
+            raise TypeError(
+                f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}"
+            )
         if self.left_out and (late := [name for name in self.left_out if updates[name] is not None]):
             raise ValueError(
                 f"{min(late)!r} has a gradient, but the labels leave it out (label None): if it was frozen before, "

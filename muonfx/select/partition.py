@@ -99,11 +99,11 @@ class _Assignment:
             if missing := [name for name in names if name not in given]:
                 raise ValueError(
                     f"{self.what}: found no value for {format_list(missing)}, expected {self.expected} for each "
-                    "parameter: add them"
+                    "parameter: add them, or select a whole subtree with a pattern, as in muonfx.select.path('head.*')"
                 )
             values = {name: given[name] for name in names}
-        elif tree.same_structure(given, params):
-            values = dict(zip(names, tree.leaves(given), strict=True))
+        elif set(tree.names(given)) == set(names):  # also a nest of dicts for parameters with dotted names
+            values = dict(zip(tree.names(given), tree.leaves(given), strict=True))
         else:
             raise ValueError(
                 f"{self.what}: found a {type(given).__name__} with the leaves {format_list(tree.names(given))}, "
@@ -368,7 +368,7 @@ def masked(
         {'w': tensor([[-1.]]), 'b': tensor([1.])}
     """
     if not isinstance(inner, Transform):
-        raise TypeError(f"masked: inner must be a Transform, found {inner!r}")
+        raise TypeError(f"masked: inner must be a Transform, found {inner!r}; the transform comes first, then the mask")
     assign = _Assignment("masked: mask", mask, (bool,), _memory)
 
     def init(params: PyTree) -> PyTree:

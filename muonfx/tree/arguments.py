@@ -14,17 +14,29 @@ import itertools
 import numbers
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d tensor", "str": "a string"}
+_LONGEST_REPR = 60
+_DTYPE_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
 _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 
 NAMES_HERE = {
@@ -84,6 +96,10 @@ _ARGUMENTS_HERE = {
     "adam_b2": ("b2", "betas"),
     "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
     "weight_decay_mask": ("mask",),
+    "maximize": ("maximize", "minimize -loss, or put muonfx.scale(-1.0) first in a chain"),
+    "foreach": ("foreach", "leave it out, tensors are always updated together"),
+    "fused": ("fused", "leave it out, tensors are always updated together"),
+    "capturable": ("capturable", "leave it out, counts are always tensors on the device"),
     "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
 }
 """A dict from arguments in Optax or ``torch.optim`` to their names in muonfx; the last item may be advice instead."""
@@ -146,16 +162,54 @@ def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> 
     accepted += [words for kind, words in _PLAIN.items() if kind in kinds]
     accepted += sorted(kinds - _PLAIN.keys() - set(choices) - ({"Tensor"} if "float" in kinds else set()))
     wrong = ValueError if choices and isinstance(value, str) else TypeError
-    advice = did_you_mean(value, [choice[1:-1] for choice in choices]) if isinstance(value, str) else ""
-    if isinstance(value, str) and "torch.dtype" in kinds:
-        advice = f": pass muonfx.{value}" if value in ("int8", "fp8") else f": pass torch.{value}, without quotes"
-    if "float" in kinds and callable(value):
-        advice = (
-            ": it accepts no schedule; use a torch scheduler, or a chain with the schedule in muonfx.TransformOptimizer"
-            if hasattr(value, "factory")
-            else ": turn a function of the step into a schedule with muonfx.schedule, or use a torch scheduler"
+    advice = _advice_for(value, kinds, choices)
+    raise wrong(f"{owner}: {name} must be {' or '.join(accepted)}, found {short_repr(value)}{advice}")
+
+
+def short_repr(value: object) -> str:
+    """Return the first line of a repr, cut to 60 characters: a model or a tensor would fill the screen."""
+    text, *further_lines = repr(value).splitlines() or [""]
+    if further_lines or len(text) > _LONGEST_REPR:
+        return text[:_LONGEST_REPR].rstrip() + " ..."
+    return text
+
+
+def _advice_for(value: object, kinds: frozenset[str], choices: list[str]) -> str:
+    """Return what to do about an argument of a wrong type, as the end of a sentence; "" if nothing is known."""
+    if isinstance(value, str):
+        if "torch.dtype" in kinds:
+            return _advice_for_dtype(value)
+        return did_you_mean(value, [choice[1:-1] for choice in choices])
+    if "float" not in kinds:
+        return ""
+    if isinstance(value, nn.Module | Iterator | Mapping):
+        return (
+            ": a transform has no parameters; give them to muonfx.Muon(model), to "
+            "muonfx.TransformOptimizer(model, transform), or to the transform's init"
         )
-    raise wrong(f"{owner}: {name} must be {' or '.join(accepted)}, found {value!r}{advice}")
+    if isinstance(value, LRScheduler):
+        return ": a torch scheduler acts on an optimizer, such as muonfx.TransformOptimizer(model, transform)"
+    if hasattr(value, "factory"):
+        return (
+            ": it accepts no schedule; use a torch scheduler, or a chain with the schedule in muonfx.TransformOptimizer"
+        )
+    if callable(value) and not isinstance(value, type):
+        return ": if it is a function f of the step, pass muonfx.schedule(lambda: f)(), or use a torch scheduler"
+    return ""
+
+
+def _advice_for_dtype(name: str) -> str:
+    """Return what to write instead of the name of a dtype, such as "bf16".
+
+    >>> _advice_for_dtype("bf16")
+    ': pass torch.bfloat16, without quotes'
+    """
+    if name in ("int8", "fp8"):
+        return f": pass muonfx.{name}"
+    name = _DTYPE_NAMES.get(name, name.removeprefix("torch."))
+    if isinstance(getattr(torch, name, None), torch.dtype):
+        return f": pass torch.{name}, without quotes"
+    return ": pass a torch.dtype, such as torch.bfloat16"
 
 
 def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
@@ -171,10 +225,17 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
         return "None" in kinds
     if isinstance(value, Tensor):
         return bool(kinds & {"float", "Tensor"})
-    if type(value) is object or type(value).__module__.startswith("torch"):
-        return True  # a pytree library's placeholder for a leaf, a symbolic number, a dtype
+    if type(value) is object or _is_symbolic(value):
+        return True  # a pytree library's placeholder for a leaf, or a number of a tracer
     # a schedule, a tuple, ...: the code that uses the argument checks it further
     return any(not (kind in _PLAIN or kind == "None" or _is_literal(kind)) for kind in kinds)
+
+
+def _is_symbolic(value: object) -> bool:
+    """Return True for the numbers and placeholders of torch's tracers, such as ``torch.SymInt`` and ``fx.Proxy``."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return True
+    return type(value).__module__.startswith(("torch.fx", "torch.utils._", "torch.export", "torch._"))
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

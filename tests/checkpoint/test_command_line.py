@@ -1,5 +1,8 @@
 """The command line: plain tables, and exit codes that a script can use."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import muonfx as mfx
 from muonfx.checkpoint.__main__ import main
 from tests.checkpoint.common import small_params, trained
+from tests.processes import ROOT
 
 ck = mfx.checkpoint
 
@@ -63,3 +67,13 @@ def test_clean_names_what_it_removes(folder: Path, capsys):
     (left := ck.step_path(folder, 1) / f"data-{'0' * 16}-00000-of-00001.safetensors").write_bytes(b"unfinished")
     assert main(["clean", str(folder)]) == 0
     assert capsys.readouterr().out == f"{left}\n1 files removed\n"
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(folder: Path):
+    command = [sys.executable, "-m", "muonfx.checkpoint", "inspect", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()  # as `| head` does
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
