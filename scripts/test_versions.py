@@ -19,7 +19,10 @@ TESTS = [
     *("core", "polar", "optimizer", "program", "sharding", "transforms", "select", "trajectories"),
     *("checkpoint/test_round_trip.py", "test_core.py", "test_wrong_arguments.py", "test_chain_algebra.py"),
 ]
-PACKAGES = ["numpy", "pytest>=9", "pytest-timeout", "pytest-xdist"]
+PACKAGES = [
+    "numpy<2.4",  # Triton's interpreter before 3.7 converts arrays of one element to scalars, which numpy 2.4 refuses
+    *("pytest>=9", "pytest-timeout", "pytest-xdist"),
+]
 
 
 def oldest_torch() -> str:
@@ -34,7 +37,7 @@ def installed_python(requirement: str) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    command = [python, "-m", "pip", "install", "-q", "--upgrade", "-e", ".[testing]", requirement, *PACKAGES]
+    command = [python, "-m", "pip", "install", "-q", "--upgrade", "-e", ".[examples,testing]", requirement, *PACKAGES]
     subprocess.run(command, cwd=ROOT, check=True)
     return python
 

@@ -133,7 +133,7 @@ def test_fit_finds_the_published_tables(fitted: Coefficients, published: Coeffic
         torch.tensor(fitted.steps, dtype=torch.float64),
         torch.tensor(published.steps, dtype=torch.float64),
         rtol=0,
-        atol=1e-10,
+        atol=1e-9,  # the solver of torch 2.10 differs from that of 2.13 by 1.3e-10
     )
 
 
