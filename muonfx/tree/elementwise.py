@@ -343,6 +343,14 @@ def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
     return [x.clamp(low, high) for x in xs]
 
 
+def kept_visible(bounded: Tensors, xs: Tensors) -> Tensors:
+    """Replace elements of new tensors ``bounded`` by NaN where the element of ``xs`` that they come from is not finite.
+
+    A bounded function such as the sign would otherwise turn an overflow into an ordinary number.
+    """
+    return add(bounded, xs, 0.0, reuse=True)  # zero times a number that is not finite is NaN
+
+
 def norms(xs: Tensors) -> Tensors:
     """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
     # Squares of fp32 and narrower fit into fp64; fp64 is divided by its peak first.
