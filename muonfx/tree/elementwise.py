@@ -71,7 +71,7 @@ def _numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
         return list(values)
     if {x.dtype for x in xs} not in ({torch.float32}, {torch.float64}):
         return list(values)
-    return list(torch.tensor(values, dtype=torch.float64).to(xs[0].dtype).unbind())
+    return list(torch.tensor(values, dtype=torch.float64, device="cpu").to(xs[0].dtype).unbind())
 
 
 def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
