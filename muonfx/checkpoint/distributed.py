@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,10 +40,11 @@ from muonfx.checkpoint.catalog import TRIES, folder_named, inspect, reading, rep
 from muonfx.checkpoint.data import Part, Reader
 from muonfx.checkpoint.errors import CheckpointError, MismatchError, ReplacedError, WriteError
 from muonfx.checkpoint.index import Chunk, DataFile, Leaf
-from muonfx.checkpoint.spec import described
+from muonfx.checkpoint.replicas import RankSummary, box_of, checksum_of_part, is_held_once, require_consistent
 from muonfx.checkpoint.target import Rules, Target
 from muonfx.checkpoint.writing import Draft, Job
-from muonfx.sharding.boxes import Box, cover
+from muonfx.core.identity import without_addresses
+from muonfx.sharding.boxes import Box
 from muonfx.sharding.consensus import listed, wait_for_all
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.shards import FlatPiece
@@ -79,22 +80,23 @@ class _SavePlanner(DefaultSavePlanner):
                 raise self.job.problem
             super().set_up_planner(self.job.leaves, storage_meta, is_coordinator)
 
+    def create_local_plan(self) -> SavePlan:
+        """Let DCP list the parts that this rank holds, and add a checksum of each part that other ranks may hold."""
+        with _sendable():
+            plan = super().create_local_plan()
+            checksums: list[str | None] = []
+            for item in plan.items:
+                leaf = self.state_dict[item.index.fqn]
+                is_compared = not is_held_once(leaf, self.ranks)
+                checksums.append(checksum_of_part(self.lookup_object(item.index)) if is_compared else None)
+            return replace(plan, planner_data=RankSummary(checksums, [*self.state_dict]))
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check that all ranks save the same tensors with equal arguments; then let DCP assign each shard to a rank."""
         if len(all_plans) != self.ranks:  # torch saves on this rank alone, with a warning, if the group was destroyed
             raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before the save")
         _require_same([plan.storage_data for plan in all_plans], "save", "nothing was written")
-        seen: dict[str, tuple[Spec, int]] = {}
-        for rank, plan in enumerate(all_plans):
-            for item in plan.items:
-                assert item.tensor_data is not None
-                spec = Spec(tuple(item.tensor_data.size), item.tensor_data.properties.dtype)
-                first, other = seen.setdefault(item.index.fqn, (spec, rank))
-                if spec != first:
-                    raise ValueError(
-                        f"the leaf {item.index.fqn!r} is {described(first)} on rank {other} and {described(spec)} on "
-                        f"rank {rank}: its global shape and dtype must be the same on all"
-                    )
+        require_consistent(all_plans)
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -130,8 +132,11 @@ class _Writer(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add this rank's arguments of `save` to its DCP plan; `_SavePlanner` compares them between ranks."""
         job, head = self.job, self.job.head
-        same = {"path": str(job.path), "step": head.step, "extra": head.extra, "keep": job.keep, "tx": head.fingerprint}
-        return replace(plan, storage_data={name: repr(value) for name, value in same.items()})
+        arguments = {"path": str(job.path), "step": head.step, "extra": head.extra, "keep": job.keep}
+        texts = {name: repr(value) for name, value in arguments.items()}
+        # The chain's text has the numbers. The fingerprint has the code of functions, of which the text has the names.
+        texts["tx"] = f"{without_addresses(head.chain or 'None')} (fingerprint {head.fingerprint})"
+        return replace(plan, storage_data=texts)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder of the checkpoint, and assign a data file to each rank. DCP calls this on one rank."""
@@ -155,7 +160,7 @@ class _Writer(StorageWriter):
 
         def part(item: Any) -> Part:
             data, key = item.tensor_data, item.index.fqn
-            box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            box = box_of(item)
             if box.sizes != tuple(data.size):  # other parts of the leaf may be in the same file
                 key += f"~[{','.join(f'{a}:{b}' for a, b in zip(box.offsets, box.ends, strict=True))}]"
             return Part(key, data.properties.dtype, box)
@@ -181,8 +186,6 @@ class _Writer(StorageWriter):
         for name, described_by_torch in metadata.state_dict_metadata.items():
             assert isinstance(described_by_torch, TensorStorageMetadata)
             spec = Spec(tuple(described_by_torch.size), described_by_torch.properties.dtype)
-            if problem := cover(spec.shape, [chunk.box for chunk in chunks[name]]):
-                raise ValueError(f"the shards of {name!r} on all ranks {problem}, expected {described(spec)}")
             leaves[name] = Leaf(spec, tuple(sorted(chunks[name], key=lambda chunk: chunk.box)))
         draft = self.draft
         assert draft is not None
@@ -346,14 +349,25 @@ def load_together(
 def _require_same(arguments: list[dict[str, str]], action: str, outcome: str) -> None:
     """Raise if ranks passed different arguments; ``arguments[rank]`` maps argument names to their ``repr``."""
     for name in arguments[0]:
-        ranks: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(arguments):
-            ranks.setdefault(of_rank[name], []).append(rank)
-        if len(ranks) > 1:
-            difference = "; ".join(f"{listed(own)}: {value:.200}" for value, own in ranks.items())
-            raise CheckpointError(
-                f"{outcome}: the ranks {action} with different {name}= ({difference}): pass the same everywhere"
-            )
+        ranks_of_text: dict[str, list[int]] = {}
+        for rank, texts in enumerate(arguments):
+            ranks_of_text.setdefault(texts[name], []).append(rank)
+        if len(ranks_of_text) == 1:
+            continue
+        # Of long texts, such as a chain's, only the part around the first difference is shown.
+        start = max(0, _common_length([*ranks_of_text]) - 100)
+        shown = [f"{listed(ranks)}: {text[start : start + 200]}" for text, ranks in ranks_of_text.items()]
+        raise CheckpointError(
+            f"{outcome}: the ranks {action} with different {name}= ({'; '.join(shown)}): pass the same everywhere"
+        )
+
+
+def _common_length(texts: Sequence[str]) -> int:
+    """Return the number of characters with which all texts begin."""
+    for position, characters in enumerate(zip(*texts, strict=False)):
+        if len(set(characters)) > 1:
+            return position
+    return min(map(len, texts))
 
 
 _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)

@@ -55,14 +55,16 @@ def save(
             must then be named by `step_path`. None: remove none.
         group: a process group, whose ranks must all call this function; each rank writes its shards. Leaves may be
             `torch.distributed.tensor.DTensor` or `FlatPiece` (an interval of a flattened tensor); plain tensors must be
-            equal on all ranks. The ranks must share a file system. None: this process writes alone, or, if ``tx`` is
-            sharded, the group of its layout.
+            equal on all ranks. The ranks compare a checksum of every part that several of them hold. The ranks must
+            share a file system. None: this process writes alone, or, if ``tx`` is sharded, the group of its layout.
 
     Returns:
         The absolute path of the checkpoint.
 
     Raises:
         TypeError: a leaf is not a dense tensor, or ``extra`` is not JSON; nothing was written.
+        CheckpointError: the ranks of ``group`` pass different arguments, or hold different values of one leaf; the
+            message names the leaf and the ranks. Nothing was written.
         WriteError: writing failed, for example because the disk is full. The previous checkpoint is unchanged, unless
             the attribute ``written`` of the error is True: then the new checkpoint is complete.
 

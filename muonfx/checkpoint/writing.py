@@ -151,6 +151,11 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
             )
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
             raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
+        if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
+            raise TypeError(
+                f"the leaf {name!r} has the placements {leaf.placements}, of which each rank holds a summand, expected "
+                "Shard or Replicate: redistribute it before the save"
+            )
     return found
 
 

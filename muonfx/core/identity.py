@@ -83,7 +83,12 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
         return public_name(value) + _text_of_code(value.__code__)
     if inspect.isroutine(value) or inspect.isclass(value):
         return public_name(value)
-    return _MAIN.sub(lambda found: _name_of_script(found[0]), _ADDRESS.sub("", repr(value)))
+    return _MAIN.sub(lambda found: _name_of_script(found[0]), without_addresses(repr(value)))
+
+
+def without_addresses(text: str) -> str:
+    """Remove memory addresses from a ``repr``: "<object at 0x7f00>" becomes "<object>"."""
+    return _ADDRESS.sub("", text)
 
 
 def _plain_keys(held: Mapping[Any, Any]) -> list[Any]:

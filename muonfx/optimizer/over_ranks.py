@@ -19,7 +19,7 @@ from muonfx.program.lower import lower
 from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
-from muonfx.sharding.binding import Binding
+from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import agree, wait_for_all
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
@@ -36,8 +36,7 @@ from muonfx.sharding.state import (
     own_what_they_hold,
     state_to_dtensors,
 )
-from muonfx.sharding.steps import next_serial
-from muonfx.sharding.transform import bind, init_sharded, sharded, step_sharded
+from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sharded
 from muonfx.tree import PyTree
 
 ALIGNED = 16
@@ -107,7 +106,7 @@ class SteppingOverRanks(Stepping):
         super().__init__(tx, program, None)
         self.layout, self._settings = layout, settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
-        self._serial: int | None = None
+        self._progress = Progress()
         self._like: dict[str, Tensor | None] = {}
         self._many = layout.group is not None and layout.size > 1
         self._is_replicated = layout.is_replicated and not layout.dtensors
@@ -116,13 +115,12 @@ class SteppingOverRanks(Stepping):
     @property
     def transform(self) -> Transform:
         """The sharded transform that updates the optimizer's parameters."""
-        return sharded(self.tx, self.layout, **self._settings._asdict())
+        return sharded_with(self._progress, self.tx, self.layout, self._settings)
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
         """Return the initial state of this rank's shards. The ranks first compare their settings."""
         local = {name: local_of(param) for name, param in params.items()}
-        state = init_sharded(self.binding, self._inner, local)
-        self._serial = next_serial(self.layout)
+        state = init_sharded(self.binding, self._progress, self._inner, local)
         self._device = tree.device_of(local)
         self._like = self.binding.global_like(local)
         self._about = describe_state(self.binding, self._inner, self._like)
@@ -252,7 +250,7 @@ class SteppingOverRanks(Stepping):
             if leaf is not None:
                 leaf.copy_(value.view(leaf.shape))
         if self._many:
-            self.binding.has_loaded = True
+            self._progress.load()
 
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
@@ -265,7 +263,7 @@ class SteppingOverRanks(Stepping):
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run a step together with all ranks. If one rank has a ``problem``, all ranks raise before any change."""
-        _, after = step_sharded(self.binding, self._now, call, problem=problem, serial=self._serial)
+        _, after = step_sharded(self.binding, self._progress, self._now, call, problem=problem)
         self.share(after)
         return after
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -28,14 +29,63 @@ from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.shares import on_stacks
 from muonfx.tree import PyTree
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "Progress"]
+
+
+@dataclass(eq=False)
+class Progress:
+    """The steps of one sharded transform or optimizer, of which the ranks compare the number at every step."""
+
+    serial: int | None = None
+    """Its number among those of its process group, by initialization; None until the ranks have agreed."""
+    completed: int = 0
+    """The number of steps since `init` or a load that this rank has completed without an error."""
+    has_loaded: bool = False
+    """True if this rank has loaded a state since the last step."""
+    is_unverified: bool = True
+    """True until the first step after `init` or a load, which compares the replicas of all tensors."""
+    _new_states: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """One tensor of each state from `init` with which no step has been made. One transform may have several states."""
+
+    def begin(self, serial: int, state: PyTree) -> None:
+        """Record a new state of `init`, to be verified at its first step."""
+        self.serial, self.completed, self.is_unverified = serial, 0, True
+        self._new_states = [reference for reference in self._new_states if reference() is not None]
+        first = next(iter(tree.tensors(state)), None)
+        if first is not None:
+            self._new_states.append(weakref.ref(first))
+
+    def load(self) -> None:
+        """Record that this rank has loaded a state."""
+        self.has_loaded, self.completed, self.is_unverified = True, 0, True
+
+    def needs_verification(self, state: PyTree) -> bool:
+        """Return True if this is the first step after `init` or a load, or the first step with a state of `init`."""
+        return self.is_unverified or self._new_state_in(state) is not None
+
+    def verified(self, state: PyTree) -> None:
+        """Record that the ranks have agreed on a step with a state, and compared the replicas if any rank needed it."""
+        self.has_loaded = self.is_unverified = False
+        reference = self._new_state_in(state)
+        if reference is not None:
+            self._new_states.remove(reference)
+
+    def _new_state_in(self, state: PyTree) -> weakref.ref[Tensor] | None:
+        if not self._new_states:
+            return None
+        leaves = {id(leaf) for leaf in tree.tensors(state)}
+        for reference in self._new_states:
+            if id(reference()) in leaves:
+                return reference
+        return None
 
 
 @dataclass(eq=False)
 class Binding(Placement):
     """Runs a transform's program over the ranks of a layout: it gathers matrices, and sums scalars over all ranks.
 
-    It also counts the steps on which all ranks have agreed. `bind` builds one binding for each `settings` and `store`.
+    `bind` builds one binding for each `settings` and `store`. Several transforms and optimizers may share it, so facts
+    of one of them are in its `Progress`.
     """
 
     layout: Layout
@@ -44,12 +94,8 @@ class Binding(Placement):
     likes: dict[Hashable, PyTree] = field(default_factory=dict)
     """A dict from the tree structure of a transform to a tree of meta tensors in the shapes of this rank's shards."""
     once: Once = field(default_factory=Once)
-    serial: int | None = None
-    """The number of this binding among those of its process group, by creation; None until the ranks have agreed."""
-    steps: int = 0
-    """The number of steps on which all ranks have agreed."""
-    has_loaded: bool = False
-    """True if this rank has loaded a state since the last step."""
+    progress_of: dict[Hashable, Progress] = field(default_factory=dict)
+    """A dict from the tree structure of a transform to the progress of the one that was initialized last."""
     _at_owners: dict[tuple[Stage, torch.device], tuple[Run, RunPlan, Run, Transform]] = field(default_factory=dict)
     _warned: set[Hashable] = field(default_factory=set)
 

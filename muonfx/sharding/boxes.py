@@ -68,6 +68,8 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or any(map(int.__gt__, box.ends, shape)):
             return "go beyond its sides"
     held, wanted = sum(box.numel for box in boxes), prod(shape)
+    if held > wanted:
+        return "overlap"
     if held != wanted:
         return f"hold {held} elements of {wanted}"
     filled = [box for box in boxes if box.numel]

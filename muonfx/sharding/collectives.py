@@ -46,7 +46,7 @@ def gathered(
         except Exception as error:  # on this rank only, perhaps: raised on all ranks together
             problem = problem or error
         chosen = sorted(names or ())
-        _, on_some = agree_on_leaves(
+        _, on_some, _ = agree_on_leaves(
             "gathering leaves", every, leaves, layout, problem, same=chosen, explain=lambda: {"arguments": str(chosen)}
         )
     for name, is_missing in zip(every, on_some, strict=True):
@@ -163,7 +163,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
                     f"the gradient of {name!r} has shape {tuple(leaf.shape)}, expected {layout.specs[name].shape}, the "
                     "global shape of the parameter: pass unsharded gradients"
                 )
-        there, _ = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
+        there, _, _ = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
         device = tree.device_of(grads)
         places = [place for place, code in enumerate(there) if code]
         full = [

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ __all__ = [
     "DTYPES",
     "LARGE",
     "UNPLACED",
+    "Agreement",
     "Facts",
     "agree",
     "agree_on_leaves",
@@ -66,6 +67,17 @@ def words(value: object, count: int) -> list[int]:
     return [int.from_bytes(found[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
 
 
+class Agreement(NamedTuple):
+    """The result of `agree`, equal on all ranks."""
+
+    are_equal: bool
+    """True if all ranks passed the same value `compared`."""
+    numbers: list[int]
+    """The maximum over ranks of each of the `numbers`."""
+    is_requested: bool
+    """True if any rank passed a `request`."""
+
+
 def agree(
     what: str,
     group: dist.ProcessGroup,
@@ -75,26 +87,32 @@ def agree(
     compared: object = "",
     explain: Callable[[], Facts] = dict,
     numbers: Sequence[int] = (),
-) -> tuple[bool, list[int]]:
+    request: bool = False,
+) -> Agreement:
     """Check with one all-reduce that all ranks make the same call. Raise the error of any rank (`problem`) on all.
 
     The call's name, `what`, and the value `same` must be equal on all ranks. If not, `explain` returns texts for the
-    error to compare. Return True if `compared` is equal on all ranks, and a list with the maximum of each of `numbers`.
+    error to compare. With `request`, a rank requests something of all ranks, such as a comparison of replicas.
     """
     # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
     mine = [*words((what, same), 3), *words(compared, 2)]
     # The maximum of LARGE - number gives the minimum: all ranks agree if minimum and maximum are equal.
-    said = [problem is not None, *mine, *(LARGE - number for number in mine), *numbers]
+    urgency = _PROBLEM if problem is not None else int(request)
+    said = [urgency, *mine, *(LARGE - number for number in mine), *numbers]
     reduced = torch.tensor(said, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
-    failed, *found = reduced.tolist()
-    if failed:
+    most_urgent, *found = reduced.tolist()
+    if most_urgent == _PROBLEM:
         _raise_together(what, problem, group)
     equal = [found[place] == LARGE - found[5 + place] for place in range(5)]
     if not all(equal[:3]):
         _raise_difference({"calls": what, **explain()}, group)
-    return all(equal), found[10:]
+    return Agreement(all(equal), found[10:], bool(most_urgent))
+
+
+_PROBLEM = 2
+"""The first number of the message of a rank that has an error. It is larger than that of a request, which is 1."""
 
 
 def _raise_together(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
@@ -178,11 +196,13 @@ def agree_on_leaves(
     *,
     same: object = "",
     explain: Callable[[], Facts] = dict,
-) -> tuple[list[int], list[bool]]:
+    request: bool = False,
+) -> tuple[list[int], list[bool], bool]:
     """Find out which leaves of a tree are None on some ranks. Raise on all ranks if a leaf has different dtypes.
 
     Return two lists with an item per leaf, equal on all ranks. The first has the leaf's dtype as an integer, 0 if it is
-    None on all ranks. The second is True if it is None on some ranks only. Other arguments are as in `agree`.
+    None on all ranks. The second is True if it is None on some ranks only. Also return whether any rank has passed a
+    `request`. Other arguments are as in `agree`.
     """
     # One code for each parameter of the layout, so that ranks with different trees send equally many numbers.
     codes = dict.fromkeys(layout.specs, 0)
@@ -200,9 +220,9 @@ def agree_on_leaves(
             )
         if problem is not None:
             raise problem
-        return [codes[name] for name in names], [False] * len(names)
+        return [codes[name] for name in names], [False] * len(names), request
     trees = layout.once(("names", tuple(names)), lambda: digest((layout.digest, list(layout.specs), list(names))))
-    are_equal, _ = agree(
+    are_equal, _, is_requested = agree(
         what,
         layout.group,
         problem,
@@ -214,11 +234,12 @@ def agree_on_leaves(
             "trees": str(list(names)),
             **explain(),
         },
+        request=request,
     )
     if are_equal:
-        return [codes[name] for name in names], [False] * len(names)
+        return [codes[name] for name in names], [False] * len(names), is_requested
     numbers = [*mine, *(LARGE - code if code else 0 for code in mine), *(int(not code) for code in mine)]
-    _, found = agree("comparing leaves", layout.group, numbers=numbers)
+    found = agree("comparing leaves", layout.group, numbers=numbers).numbers
     most, least, some = (dict(zip(codes, found[i * len(mine) : (i + 1) * len(mine)], strict=True)) for i in range(3))
     for name, code in most.items():
         if code and code != LARGE - least[name]:
@@ -226,7 +247,7 @@ def agree_on_leaves(
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
                 "expected equal ones: load and shard the model in the same way on all ranks"
             )
-    return [most[name] for name in names], [bool(most[name] and some[name]) for name in names]
+    return [most[name] for name in names], [bool(most[name] and some[name]) for name in names], is_requested
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def _find_difference(
     for ranks in sets:
         (mine,) = words([number for name, number in sums.items() if ranks in map(tuple, shared[name].holders)], 1)
         digests += [mine, LARGE - mine] if layout.rank in ranks and problem is None else [0, 0]
-    _, most = agree(what, group, problem, numbers=digests)
+    most = agree(what, group, problem, numbers=digests).numbers
     if all(most[place] == LARGE - most[place + 1] for place in range(0, len(most), 2)):
         return None
     rows = all_objects(sums, group, what)
@@ -238,7 +238,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
             check_pieces(layout, names, leaves)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = problem or error
-        _, on_some = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
+        _, on_some, _ = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
         if layout.group is None or layout.size == 1:
             return params
         places: dict[str, Tensor] = {}

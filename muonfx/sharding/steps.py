@@ -21,7 +21,7 @@ from muonfx.core.schedules import Schedule
 from muonfx.program.nodes import Program
 from muonfx.program.offload.store import IN_MEMORY
 from muonfx.program.placement import Arguments, meta_like
-from muonfx.sharding.binding import Binding
+from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import DTYPES, UNPLACED, Facts, agree, agree_on_leaves, all_objects, check_pieces
 from muonfx.sharding.dtensors import is_dtensor, is_placed_like, local_of, local_tree
 from muonfx.sharding.layout import Layout
@@ -35,23 +35,23 @@ __all__ = ["agreed_call", "next_serial", "verify_ranks"]
 
 def agreed_call(
     binding: Binding,
+    progress: Progress,
     tx: Transform,
     call: Arguments,
     *,
     check: bool,
     problem: Exception | None = None,
-    serial: int | None = None,
 ) -> Arguments:
     """Check that all ranks make the same call of `update`. Return its arguments with local tensors for DTensors.
 
     A gradient that is None here but not on other ranks is filled in. If a rank has an error, or passes a `problem`, all
-    ranks raise. `serial` is the number of the optimizer in its process group.
+    ranks raise. `progress` belongs to the transform or optimizer that is stepped.
     """
     layout = binding.layout
     many = layout.group is not None and layout.size > 1
-    if many and binding.serial is None:
+    if many and progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
-        binding.serial = next_serial(layout)
+        progress.serial = next_serial(layout)
     local = call
     facts: Facts = {}
     same: object = ""
@@ -68,7 +68,7 @@ def agreed_call(
         if tx.treedef not in binding.likes:
             binding.likes[tx.treedef] = meta_like(local.like)
         if many:
-            facts = _facts_of_step(binding, tx, local, serial)
+            facts = _facts_of_step(binding, progress, tx, local)
             key = ("program", tx.treedef, tuple(tree.names(local.like)))
             same = facts, binding.once(key, lambda: digest(program_facts(binding, tx, local.like)))
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
@@ -77,7 +77,7 @@ def agreed_call(
         if problem is not None:
             raise problem
         return local
-    codes, on_some = agree_on_leaves(
+    codes, on_some, is_due = agree_on_leaves(
         "a step",
         names,
         leaves,
@@ -85,8 +85,8 @@ def agreed_call(
         problem,
         same=same,
         explain=lambda: {**program_facts(binding, tx, local.like), **facts},
+        request=progress.needs_verification(local.state),
     )
-    is_due = binding.steps == 0 or binding.has_loaded
     if is_due:
         if local.params is not None:
             verify_params(layout, local.params)
@@ -96,7 +96,7 @@ def agreed_call(
         local = local._replace(updates=tree.unflatten(treedef, completed))
     if is_due:
         warn_of_gradients(layout, local.updates)
-    binding.steps, binding.has_loaded = binding.steps + 1, False
+    progress.verified(local.state)
     return local
 
 
@@ -140,21 +140,23 @@ def next_serial(layout: Layout) -> int:
     return _serials[name]
 
 
-def _facts_of_step(binding: Binding, tx: Transform, local: Arguments, serial: int | None) -> Facts:
+def _facts_of_step(binding: Binding, progress: Progress, tx: Transform, local: Arguments) -> Facts:
     """Return what must be equal on all ranks in a step, as texts: hyperparameters, extra arguments, counters."""
     in_state, counts = _numbers_of_state(binding, tx, local.state, local.like)
-    loaded = "loaded since the last step" if binding.has_loaded else "not loaded since the last step"
+    loaded = "loaded since the last step" if progress.has_loaded else "not loaded since the last step"
     return {
         "sharded transforms or optimizers in this step (all ranks must step them in the same order)": (
-            f"number {binding.serial} of the group" if serial is None else f"optimizer {serial} of the group"
+            f"number {progress.serial} of the group"
         ),
         "arguments: some give params, some do not": str(local.params is not None),
-        "numbers in their chains": numbers_of(tx) | _scheduled(binding, tx, max(counts, default=binding.steps)),
+        "states (load on all ranks, or on none)": loaded,
+        "numbers of completed steps (a rank has gone on after an error inside its step, so its parameters and state "
+        "are old: load one checkpoint on all ranks)": str(progress.completed),
+        "numbers in their chains": numbers_of(tx) | _scheduled(binding, tx, max(counts, default=progress.completed)),
         "extra arguments, such as value=loss; reduce them first": {
             name: _extra(value) for name, value in sorted(local.extras.items())
         },
         "numbers in their states": in_state,
-        "states (load on all ranks, or on none)": loaded,
     }
 
 

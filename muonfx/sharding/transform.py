@@ -15,13 +15,14 @@ import torch
 from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.contract import Declaration, require_transform
-from muonfx.core.definition import make_factory
+from muonfx.core.definition import Memory, make_factory
 from muonfx.core.donation import NOTHING, unshared
+from muonfx.core.factory import with_memory
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
-from muonfx.sharding.binding import Binding
+from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.dtensors import PLAIN, local_tree, to_dtensors
 from muonfx.sharding.layout import Layout, require_layout
@@ -50,6 +51,7 @@ __all__ = [
     "is_global",
     "settings_of",
     "sharded",
+    "sharded_with",
     "step_sharded",
     "to_global",
 ]
@@ -97,7 +99,9 @@ def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
 
 
 @_factory
+@with_memory
 def sharded(
+    _memory: Memory,
     tx: Transform,
     layout: Layout,
     *,
@@ -156,8 +160,10 @@ def sharded(
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
             return binding.executor.init(inner, local)
+        progress = _memory.setdefault(_PROGRESS, Progress())
+        binding.progress_of[inner.treedef] = progress
         with outside_transforms("init of a sharded transform", params) as problem:
-            state = init_sharded(binding, inner, params, problem)
+            state = init_sharded(binding, progress, inner, params, problem)
         return state_to_dtensors(binding, inner, params, state) if layout.dtensors else state
 
     @torch.no_grad()
@@ -175,7 +181,8 @@ def sharded(
         own = without_dtensors(binding, inner, like, state) if layout.dtensors else state
         with outside_transforms("update of a sharded transform", updates, own, params, extras) as problem:
             call = Arguments(updates, own, params, donate, extras)
-            out, after = step_sharded(binding, inner, call, check=check, problem=problem)
+            progress = _progress_of(_memory, binding, inner)
+            out, after = step_sharded(binding, progress, inner, call, check=check, problem=problem)
         if not layout.dtensors or PLAIN.issuperset(map(type, [*tree.leaves(updates), *tree.leaves(params)])):
             return out, after
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after, state)
@@ -184,7 +191,31 @@ def sharded(
     return cast("InitAndUpdate", (torch.compiler.disable(init), torch.compiler.disable(update)))
 
 
-def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
+_PROGRESS = "progress"
+"""The key of the `Progress` of a sharded transform in its memory."""
+
+
+def sharded_with(progress: Progress, tx: Transform, layout: Layout, settings: Settings) -> Transform:
+    """Return ``sharded(tx, layout)`` for an optimizer, which counts its steps itself in `progress`."""
+    result = sharded(tx, layout, **settings._asdict())
+    result.structure.memory[_PROGRESS] = progress
+    return result
+
+
+def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress:
+    """Return the progress of a sharded transform.
+
+    A transform that is built anew for each step, from the same layout, has none of its own. It continues with the
+    progress of the transform of equal structure that was initialized last.
+    """
+    if _PROGRESS in memory:
+        return memory[_PROGRESS]
+    return binding.progress_of.setdefault(inner.treedef, Progress())
+
+
+def init_sharded(
+    binding: Binding, progress: Progress, tx: Transform, params: PyTree, problem: Exception | None = None
+) -> PyTree:
     """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ."""
     try:
         warn_of_unmatched(tx.name_patterns, params)
@@ -198,24 +229,25 @@ def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     except Exception as error:
         problem = error
     verify_params(binding.layout, local, problem, may_fail=True)
-    binding.serial = next_serial(binding.layout)
+    progress.begin(next_serial(binding.layout), state)
     return state
 
 
 def step_sharded(
     binding: Binding,
+    progress: Progress,
     tx: Transform,
     call: Arguments,
     *,
     check: bool = False,
     problem: Exception | None = None,
-    serial: int | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Run one step on this rank's shards. Return its updates and next state. If a rank has an error, all raise."""
-    # `tx` has the current hyperparameters; `serial` numbers an optimizer, because several may share a binding.
-    local = agreed_call(binding, tx, call, check=check, problem=problem, serial=serial)
+    # `tx` has the current hyperparameters. Several transforms and optimizers may share a binding, none a progress.
+    local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
     out, after = binding.executor.update(tx, local._replace(updates=updates, state=state, donate=donate))
+    progress.completed += 1  # not after an error on this rank alone, so that the next step finds the ranks different
     return out, tree.copy_shared(after, local.state) if check and not local.donate.state else after
 
 
@@ -283,7 +315,7 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     tensor([0., 0., 0., 0.])
     """
     binding, inner, like = binding_of(tx, params)
-    binding.has_loaded = True
+    _progress_of(tx.structure.memory, binding, inner).load()
     return local_state(binding, inner, like, without_dtensors(binding, inner, like, state))
 
 
