@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from glob import escape
 
 import torch
 from torch import nn
 
 from muonfx.core.checks import warn_caller
-from muonfx.select.params import ParamInfo, Params, read_params
+from muonfx.select.params import ParamInfo, Params, module_path, read_params
 from muonfx.select.roles import ROLES, roles_of
 from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
+from muonfx.select.structure import UNKNOWN_STRUCTURE, structure_of
 from muonfx.select.views import is_convolution
 from muonfx.tree.display import format_list
 
@@ -38,16 +40,21 @@ def default_labels(
        ``other``, because the weight is the product of its factors;
     6. fewer than two dimensions, or a bias by name: ``other``;
     7. a name that suggests an embedding, a token or position table, an output head, a MoE router, a gain, a norm, the
-       convolution of raw input, or state-space rates and the maps to them (``x_proj``, ``dt_proj``): ``other``;
+       convolution of raw input, or state-space rates and the maps to them (``x_proj``, ``dt_proj``): ``other``. A layer
+       in a block is no head if another layer of the block reads its outputs, as those of ``q_head``;
     8. a shape without a matrix to orthogonalize: ``other``. The parameter has a side of 1 after flattening to (first
        dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels. Or it is a
        matrix whose short side is at most 4 and whose long side is at least 32 times as long;
-    9. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
+    9. the structure of the model: ``other``. The parameter is a table, which is a 2-D ``nn.Parameter`` of a module that
+       is no linear layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Or it belongs to the first
+       layer of a part of the model, before all blocks, and no earlier layer returns the features that it reads. Or it
+       belongs to a layer after the first block, outside all blocks, whose outputs no other layer reads;
+    10. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
     With ``roles=True``, the label is the role, the function of the parameter in the model. `muon_with_adamw` accepts a
     learning rate for each role. The rules are the same:
 
-    - "hidden": hidden matrices, by rule 9.
+    - "hidden": hidden matrices, by rule 10.
     - "embedding": token and position tables, and a head that is tied to one.
     - "head": the matrices of an output head that is not tied.
     - "vector": biases, gains, norms, depthwise convolutions, tables of state-space rates, and all else that has fewer
@@ -82,7 +89,8 @@ def default_labels(
 
     Warns:
         UserWarning: one of ``rules`` matches no parameter; named tensors without a model were labelled as hidden
-            matrices; or it is unknown why a hidden parameter has three or more dims, which would be flattened.
+            matrices; it is unknown why a hidden parameter has three or more dims, which would be flattened; or the
+            model has no blocks, and its last layer, which may be a head, was labelled as a hidden matrix.
 
     Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
     and Moonlight, arXiv 2502.16982. To train routers with Muon, add the rule ``(path("*.gate.weight"), "muon")``.
@@ -97,29 +105,59 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    found, hidden = _labels("default_labels", model_or_params, rules, muon, other, roles)
+    labels, hidden, last_layer = _labels("default_labels", model_or_params, rules, muon, other, roles)
     if torch.compiler.is_compiling():
-        return found
-    said = ""
+        return labels
+    problems = ""
     if hidden and not isinstance(model_or_params, nn.Module):
-        said += (
-            " saw names and shapes, without module types, and labelled these as hidden matrices: "
-            f"{format_list([info.name for info in hidden])}. An embedding or a head with an unusual name would be "
-            "among them. Pass the model, default_labels(model), or use default_labels_by_name if the names are reliable"
-        )
-    views = found.views
-    unknown = [info for info in hidden if info.ndim > 2 and info.name not in views and not is_convolution(info)]
-    if unknown:
-        said += (
-            ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
-            f"{format_list([f'{info.name!r} {info.shape}' for info in unknown], str)}. Give Muon's orthogonalize, or "
-            "each transform that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a "
-            "stack of matrices (out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for "
-            "one matrix whose columns are two dims"
-        )
-    if said:
-        warn_caller(f"default_labels{said}")
-    return found
+        problems += _without_module_types(hidden)
+    problems += _of_many_dims(hidden, labels)
+    if problems:
+        warn_caller(f"default_labels{problems}")
+    if last_layer is not None:
+        options = ", roles=True" if roles else ""
+        if not roles and (muon, other) != ("muon", "adamw"):
+            options = f", muon={muon!r}, other={other!r}"
+        head_label = "head" if roles else other
+        warn_caller(_without_a_head(last_layer, rules, options, labels[last_layer.name], head_label))
+    return labels
+
+
+def _without_module_types(hidden: Sequence[ParamInfo]) -> str:
+    names = format_list([info.name for info in hidden])
+    return (
+        f" saw names and shapes, without module types, and labelled these as hidden matrices: {names}. An embedding or "
+        "a head with an unusual name would be among them. Pass the model, default_labels(model), or use "
+        "default_labels_by_name if the names are reliable"
+    )
+
+
+def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
+    """Return a part of a warning about hidden parameters of three or more dims, whose reason is unknown; or ""."""
+    unexplained = [info for info in hidden if info.ndim > 2 and not is_convolution(info)]
+    shown = [f"{info.name!r} {info.shape}" for info in unexplained if info.name not in labels.views]
+    if not shown:
+        return ""
+    return (
+        ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
+        f"{format_list(shown, str)}. Give Muon's orthogonalize, or "
+        "each transform that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a "
+        "stack of matrices (out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for "
+        "one matrix whose columns are two dims"
+    )
+
+
+def _without_a_head(info: ParamInfo, rules: Sequence[Rule], options: str, label: Label, head_label: Label) -> str:
+    """Return a warning that the last layer of a model was labelled as hidden, with the argument that changes it."""
+    rule = f"(muonfx.select.path({escape(info.name)!r}), {head_label!r})"
+    earlier = [f"({predicate.code_in('muonfx.select.')}, {chosen!r})" for predicate, chosen in rules]
+    line = f"labels=lambda model: muonfx.default_labels(model, [{', '.join([*earlier, rule])}]{options})"
+    return (
+        f"default_labels: found no output head, and labelled the weight of the last layer, {info.name!r} "
+        f"{info.shape}, as a hidden matrix, {label!r}. If its outputs are those of the model, label it {head_label!r} "
+        f"by this argument of Muon:\n  {line}\n"
+        f"If it is a hidden layer, write {label!r} instead of {head_label!r}, which keeps the label without a warning"
+    )
 
 
 def default_labels_by_name(
@@ -145,8 +183,11 @@ def default_labels_by_name(
 
 def _labels(
     caller: str, model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label, roles: bool
-) -> tuple[Labels, list[ParamInfo]]:
-    """Return the labels, and the parameters that are hidden matrices by the default rules."""
+) -> tuple[Labels, list[ParamInfo], ParamInfo | None]:
+    """Return the labels, the parameters that are hidden matrices by the default rules, and the unrecognized last layer.
+
+    The last layer is None unless it is hidden, and no head was recognized in the model or labelled by a rule.
+    """
     if roles and (muon, other) != ("muon", "adamw"):
         raise ValueError(
             f"{caller}: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the labels "
@@ -155,17 +196,30 @@ def _labels(
         )
     infos, absent = read_params(model_or_params)
     decided = apply_rules(infos, rules, "user rule")
-    found = roles_of(infos)
+    hidden_label = "hidden" if roles else muon
+    ruled_matrices = [info.name for info in infos if info.name in decided and info.ndim > 1]
+    has_head = any(decided[name][0] != hidden_label for name in ruled_matrices)
+    structure = UNKNOWN_STRUCTURE
+    if isinstance(model_or_params, nn.Module):
+        structure = structure_of(model_or_params)
+    decisions = roles_of(infos, structure)
     hidden: list[ParamInfo] = []
     for info in infos:
         if info.name in decided:
             continue
-        role, reason = found[info.name]
+        role, reason = decisions[info.name]
         if not info.requires_grad:
             decided[info.name] = (None, "frozen")
             continue
-        decided[info.name] = (role if roles else muon if role == "hidden" else other, reason)
+        label = hidden_label if role == "hidden" else other
+        decided[info.name] = (role if roles else label, reason)
         if role == "hidden":
             hidden.append(info)
+        has_head = has_head or role == "head"
+    last_layer = None
+    for info in hidden:
+        if not has_head and module_path(info.name) == structure.last_without_blocks:
+            last_layer = info
     # All roles but "hidden" keep their parameters whole.
-    return make_labels(model_or_params, infos, decided, absent, ROLES[1:] if roles else (other,)), hidden
+    labels = make_labels(model_or_params, infos, decided, absent, ROLES[1:] if roles else (other,))
+    return labels, hidden, last_layer

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from muonfx import tree
 from muonfx.tree.wrappers import WRAPPERS
 
-__all__ = ["ParamInfo", "Params", "plain_name", "read_params", "written_type"]
+__all__ = ["ParamInfo", "Params", "module_path", "plain_name", "read_params", "written_type"]
 
 Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
 """A model; named tensors, as a mapping or as (name, tensor) pairs; or any pytree of tensors."""
@@ -77,9 +77,21 @@ def plain_name(name: str) -> str:
     """Return a parameter name without the components that parametrizations and wrappers ("_orig_mod") add."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     if "parametrizations" in parts[:-2]:
-        at = parts.index("parametrizations")
-        parts = [*parts[:at], parts[at + 1]]
+        index = parts.index("parametrizations")  # followed by the name of the parametrized tensor, and then its parts
+        parts = [*parts[:index], parts[index + 1]]
     return ".".join(parts) or name
+
+
+def module_path(name: str) -> str:
+    """Return the path of the module that owns a parameter, "fc" for ``fc.weight`` and also if it is parametrized.
+
+    >>> module_path("fc.parametrizations.weight.original"), module_path("scale")
+    ('fc', '')
+    """
+    # The tensors of a parametrized weight are in a list below the module that owns the weight.
+    above, _, _ = f".{name}".rpartition(".")
+    owner, _, _ = above.partition(".parametrizations.")
+    return owner.removeprefix(".")
 
 
 def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:

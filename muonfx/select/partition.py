@@ -165,42 +165,51 @@ def view_of(tx: Transform) -> MatrixView | None:
 
 def _warn_of_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
     """Warn if parameters hold several matrices, judged by label or name, but are updated as one matrix."""
-    views = {label: [view for view in map(view_of, within(tx)) if view] for label, tx in transforms.items()}
-    pairs = [(name, route, view) for name, route in routes.items() if route.label for view in views[route.label]]
-    found = {
-        f"{name!r} ({route.reason})": None
-        for name, route, view in pairs
-        if route.view.pattern and not view.is_set_for(name)
-    }
-    if found:
+    unused: list[str] = []
+    suspected: dict[str, str] = {}
+    given = MatrixView()
+    for label, tx in transforms.items():
+        for view in [view for view in map(view_of, within(tx)) if view is not None]:
+            for name, route in routes.items():
+                if route.label != label:
+                    continue
+                if route.view.pattern and not view.is_set_for(name):
+                    unused.append(f"{name!r} ({route.reason})")
+                # A view that has the pattern of the label was extended by the labels: the user chose nothing.
+                if route.suspected and view.text(name) in (None, route.view.pattern):
+                    given = given if suspected else view
+                    suspected[name] = route.suspected
+    if unused:
         warn_caller(
-            f"partition: the labels have a view for {format_list(list(found), str)}, but the transform of these "
-            "parameters has no pattern for them, so each is treated as one matrix. Give the transform "
+            f"partition: the labels have a view for {format_list(list(dict.fromkeys(unused)), str)}, but the transform "
+            "of these parameters has no pattern for them, so each is treated as one matrix. Give the transform "
             "view=labels.view(), with labels = default_labels(model), or pass Labels(labels) if this is intended"
         )
-    # A view that has the pattern of the label was extended by the labels: the user chose nothing.
-    whole = {
-        name: (view, route.suspected)
-        for name, route, view in pairs
-        if route.suspected and view.text(name) in (None, route.view.pattern)
-    }
-    if not whole:
-        return
-    (view, _), labels = next(iter(whole.values())), {routes[name].label for name in whole}
+    if suspected:
+        _warn_of_suspected(suspected, given, routes)
+
+
+def _warn_of_suspected(suspected: Mapping[str, str], given: MatrixView, routes: Mapping[str, Route]) -> None:
+    """Warn of fused matrices in unknown code, with one argument of `Muon` that splits them, and one that does not.
+
+    ``suspected`` is a dict from parameter name to the pattern that splits it, and ``given`` the view of the transform.
+    """
+    labels = {routes[name].label for name in suspected}
     others = [name for name, route in routes.items() if route.label in labels]
 
-    def line(found: Mapping[str, str]) -> str:
-        return f"view=muonfx.{MatrixView(patterns(found, others)).extended(view.pattern)!r}"
+    def argument(pattern_of: Mapping[str, str]) -> str:
+        view = MatrixView(patterns(pattern_of, others)).extended(given.pattern)
+        return f"orthogonalize=muonfx.orthogonalize(view=muonfx.{view!r})"
 
-    apart = {name: split for name, (_, split) in whole.items()}
-    together = {name: undivided(split) for name, split in apart.items()}
+    whole = {name: undivided(pattern) for name, pattern in suspected.items()}
     warn_caller(
         f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
-        f"{format_list(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, "
-        f"split them: give Muon's orthogonalize, or each transform that takes a view,\n  {line(apart)}\n"
+        f"{format_list(list(suspected))}. If their parts have equal numbers of rows, and are stored one after another, "
+        f"split them by this argument of Muon:\n  {argument(suspected)}\n"
+        "A transform of your own takes the same view=. "
         "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
         "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. If "
-        f"each is one matrix, keep it whole without this warning:\n  {line(together)}"
+        f"each is one matrix, keep it whole without this warning:\n  {argument(whole)}"
     )
 
 

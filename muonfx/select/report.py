@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -36,48 +36,65 @@ class Routing(Shown):
 
     def report(self) -> Report:
         """Return the tables: a row for each parameter, then totals by label or by the optimizer's parameter groups."""
-        header = ("parameter", "shape", "label", "matrices", "stored", "rule")
-        viewed = {self.labels[name] for name in self.labels.views}
-        # Without views the columns "matrices" and "stored" have no information.
-        columns = range(len(header)) if viewed else (0, 1, 2, 5)
-        rows = [_row(info, self.labels.routes[info.name], viewed) for info in self.params]
-        table = Table([header[at] for at in columns], [[row[at] for at in columns] for row in rows])
+        tables = [self._parameters()]
         if self.groups is None:
-            found = sorted({self.labels[info.name] for info in self.params}, key=lambda own: (own is None, own or ""))
-            parts = [
-                ([_shown(own) + " (left out)" * (own is None)], [i for i in self.params if self.labels[i.name] == own])
-                for own in found
-            ]
-            return Report((table, self._totals(["label"], parts)))
-        parts = []
-        for place, group in enumerate(self.groups):
-            inside = [info for info in self.params if info.name in set(group["param_names"])]
-            held = ", ".join(dict.fromkeys(_shown(self.labels[info.name]) for info in inside)) or "-"
-            parts.append(([str(place), held], inside))
-        return Report((table, self._totals(["group", "label"], parts), self._hyperparameters(self.groups)))
+            tables.append(self._totals_by_label())
+        else:
+            tables += [self._totals_by_group(self.groups), self._hyperparameters(self.groups)]
+        return Report(tuple(tables))
 
-    def _totals(self, titles: Sequence[str], parts: Sequence[tuple[list[str], list[ParamInfo]]]) -> Table:
-        """Return a table with the number of tensors and elements with each label, or in each group, and in all.
+    def _parameters(self) -> Table:
+        labels_with_views = {self.labels[name] for name in self.labels.views}
+        header = ["parameter", "shape", "label", "matrices", "stored", "rule"]
+        rows = [_row(info, self.labels.routes[info.name], labels_with_views) for info in self.params]
+        if not labels_with_views:  # the columns "matrices" and "stored" have no information
+            del header[3:5]
+            for row in rows:
+                del row[3:5]
+        return Table(header, rows)
 
-        ``parts`` has a pair for each row: the first cells, below the column titles ``titles``, and the parameters.
-        """
-        whole = sum(info.numel for info in self.params)
-        rows = [
-            [*words, f"{len(inside):,}", f"{(own := sum(i.numel for i in inside)):,}", f"{own / (whole or 1):.1%}"]
-            for words, inside in [*parts, (["total", *[""] * (len(titles) - 1)], list(self.params))]
-        ]
-        at = len(titles)
-        return Table([*titles, "tensors", "elements", "share"], rows, right=(at, at + 1, at + 2))
+    def _totals_by_label(self) -> Table:
+        infos_of: dict[Label, list[ParamInfo]] = {}
+        for info in self.params:
+            infos_of.setdefault(self.labels[info.name], []).append(info)
+        labels = sorted(label for label in infos_of if label is not None)
+        rows = [[label, *_amounts(infos_of[label], self.params)] for label in labels]
+        if None in infos_of:
+            rows.append([f"{_shown(None)} (left out)", *_amounts(infos_of[None], self.params)])
+        rows.append(["total", *_amounts(self.params, self.params)])
+        return Table(["label", "tensors", "elements", "share"], rows, right=(1, 2, 3))
+
+    def _totals_by_group(self, groups: Sequence[Mapping[str, Any]]) -> Table:
+        rows: list[list[str]] = []
+        for index, group in enumerate(groups):
+            names = set(group["param_names"])
+            infos = [info for info in self.params if info.name in names]
+            labels = dict.fromkeys(_shown(self.labels[info.name]) for info in infos)
+            rows.append([str(index), ", ".join(labels) or "-", *_amounts(infos, self.params)])
+        rows.append(["total", "", *_amounts(self.params, self.params)])
+        return Table(["group", "label", "tensors", "elements", "share"], rows, right=(2, 3, 4))
 
     def _hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> Table:
-        shown = [
-            {key: value for key, value in group.items() if key not in _NO_NUMBERS}
-            | ({"lr": ""} if place in self.without_rate else {})  # torch requires an "lr" in these too
-            for place, group in enumerate(groups)
-        ]
-        keys = dict.fromkeys(key for numbers in shown for key, value in numbers.items() if value != "")
-        rows = [[key, *(_number(numbers.get(key, "")) for numbers in shown)] for key in keys]
-        return Table(("number", *(f"group {at}" for at in range(len(groups)))), rows)
+        """Return a table with a row for each number and a column for each group; unused numbers are left empty."""
+        columns: list[dict[str, object]] = []
+        for index, group in enumerate(groups):
+            numbers = {key: value for key, value in group.items() if key not in _NO_NUMBERS}
+            if index in self.without_rate:  # torch requires an "lr" in these groups too
+                numbers.pop("lr", None)
+            columns.append(numbers)
+        keys: dict[str, None] = {}
+        for numbers in columns:
+            keys.update(dict.fromkeys(numbers))
+        rows = [[key, *(_number(numbers.get(key, "")) for numbers in columns)] for key in keys]
+        return Table(["number", *(f"group {index}" for index in range(len(groups)))], rows)
+
+
+def _amounts(infos: Sequence[ParamInfo], all_infos: Sequence[ParamInfo]) -> list[str]:
+    """Return three table cells: the number of tensors, the number of their elements, and its share of all elements."""
+    elements = sum(info.numel for info in infos)
+    all_elements = sum(info.numel for info in all_infos)
+    share = elements / all_elements if all_elements else 0.0
+    return [f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"]
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
@@ -154,27 +171,44 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             "muonfx.TransformOptimizer, or muonfx.Muon"
         )
     tx = getattr(optimizer, "tx", None)
-    given = [part.arguments.get("labels") for part in within(tx)] if isinstance(tx, Transform) else []
-    known = [labels for labels in given if isinstance(labels, Labels)]
-    views = {
-        label: next(filter(None, map(view_of, within(inner))), MatrixView())
-        for part in (within(tx) if isinstance(tx, Transform) else ())
-        if part.factory is partition
-        for label, inner in part.arguments["transforms"].items()
-    }
+    transforms = list(within(tx)) if isinstance(tx, Transform) else []
+    known_labels = [part.arguments.get("labels") for part in transforms]
+    views = _views_by_label(transforms)
     routes: dict[str, Route] = {}
-    for name, label in ((name, group["label"]) for group in groups for name in group["param_names"]):
-        same = (one.routes[name] for one in known if name in one and one[name] == label)
-        route = next(same, Route(label, "the transform has no labels" if label is None else "given"))
-        pattern = views[label].text(name) if label in views else None
-        if pattern not in (None, route.view.pattern):  # the user's view takes precedence over the labels' view
-            reason = f"{route.reason.partition(f'; {MAYBE_FUSED}')[0]}; view of the transform"
-            route = route._replace(reason=reason, view=MatrixView(pattern))
-        routes[name] = route
-    infos, _ = read_params(
-        [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    )
+    for group in groups:
+        for name in group["param_names"]:
+            label = group["label"]
+            route = _known_route(name, label, known_labels)
+            pattern = views[label].text(name) if label in views else None
+            if pattern not in (None, route.view.pattern):  # the user's view takes precedence over the labels' view
+                reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
+                route = route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
+            routes[name] = route
+    pairs: list[tuple[str, torch.Tensor]] = []
+    for group in groups:
+        pairs += zip(group["param_names"], group["params"], strict=True)
+    infos, _ = read_params(pairs)
     return Routing(infos, Labels(routes), groups, getattr(optimizer, "groups_without_rate", ()))
+
+
+def _views_by_label(transforms: Sequence[Transform]) -> dict[str, MatrixView]:
+    """Return the view of the transform for each label of the partitions in ``transforms``."""
+    views: dict[str, MatrixView] = {}
+    for part in transforms:
+        if part.factory is not partition:
+            continue
+        for label, inner in part.arguments["transforms"].items():
+            given = [view for view in map(view_of, within(inner)) if view]
+            views[label] = given[0] if given else MatrixView()
+    return views
+
+
+def _known_route(name: str, label: Label, known_labels: Sequence[object]) -> Route:
+    """Return the route of a parameter in the first `Labels` that give it this label, or a new one."""
+    for labels in known_labels:
+        if isinstance(labels, Labels) and name in labels and labels[name] == label:
+            return labels.routes[name]
+    return Route(label, "the transform has no labels" if label is None else "given")
 
 
 def _number(value: object) -> str:
@@ -185,24 +219,30 @@ def _number(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _row(info: ParamInfo, route: Route, viewed: set[Label]) -> tuple[str, ...]:
-    matrices, stored = (
-        _matrices(route.shape or info.shape, route.view) if info.ndim > 1 and route.label in viewed else ("", "")
-    )
-    return info.name, format_shape(info.shape), _shown(route.label), matrices, stored, route.reason
+def _row(info: ParamInfo, route: Route, labels_with_views: Collection[Label]) -> list[str]:
+    matrices, order = "", ""
+    if info.ndim > 1 and route.label in labels_with_views:
+        matrices, order = _matrices(route.shape or info.shape, route.view)
+    return [info.name, format_shape(info.shape), _shown(route.label), matrices, order, route.reason]
 
 
 def _matrices(shape: tuple[int, ...], view: MatrixView) -> tuple[str, str]:
-    """Return two table cells for a parameter: the number and sides of its matrices, and their order in memory."""
+    """Return two table cells for a parameter: the number and sides of its matrices, and their order in memory.
+
+    The first is such as "16 x 8", "4 of 16 x 8" for a stack, and "(16 + 4) x 8" for two matrices of 8 columns.
+    """
     (pattern,) = view.of([""])
-    found = split(pattern, torch.empty(shape, device="meta"), "")
-    count, columns = prod(found[0].shape[:-2]), found[0].shape[-1]
+    stacks = split(pattern, torch.empty(shape, device="meta"), "")
+    is_transposed = pattern is not None and pattern.is_transposed
+    order = "in, out" if is_transposed else "out, in"
+    if len({(stack.shape[:-2], stack.shape[-1]) for stack in stacks}) > 1:
+        return " + ".join(f"{prod(stack.shape[:-2])} of {format_shape(stack.shape[-2:])}" for stack in stacks), order
+    rows = " + ".join(str(stack.shape[-2]) for stack in stacks)
+    if len(stacks) > 1:
+        rows = f"({rows})"
+    count, columns = prod(stacks[0].shape[:-2]), stacks[0].shape[-1]
     times = f"{count} of " if count > 1 else ""
-    order = "in, out" if pattern is not None and pattern.is_transposed else "out, in"
-    if len({(stack.shape[:-2], stack.shape[-1]) for stack in found}) > 1:
-        return " + ".join(f"{prod(stack.shape[:-2])} of {format_shape(stack.shape[-2:])}" for stack in found), order
-    rows = " + ".join(str(stack.shape[-2]) for stack in found)
-    return f"{times}{rows if len(found) == 1 else f'({rows})'} x {columns}", order
+    return f"{times}{rows} x {columns}", order
 
 
 def _shown(label: Label) -> str:

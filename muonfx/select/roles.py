@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from muonfx.select.params import ParamInfo, plain_name
+from muonfx.select.params import ParamInfo, module_path, plain_name
+from muonfx.select.structure import UNKNOWN_STRUCTURE, Structure
 from muonfx.select.views import PLAIN_LEAVES, class_name_fits, is_convolution
 
 __all__ = ["ROLES", "Role", "roles_of"]
@@ -30,7 +31,7 @@ ROLES: tuple[Role, ...] = ("hidden", "embedding", "head", "vector", "other")
 """All roles."""
 
 
-class Found(NamedTuple):
+class Decision(NamedTuple):
     """The role of a parameter (its function in the model, such as "head"), and the reason for this choice, as text."""
 
     role: Role
@@ -44,21 +45,29 @@ _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit|NF4|FP4)?$"
 _NORM_CLASS = r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$"
 
 _EMBEDDING_WORDS = frozenset(
-    {"embed", "embeds", "embedding", "embeddings", "embedder", "emb", "embs", "embd", "wte", "wpe"}
+    {"embed", "embeds", "embedding", "embeddings", "embedder", "embedders", "emb", "embs", "embd", "wte", "wpe"}
 )
 # Words that may follow an embedding word: embed_tokens, embed_positions, embed_in, ...
 _EMBEDDED = frozenset(
     {"token", "tokens", "tok", "position", "positions", "pos", "in", "state", "action", "return", "timestep"}
 )
 _HEAD_WORDS = frozenset({"head", "classifier", "unembed", "unembedding", "unembedder", "logits"})
+# Words that may follow a head word at the beginning of a name: head_dist, head_linear, logits_dense.
+_AFTER_HEAD = frozenset(
+    {"dist", "linear", "dense", "proj", "projection", "fc", "layer", "conv", "out", "output", "aux"}
+)
+# Words before "head" that make it a head of attention, multi_head, and those that do directly before it, q_head.
+_ATTENTION_WORDS = frozenset({"attn", "attention", "multi"})
+_PROJECTIONS = frozenset({"query", "key", "value", *"qkvo", "qk", "kv", "qkv"})
 _HEADS = frozenset(
     {
         *("score", "cls_score", "output_layer", "vocab_projector", "vocab_proj", "qa_outputs", "seq_relationship"),
         *("ctc_proj", "decoder_pred", "predict_state", "predict_action", "predict_return"),
+        *("action_out_proj", "feat_out", "prob_out", "final_linear"),
     }
 )
 # Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere.
-_TOP_HEADS = frozenset({"output", "fc", "out", "proj_out", "conv_out", "conv_post"})
+_TOP_HEADS = frozenset({"output", "fc", "out", "proj_out", "conv_out", "conv_post", "proj_out_conv"})
 _ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network", "shared_expert_gate"})
 # Rates of state-space and RWKV layers, and the small matrices that compute them from the input.
 _ELEMENTWISE = frozenset({"a_log", "d", "time_decay", "time_first", "time_faaaa"})
@@ -66,10 +75,17 @@ _STATE_SPACE = frozenset({"x_proj", "dt_proj", "x_proj_weight", "dt_proj_weight"
 # Tables whose rows act as tokens or positions: cls_token, registers, a Perceiver's latents, a quantizer's codebook, pe.
 _TABLES = frozenset(
     {"token", "tokens", "latents", "queries", "prompt", "prompts", "codevectors", "codebook", "codebooks", "rpb"}
-    | {"register", "registers", "pe", "pos", "position", "positions", "encoding", "encodings"}
+    | {"register", "registers", "pe", "ape", "pos", "position", "positions", "encoding", "encodings", "table"}
 )
 _GAINS = frozenset({"scale", "scales", "gamma", "gain"})
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
+# Words in the name of a matrix that a module holds without a layer: c_fc, qkvo_w, mm_input_projection_weight. Names
+# such as wq and w_gate are recognized by their beginning.
+_MATRIX_WORDS = frozenset(
+    {"weight", "weights", "kernel", "kernels", "matrix", "linear", "fc", "dense", "proj", "projection", "up", "down"}
+    | {"qkv", "qkvo", "kv", *"wqkvo"}
+)
+_MATRIX_NAME = re.compile(r"w([qkvoiug12]|qkv|kv|in|out|up|down)?$")
 # Prefixes of the factors of peft's adapters, and of the seeds of factors.
 _ADAPTER = re.compile(
     r"lora_|hada_|lokr_|oft_|boft_|hra_|vera_|pvera_|randlora_|ia3_|fourierft_|waveft_|c3a_|shira_|miss_block|delora_|"
@@ -77,7 +93,7 @@ _ADAPTER = re.compile(
     r"peanut_|supertuning_|poly_|adaption_prompt|bone_"
 )
 _FIRST_CONVOLUTIONS = frozenset({"conv1", "conv_in", "conv_pre", "mel_conv", "stem"})
-_FRONTS = frozenset({"encoder", "tower", "backbone", "visual", "vocoder", "trunk", "extractor"})
+_FRONTS = frozenset({"encoder", "tower", "backbone", "visual", "vocoder", "trunk", "extractor", "embedder"})
 
 _PLAIN_LEAVES = PLAIN_LEAVES | {"weight_v"}
 _TOPS = frozenset({"module", "model", "base_model", "net", "network"})
@@ -86,205 +102,327 @@ _FEW = 4  # features, such as the coordinates of a box
 _MANY = 32  # ratio of the long side to the short side
 
 
-def roles_of(infos: Sequence[ParamInfo]) -> dict[str, Found]:
-    """Return a dict from parameter name to its role (the function in the model, such as "head") and the reason."""
-    gated = _gated_mlps(infos)
-    known = _known_by_others(infos)
-    return {info.name: known.get(info.name) or _role(info, gated) for info in infos}
+def roles_of(infos: Sequence[ParamInfo], structure: Structure = UNKNOWN_STRUCTURE) -> dict[str, Decision]:
+    """Return a dict from parameter name to its role (the function in the model, such as "head") and the reason.
+
+    ``structure`` is the structure of the model, if it is known, and not names and shapes only.
+    """
+    gated_mlps = _gated_mlps(infos)
+    decisions = _known_by_neighbours(infos)
+    for info in infos:
+        if info.name not in decisions:
+            decisions[info.name] = _role(info, gated_mlps, structure)
+    return decisions
 
 
-def _role(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> Found:
-    if found := _by_type(info):
-        return found
-    for part in (part for name in info.names for part in name.split(".")):
-        if "lora" in _words(part) or _ADAPTER.match(part.lower()):
-            return Found("vector" if info.ndim < 2 else "other", f"low-rank factor (name component {part!r})")
+def _role(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure) -> Decision:
+    decision = _by_type(info) or _by_adapter(info)
+    if decision:
+        return decision
     if info.ndim < 2:
-        return Found("vector", f"{info.ndim}-D")
-    found = _by_name(info, gated) or _by_shape(info) or _first_convolution(info)
-    return found or Found("hidden", f"hidden matrix ({info.ndim}-D)")
+        return Decision("vector", f"{info.ndim}-D")
+    decision = _by_name(info, gated_mlps, structure) or _by_shape(info)
+    decision = decision or _by_structure(info, structure) or _first_convolution(info)
+    return decision or Decision("hidden", f"hidden matrix ({info.ndim}-D)")
 
 
-def _by_type(info: ParamInfo) -> Found | None:
+def _by_type(info: ParamInfo) -> Decision | None:
     for module in info.modules:
         if issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS):
             tied = f", tied with {info.tied[0]!r}" if info.tied else ""
-            return Found("embedding", f"embedding (module type {module.__name__}{tied})")
+            return Decision("embedding", f"embedding (module type {module.__name__}{tied})")
     for module in info.modules:
         is_norm = issubclass(module, _NORMS) or class_name_fits(module, _NORM_CLASS)
         if is_norm and not issubclass(module, nn.Linear | _ConvNd):
-            return Found("vector", f"norm (module type {module.__name__})")
+            return Decision("vector", f"norm (module type {module.__name__})")
     return None
 
 
-def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, Found]:
-    """Find parameters whose role depends on other parameters; return a dict by name."""
-    # The lengths and directions of weight norm, and similar parts, form one weight. A projector that is a direct child
-    # of the model next to a classifier is a part of its head.
+def _by_adapter(info: ParamInfo) -> Decision | None:
+    """Return the decision for a factor of an adapter, such as ``lora_A``; None for another parameter."""
+    role: Role = "vector" if info.ndim < 2 else "other"
+    for name in info.names:
+        for component in name.split("."):
+            if "lora" in _words(component) or _ADAPTER.match(component.lower()):
+                return Decision(role, f"low-rank factor (name component {component!r})")
+    return None
+
+
+def _by_structure(info: ParamInfo, structure: Structure) -> Decision | None:
+    """Return the decision for a table, an input or a head by the structure of the model; None for another parameter."""
+    if info.ndim == 2 and not structure.held_by_no_layer.isdisjoint({info.name, *info.tied}):
+        leaf = _components(info.name)[-1]
+        if not _is_named_as_a_matrix(leaf):
+            owner = "" if info.module is None else f" of {info.module.__name__}"
+            return Decision("embedding", f"table (a 2-D parameter{owner}, which is no linear layer)")
+    for path in map(module_path, (info.name, *info.tied)):
+        if layer := structure.inputs.get(path):
+            return Decision("other", f"first layer (no earlier layer returns the {layer.reads} features that it reads)")
+        if layer := structure.heads.get(path):
+            return Decision("head", f"last layer (no other layer reads the {layer.returns} features that it returns)")
+    return None
+
+
+def _is_named_as_a_matrix(leaf: str) -> bool:
+    """Return True for names such as ``c_fc``, ``w1``, ``W_q`` and ``rel_logits_proj``."""
+    if leaf in PLAIN_LEAVES:  # the module is no linear layer, so the plain name shows nothing
+        return False
+    words = _words(leaf)
+    return any(word in _MATRIX_WORDS or _MATRIX_NAME.match(word) for word in words)
+
+
+def _known_by_neighbours(infos: Sequence[ParamInfo]) -> dict[str, Decision]:
+    """Find parameters whose role depends on other parameters; return a dict by name.
+
+    The lengths and directions of weight norm, and similar parts, form one weight. A projector that is a direct child of
+    the model next to a classifier is a part of its head.
+    """
     names = {info.name for info in infos}
     layers = {info.name: _layer_of_model(_components(info.name)) for info in infos}
-    has_head = "classifier" in layers.values()
-    found: dict[str, Found] = {}
+    has_classifier = "classifier" in layers.values()
+    decisions: dict[str, Decision] = {}
     for info in infos:
-        above, _, leaf = info.name.rpartition(".")
-        sibling = {"weight_g": "weight_v", "weight_v": "weight_g", "original1": "original0"}.get(leaf)
-        if leaf == "original0" or (sibling and f"{above}.{sibling}".removeprefix(".") in names):
-            found[info.name] = Found("other", f"part of a parametrized weight (name component {leaf!r})")
-        elif has_head and layers[info.name] == "projector":
-            found[info.name] = Found("vector" if info.ndim < 2 else "head", "name component 'projector'")
-    return found
+        prefix, dot, leaf = info.name.rpartition(".")
+        partner = {"weight_g": "weight_v", "weight_v": "weight_g", "original1": "original0"}.get(leaf)
+        has_partner = partner is not None and f"{prefix}{dot}{partner}" in names
+        if leaf == "original0" or has_partner:
+            decisions[info.name] = Decision("other", f"part of a parametrized weight (name component {leaf!r})")
+        elif has_classifier and layers[info.name] == "projector":
+            role: Role = "vector" if info.ndim < 2 else "head"
+            decisions[info.name] = Decision(role, "name component 'projector'")
+    return decisions
 
 
-def _by_name(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> Found | None:
-    # Any name of a tied tensor decides. A head that is tied to an embedding is an embedding.
-    found = [own for name in info.names if (own := _by_one_name(name, info, gated))]
-    embeddings = [own for own in found if own.role == "embedding"]
-    return (embeddings or found or [None])[0]
+def _by_name(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure) -> Decision | None:
+    """Return the decision by any name of a tied tensor. A head that is tied to an embedding is an embedding."""
+    decisions = [_by_one_name(name, info, gated_mlps, structure) for name in info.names]
+    decisions = [decision for decision in decisions if decision is not None]
+    for decision in decisions:
+        if decision.role == "embedding":
+            return decision
+    return decisions[0] if decisions else None
 
 
-def _by_one_name(name: str, info: ParamInfo, gated: frozenset[tuple[str, int]]) -> Found | None:
-    parts = _components(name)
-    if _words(parts[-1])[-1:] == ["bias"]:
-        return Found("vector", f"bias (name component {parts[-1]!r})")
-    own = _own_component(parts)[1]
-    is_norm = info.module is None and _ends_in(_words(own), _NORM_WORDS)  # a known module type has decided
-    components: dict[Role, str | None] = {
-        "embedding": _embedding_component(parts),
-        "vector": _vector_component(parts) or (own if is_norm else None),
-        "other": _other_component(parts) or _router_component(parts, info.ndim, gated),
-        "head": _head_component(parts),
-    }
-    return next((Found(role, f"name component {named!r}") for role, named in components.items() if named), None)
+def _by_one_name(
+    name: str, info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure
+) -> Decision | None:
+    components = _components(name)
+    if _words(components[-1])[-1:] in (["bias"], ["biases"]):
+        return Decision("vector", f"bias (name component {components[-1]!r})")
+    if component := _embedding_component(components):
+        return Decision("embedding", f"name component {component!r}")
+    component = _vector_component(components)
+    if component is None and info.module is None:  # a known module type has decided
+        component = _norm_component(components)
+    if component:
+        return Decision("vector", f"name component {component!r}")
+    component = _input_component(components) or _router_component(components, info.ndim, gated_mlps)
+    if component:
+        return Decision("other", f"name component {component!r}")
+    component = _head_component(components)
+    is_hidden = module_path(name) in structure.read_in_their_block and component == _layer_or_leaf(components)
+    if component and not is_hidden:
+        return Decision("head", f"name component {component!r}")
+    return None
 
 
-def _embedding_component(parts: list[str]) -> str | None:
-    held, own = _own_component(parts)
-    words = _words(own)
-    if held and "patch" in words:  # a layer, not a table
+def _embedding_component(components: list[str]) -> str | None:
+    """Return the name component of an embedding or a table, such as "pos_embed"; None if there is none."""
+    layer_name = _layer_or_leaf(components)
+    words = _words(layer_name)
+    if not _is_of_layer(components):
+        return layer_name if _is_table(words) else None
+    if "patch" in words:  # a layer, not a table
         return None
+    if layer_name == "relative_attention_bias" or words[-1:] in (["bias"], ["biases"]):  # a layer that reads one-hots
+        return layer_name
+    if components[-2:-1] == ["shared"]:  # T5 and BART share an embedding
+        return layer_name
+    return layer_name if _is_embedding(words) else None
+
+
+def _is_embedding(words: list[str]) -> bool:
     if _ends_in(words, _EMBEDDING_WORDS) or words[-2:] in (["embedding", "table"], ["bias", "table"], ["pos", "bias"]):
-        return own
+        return True
     for pair in (words[:2], words[-2:]):  # embed_tokens, vision_embed_tokens
         if pair and pair[0] in _EMBEDDING_WORDS and _EMBEDDED.issuperset(pair[1:]):
-            return own
-    if own == "relative_attention_bias" or (held and parts[-2:-1] == ["shared"]):  # T5 and BART share an embedding
-        return own
-    is_table = _ends_in(words, _TABLES) or words[:2] == ["rel", "pos"] or words[:1] == ["latents"]
-    is_table |= bool({"embedding", "embeddings"} & set(words)) and {"proj", "projection"}.isdisjoint(words)
-    return own if is_table and not held else None
+            return True
+    return False
 
 
-def _vector_component(parts: list[str]) -> str | None:
+def _is_table(words: list[str]) -> bool:
+    """Return True if the words are of the name of a table that a module holds without a layer, such as "rel_pos_h"."""
+    if _is_embedding(words) or _ends_in(words, _TABLES):
+        return True
+    if words == ["relative", "attention", "bias"] or words[:2] == ["rel", "pos"] or words[:1] == ["latents"]:
+        return True
+    if words[-2:] in (["latent", "query"], ["learned", "query"]):
+        return True
+    return not _EMBEDDING_WORDS.isdisjoint(words) and {"proj", "projection"}.isdisjoint(words)
+
+
+def _vector_component(components: list[str]) -> str | None:
     """Return the name component of a gain, a bias of relative attention, or a table of state-space rates; or None."""
-    held, own = _own_component(parts)
-    words = _words(own)
+    if _is_of_layer(components):
+        return None
+    words = _words(components[-1])
     is_bias = words[-1:] in (["u"], ["v"]) and "bias" in words
-    return own if not held and (is_bias or own.lower() in _ELEMENTWISE or _ends_in(words, _GAINS)) else None
+    if is_bias or components[-1].lower() in _ELEMENTWISE or _ends_in(words, _GAINS):
+        return components[-1]
+    return None
 
 
-def _other_component(parts: list[str]) -> str | None:
-    """Return the name component of a layer from patches, or of a map to state-space rates; None if there is none."""
-    own = _own_component(parts)[1]
-    return own if own.lower() in _STATE_SPACE else _patch_component(parts)
+def _norm_component(components: list[str]) -> str | None:
+    layer_name = _layer_or_leaf(components)
+    return layer_name if _ends_in(_words(layer_name), _NORM_WORDS) else None
 
 
-def _patch_component(parts: list[str]) -> str | None:
-    # The layer that embeds patches may be nested: patch_embed.proj, to_patch_embedding.2.
-    return next((part for part in parts if "patch" in _words(part) and _ends_in(_words(part), _EMBEDDING_WORDS)), None)
+def _input_component(components: list[str]) -> str | None:
+    """Return the name component of a layer of raw input, or of a map to state-space rates; None if there is none."""
+    layer_name = _layer_or_leaf(components)
+    if layer_name.lower() in _STATE_SPACE:
+        return layer_name
+    for component in components:  # the layer that embeds patches may be nested: patch_embed.proj, to_patch_embedding.2
+        words = _words(component)
+        if "patch" in words and (_ends_in(words, _EMBEDDING_WORDS) or words[-2:-1] == ["embed"]):
+            return component
+    if not _is_of_layer(components) or len(components) < 3:
+        return None
+    holder = components[-3]
+    if layer_name in ("proj", "projection") and holder.split("_")[-1] in ("embed", "embedder"):  # pos_embed.proj
+        return f"{holder}.{layer_name}"
+    return None
 
 
-def _head_component(parts: list[str]) -> str | None:
-    held, own = _own_component(parts)
-    for part in parts:
-        words = _words(part)
-        of_attention = words[-1:] == ["head"] and not {"attn", "attention", "multi"}.isdisjoint(words)
-        is_unembedding = words[-1:] == ["out"] and _ends_in(words[:-1], _EMBEDDING_WORDS)  # embed_out in GPT-NeoX
-        if is_unembedding or "_".join(words) in _HEADS or (_ends_in(words, _HEAD_WORDS) and not of_attention):
-            return part
-    if held and parts[-2:-1] == ["decoder"]:  # a decoder of one layer, as BERT's from features to the vocabulary
-        return own
-    if held and parts[-3:-1] == ["decoder", "output_projection"]:
-        return own
-    return own if _layer_of_model(parts) in _TOP_HEADS else None
+def _head_component(components: list[str]) -> str | None:
+    """Return the name component of an output head, such as "lm_head"; None if there is none."""
+    for component in components:
+        if _is_head(_words(component)):
+            return component
+    # A decoder of one layer, as BERT's from features to the vocabulary.
+    is_decoder = components[-2:-1] == ["decoder"] or components[-3:-1] == ["decoder", "output_projection"]
+    if is_decoder and _is_of_layer(components):
+        return _layer_or_leaf(components)
+    layer = _layer_of_model(components)
+    if layer is None:
+        return None
+    # The first of several may be followed by another, as proj_out_1 in DiT; fc_2 is often a hidden layer.
+    without_number = re.sub(r"_[2-9]$", "", layer)
+    return layer if layer in _TOP_HEADS or without_number in _TOP_HEADS - {"fc"} else None
 
 
-def _layer_of_model(parts: list[str]) -> str | None:
+def _is_head(words: list[str]) -> bool:
+    if "_".join(words) in _HEADS:
+        return True
+    if words[-1:] == ["out"] and _ends_in(words[:-1], _EMBEDDING_WORDS):  # embed_out in GPT-NeoX
+        return True
+    for index, word in enumerate(words):
+        before = words[:index]
+        is_of_attention = word == "head" and (_ends_in(before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(before))
+        after = words[index + 1 :]
+        is_followed = bool(after) and (index > 0 or not _AFTER_HEAD.issuperset(after))
+        if word in _HEAD_WORDS and not is_of_attention and not is_followed:
+            return True
+    return False
+
+
+def _layer_of_model(components: list[str]) -> str | None:
     """Return the layer "fc" for the name ``["model", "fc", "weight"]``; None if the layer is nested deeper."""
-    path = parts[:-1] if _own_component(parts)[0] else parts
+    path = components[:-1] if _is_of_layer(components) else components
     while len(path) > 1 and path[0] in _TOPS:
         path = path[1:]
     return path[0] if len(path) == 1 else None
 
 
-def _router_component(parts: list[str], ndim: int, gated: frozenset[tuple[str, int]]) -> str | None:
-    for at, part in enumerate(parts):
-        words = _words(part)
-        inside_expert = any(_ends_in(_words(above), {"expert", "experts"}) for above in parts[:at])
-        of_mlp = inside_expert or (".".join(parts[:at]), ndim) in gated
-        if "router" in words or ("_".join(words) in _ROUTERS and not of_mlp):
-            return part
+def _router_component(components: list[str], ndim: int, gated_mlps: frozenset[tuple[str, int]]) -> str | None:
+    """Return the name component of a router of experts, such as "gate"; None if there is none."""
+    is_inside_expert = False
+    for index, component in enumerate(components):
+        words = _words(component)
+        is_of_mlp = is_inside_expert or (".".join(components[:index]), ndim) in gated_mlps
+        if "router" in words or ("_".join(words) in _ROUTERS and not is_of_mlp):
+            return component
+        is_inside_expert = is_inside_expert or _ends_in(words, {"expert", "experts"})
     return None
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
     """Return (path, ndim) of modules with ``up`` or ``down`` matrices, in which a ``gate`` is not a router."""
-    found: set[tuple[str, int]] = set()
+    mlps: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
-            parts = _components(name)
-            for at, part in enumerate(parts):
-                if {"up", "down"} & set(_words(part)):
-                    found.add((".".join(parts[:at]), info.ndim))
-    return frozenset(found)
+            components = _components(name)
+            for index, component in enumerate(components):
+                if not {"up", "down"}.isdisjoint(_words(component)):
+                    mlps.add((".".join(components[:index]), info.ndim))
+    return frozenset(mlps)
 
 
-def _by_shape(info: ParamInfo) -> Found | None:
+def _by_shape(info: ParamInfo) -> Decision | None:
     rows, columns = info.shape[0], prod(info.shape[1:])
     if rows == 1 or columns == 1:
-        return Found("vector", "a side of 1: a vector")
+        return Decision("vector", "a side of 1: a vector")
     if info.ndim > 2 and info.shape[1] == 1:
-        return Found("vector", "depthwise: one vector a channel")
-    if (info.module is not None or info.ndim > 3) and is_convolution(info) and min(info.shape[:2]) <= _IMAGE_CHANNELS:
-        return Found("other", f"convolution from or to {min(info.shape[:2])} channels")
-    if info.ndim == 2 and 0 < min(info.shape) <= _FEW and max(info.shape) >= _MANY * min(info.shape):
-        return Found("other", f"from or to {min(info.shape)} features")
+        return Decision("vector", "depthwise: one vector a channel")
+    channels = min(info.shape[:2])
+    is_kernel = (info.module is not None or info.ndim > 3) and is_convolution(info)
+    if is_kernel and channels <= _IMAGE_CHANNELS:
+        return Decision("other", f"convolution from or to {channels} channels")
+    short, long = sorted(info.shape[:2])
+    if info.ndim == 2 and 0 < short <= _FEW and long >= _MANY * short:
+        return Decision("other", f"from or to {short} features")
     return None
 
 
-def _first_convolution(info: ParamInfo) -> Found | None:
-    """Return the role and the reason if the name belongs to the convolution of the raw input; else None."""
-    for parts in map(_components, info.names) if is_convolution(info) else ():
-        own = _own_component(parts)[1]
-        above = [part for part in parts[:-2] if not part.isdigit()]
-        at = parts.index("conv_layers") if "conv_layers" in parts else -1  # in speech encoders
-        if own in _FIRST_CONVOLUTIONS and (_layer_of_model(parts) == own or (above and _is_front(above[-1]))):
-            return Found("other", f"convolution of the input (name component {own!r})")
-        if at > 0 and parts[at + 1 : at + 2] == ["0"] and any(map(_is_front, parts[:at])):
-            return Found("other", "convolution of the input (name component 'conv_layers', the first)")
+def _first_convolution(info: ParamInfo) -> Decision | None:
+    """Return the decision if the name belongs to the convolution of the raw input; else None."""
+    if not is_convolution(info):
+        return None
+    for name in info.names:
+        components = _components(name)
+        if _is_first_of_speech_encoder(components):
+            return Decision("other", "convolution of the input (name component 'conv_layers', the first)")
+        layer_name = _layer_or_leaf(components)
+        if layer_name not in _FIRST_CONVOLUTIONS:
+            continue
+        holders = [component for component in components[:-2] if not component.isdigit()]
+        is_in_front = bool(holders) and _ends_in(_words(holders[-1]), _FRONTS)
+        if is_in_front or _layer_of_model(components) == layer_name:
+            return Decision("other", f"convolution of the input (name component {layer_name!r})")
     return None
 
 
-def _is_front(component: str) -> bool:
-    return _ends_in(_words(component), _FRONTS)
+def _is_first_of_speech_encoder(components: list[str]) -> bool:
+    """Return True for names such as ``feature_extractor.conv_layers.0.conv.weight``."""
+    if "conv_layers" not in components:
+        return False
+    index = components.index("conv_layers")
+    is_in_front = any(_ends_in(_words(component), _FRONTS) for component in components[:index])
+    return is_in_front and components[index + 1 : index + 2] == ["0"]
 
 
 def _components(name: str) -> list[str]:
     """Split a parameter name at its dots, without the components that wrappers and peft's adapters add."""
-    parts = plain_name(name).split(".")
-    if "modules_to_save" in parts[:-1]:
-        at = parts.index("modules_to_save")
-        parts = [*parts[:at], *parts[at + 2 :]]
-    return [part for part in parts if part not in ("base_layer", "original_module")] or [name]
+    components = plain_name(name).split(".")
+    if "modules_to_save" in components[:-1]:  # followed by the name of the adapter
+        index = components.index("modules_to_save")
+        components = components[:index] + components[index + 2 :]
+    components = [component for component in components if component not in ("base_layer", "original_module")]
+    return components or [name]
 
 
-def _own_component(parts: list[str]) -> tuple[bool, str]:
-    """Return (True, "fc") for ``blocks.fc.weight``, the weight of a layer, and (False, "pos_embed") for ``pos_embed``.
+def _is_of_layer(components: list[str]) -> bool:
+    """Return True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
+    return components[-1] in _PLAIN_LEAVES
 
-    ``parts`` are the components of the name of the parameter.
-    """
-    if parts[-1] not in _PLAIN_LEAVES:
-        return False, parts[-1]
-    return True, next((part for part in reversed(parts[:-1]) if not part.isdigit()), parts[-1])
+
+def _layer_or_leaf(components: list[str]) -> str:
+    """Return "fc" for ``blocks.fc.weight`` and ``blocks.fc.0.weight``, and "pos_embed" for ``vit.pos_embed``."""
+    if _is_of_layer(components):
+        for component in reversed(components[:-1]):
+            if not component.isdigit():
+                return component
+    return components[-1]
 
 
 def _words(component: str) -> list[str]:
@@ -292,5 +430,5 @@ def _words(component: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)]
 
 
-def _ends_in(words: Sequence[str], wanted: Set[str]) -> bool:
-    return bool(words) and words[-1] in wanted
+def _ends_in(words: Sequence[str], last_words: Set[str]) -> bool:
+    return bool(words) and words[-1] in last_words

@@ -118,10 +118,15 @@ class Labels(Mapping[str, Label]):
         >>> labels.view(MatrixView({"*experts*": "... out in -> ... out in"}))
         MatrixView({'*experts*': '... out in -> ... out in'})
         """
-        found = {name: view.pattern for name, view in self.views.items() if not given.is_set_for(name)}
-        # Transforms for other labels receive other leaves.
-        names = [name for name, label in self.items() if label in {self[name] for name in found}]
-        return given.extended(patterns({name: text for name, text in found.items() if isinstance(text, str)}, names))
+        pattern_of: dict[str, str] = {}
+        labels_with_views: set[Label] = set()
+        for name, view in self.views.items():
+            if isinstance(view.pattern, str) and not given.is_set_for(name):
+                pattern_of[name] = view.pattern
+                labels_with_views.add(self[name])
+        # A transform receives the leaves of its label only, so that globs may match the names of other labels.
+        names = [name for name, label in self.items() if label in labels_with_views]
+        return given.extended(patterns(pattern_of, names))
 
     def restrict(self, names: Iterable[str]) -> Labels:
         """Return `Labels` for these parameter names only. Reasons and views (division into matrices) are kept.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from itertools import combinations
@@ -21,14 +21,15 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from muonfx.select.matrix_view import MatrixView
-from muonfx.select.params import ParamInfo, Params, plain_name, written_type
+from muonfx.select.params import ParamInfo, Params, module_path, plain_name, written_type
 from muonfx.select.pattern import parse
 from muonfx.tree.tracing import matches
+from muonfx.tree.wrappers import WRAPPERS
 
 # fmt: off
 __all__ = [
-    "MAYBE_FUSED", "PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices", "is_convolution", "patterns",
-    "undivided",
+    "MAYBE_FUSED", "MOST_PARTS", "PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices",
+    "is_convolution", "is_modulation", "patterns", "undivided",
 ]
 # fmt: on
 
@@ -70,8 +71,9 @@ class _Fused:
 _QKV = "query, key, value"
 _ANY = r".*"
 _BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
-# The first match applies. `holder` is the class that holds the layer. The entries are read from transformers 5.23 and
-# torchtitan 0.3.0. Each applies to classes of its package only: a class of this name elsewhere may differ.
+# The first match applies. `holder` is the class that holds the layer. The entries are read from transformers 5.23, timm
+# 1.0, diffusers 0.42 and torchtitan 0.3.0. Each applies to classes of its package only: a class of this name elsewhere
+# may differ.
 _FUSED = (
     _Fused("c_attn", "GPTBigCodeAttention", _QKV, ("embed_dim", "kv_dim", "kv_dim"), (("multi_query", True),)),
     _Fused("c_attn", "GPTBigCodeAttention", _QKV, _BY_HEAD % "num_heads", (("is_cross_attention", False),)),
@@ -143,6 +145,32 @@ _FUSED = (
     _Fused("gate_up_proj", _ANY, "gate, up", 2),
     _Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up", 2),
     _Fused("Wi", "ModernBert.*MLP", "value, gate", 2),
+    # timm: query, key and value one after another, or head by head.
+    _Fused("qkv", _ANY, _QKV, _BY_HEAD % "num_heads", (("head_first", True),), package="timm."),
+    _Fused(
+        "qkv",
+        "Attention(Downsample)?",
+        _QKV,
+        "(heads={num_heads} (query={key_dim} + key={key_dim} + value={val_dim})) "
+        "-> (heads query), (heads key), (heads value)",
+        (("key_dim", True),),
+        package="timm.",
+    ),
+    _Fused("qkv", "WindowAttentionGlobal", "key, value", 2, (("use_global", True),), package="timm."),
+    _Fused(
+        "qkv",
+        "(Mask|Eva|Window|WindowMultiHead|MultiScale|MaskUnit|RelPos|Channel|Diff)?Attention(V2|2d|Cl|Rope|Global)?|XCA|MHSA"
+        "|TalkingHeadAttn|CrossCovarianceAttn|LocallyGroupedAttn|FactorAttnConvRelPosEnc|(Rot)?AttentionPool2d",
+        _QKV,
+        3,
+        package="timm.",
+    ),
+    # diffusers: scales, shifts and gates of norms, in equal parts.
+    _Fused("linear", "SD35AdaLayerNormZeroX", "nine modulations", 9, package="diffusers."),
+    _Fused("linear", "AdaLayerNormZeroSingle", "three modulations", 3, package="diffusers."),
+    _Fused("linear", "LuminaRMSNormZero", "four modulations", 4, package="diffusers."),
+    _Fused("linear", "(AdaLayerNorm(Zero|Single)|CogVideoXLayerNormZero)", "six modulations", 6, package="diffusers."),
+    _Fused("linear", "(AdaLayerNorm(Continuous)?|AdaGroupNorm)", "scale, shift", 2, package="diffusers."),
     _Fused(
         "wqkv",
         "FusedQKVLinear",
@@ -152,10 +180,22 @@ _FUSED = (
         package="torchtitan.",
     ),
 )
-# Names of layers that are nearly always fused, for unknown code.
+# Names of layers that are nearly always fused, for unknown code, and the number of their parts.
 _SUSPECTS = (
     (re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE), 3),
     (re.compile(r"(.*_)?w?kv(_proj|_linear)?|(fused_)?(gate_up|up_gate)(_proj)?|w1_?w?[23]", re.IGNORECASE), 2),
+)
+# A layer from a condition to the scales, shifts and gates of norms: adaLN_modulation.1, adaln_single.linear, img_mod.1;
+# or a layer in a norm: norm_out.linear.
+_MODULATION = re.compile(r"(^|_)(ada_?(ln|norm|layer_?norm)|modulations?|mod)(_|\d|$)", re.IGNORECASE)
+_NORM = re.compile(r"(^|_)norm(_|\d|$)", re.IGNORECASE)
+_MODULATION_CLASS = r"^Ada.*Norm|Modulation$|AdaLN"
+_USUAL_MODULATIONS = 6  # two scales, two shifts and two gates, as in DiT
+MOST_PARTS = 12
+"""The largest number of equal parts that one layer is known to return, as in the norms of CogView 3."""
+# Names of a layer in a wrapper that has the layer's own name, such as qkv.linear and qkv.base_layer.
+_INNER_LAYERS = frozenset(
+    {"linear", "lin", "conv", "layer", "out_layer", "base_layer", "base", "inner", "original_module", "proj", "dense"}
 )
 
 
@@ -192,48 +232,126 @@ def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[s
     in x kernel) and is listed only if it is transposed or has groups.
     """
     infos = tuple(infos)
-    modules = (
-        dict(model_or_params.named_modules(remove_duplicate=False)) if isinstance(model_or_params, nn.Module) else {}
-    )
+    modules: dict[str, nn.Module] = {}
+    if isinstance(model_or_params, nn.Module):
+        modules = dict(model_or_params.named_modules(remove_duplicate=False))
     shapes = {info.name: info.shape for info in infos}
-    found = {info.name: _found(info, modules, shapes) for info in infos if info.ndim >= 2}
-    return {name: own for name, own in found.items() if own != _ONE_MATRIX}
+    matrices: dict[str, Found] = {}
+    for info in infos:
+        if info.ndim < 2:
+            continue
+        of_info = _matrices_of(info, modules, shapes)
+        if of_info != _ONE_MATRIX:
+            matrices[info.name] = of_info
+    return matrices
 
 
 _ONE_MATRIX: Found = (MatrixView(), "", None)
 
 
-def _found(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> Found:
-    # The tensors of a parametrized weight are below the module that owns the weight.
-    above = f".{info.name}".rpartition(".")[0].partition(".parametrizations.")[0].removeprefix(".")
-    owner = modules.get(above)
-    if is_convolution(info):
-        return _of_convolution(owner, info)
-    plain = [part for part in plain_name(info.name).split(".") if part != "base_layer"]
-    leaf = plain[-1]
+def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> Found:
+    """Return the view of a parameter, a note, and a pattern if only its name suggests several matrices."""
+    owner = modules.get(module_path(info.name))
+    leaf = plain_name(info.name).rpartition(".")[2]
+    by_type = _of_convolution(owner, info) or _of_torch(owner, leaf)
+    if by_type is not None:
+        return by_type
+    stored, count, note = _stored(info, leaf, owner, shapes)
+    if count:
+        return MatrixView(divided(stored, count)), note, None
+    # Parts of a flattened tensor keep its further dims.
+    divisible = _CONVOLUTION if info.ndim > 2 and stored == _PLAIN else stored
+    rows = _rows(divisible, info.shape)
+    layers = _layers_around(info, owner, modules)
+    for name, holder in layers:
+        pattern, parts = _fused(divisible, name, holder, rows)
+        if pattern or parts:
+            return MatrixView(pattern or _undivided(stored)), _joined(note, parts), None
+    view, suspected = MatrixView(_undivided(stored)), None
+    if count := _suspected_parts(info, layers):
+        suspected = divided(divisible, count)
+        split = MatrixView({_glob_of(info, layers): suspected})
+        argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.{split!r})"
+        note = _joined(note, f"{MAYBE_FUSED}: to split equal parts, {argument}")
+    return view, note, suspected
+
+
+def _undivided(stored: str) -> str | None:
+    """Return the pattern of one matrix in this order; None for (out, in), the default."""
+    return None if stored == _PLAIN else stored.replace("{out}", "out")
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _layers_around(
+    info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module]
+) -> list[tuple[str, nn.Module | None]]:
+    """Return the name of the layer that a parameter belongs to, with the module that holds this layer.
+
+    A layer in a wrapper also has the name of the wrapper: for ``attn.qkv.linear.weight``, these are "linear" in
+    ``attn.qkv``, and "qkv" in ``attn``. For a parameter that belongs to no layer, such as ``mlp.gate_up_proj``, its own
+    name is the name of the layer.
+    """
+    leaf = plain_name(info.name).rpartition(".")[2]
+    above = [part for part in module_path(info.name).split(".") if part]
+    if leaf not in PLAIN_LEAVES or not above:
+        return [(leaf, owner)]
+    layers: list[tuple[str, nn.Module | None]] = []
+    while above:
+        name = above.pop()
+        if name in WRAPPERS:
+            continue
+        layers.append((name, modules.get(".".join(above))))
+        if name not in _INNER_LAYERS and not name.isdigit():
+            break
+    return layers
+
+
+def _glob_of(info: ParamInfo, layers: Sequence[tuple[str, nn.Module | None]]) -> str:
+    """Return a glob for a parameter and the same parameter of other blocks, such as ``"*qkv.linear.weight"``."""
+    parts = plain_name(info.name).split(".")
+    return "*" + ".".join(parts[-len(layers) - 1 :])
+
+
+def _suspected_parts(info: ParamInfo, layers: Sequence[tuple[str, nn.Module | None]]) -> int | None:
+    """Return the number of matrices that the name of a layer of unknown code suggests; None for one matrix."""
+    for name, _ in layers:
+        for names, count in _SUSPECTS:
+            if names.fullmatch(name):
+                return count
+    path = ".".join(name for name, _ in reversed(layers))
+    _, holder = layers[0]
+    holder_class = None if holder is None else written_type(holder)
+    if info.ndim == 2 and (is_modulation(path) or class_name_fits(holder_class, _MODULATION_CLASS)):
+        return _modulations(*info.shape)
+    return None
+
+
+def is_modulation(path: str) -> bool:
+    """Return True for the path of a layer that returns scales, shifts and gates, such as ``adaLN_modulation.1``."""
+    *holders, layer = path.split(".")
+    if _MODULATION.search(layer):
+        return True
+    return any(_MODULATION.search(holder) or _NORM.search(holder) for holder in holders)
+
+
+def _modulations(rows: int, columns: int) -> int | None:
+    """Return the number of equal parts of a modulation; None if there are not several."""
+    if columns and rows % columns == 0 and 1 < rows // columns <= MOST_PARTS:
+        return rows // columns
+    return _USUAL_MODULATIONS if rows % _USUAL_MODULATIONS == 0 and rows > columns else None
+
+
+def _of_torch(owner: nn.Module | None, leaf: str) -> Found | None:
+    """Return the matrices of the fused parameters of PyTorch's own modules; None for another parameter."""
     if isinstance(owner, nn.MultiheadAttention) and leaf == "in_proj_weight":
         return MatrixView(divided(_PLAIN, 3)), _QKV, None
     if isinstance(owner, nn.RNNBase | nn.RNNCellBase) and leaf.startswith(("weight_ih", "weight_hh")):
         gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
         return _ONE_MATRIX if gates is None else (MatrixView(divided(_PLAIN, gates)), f"{gates} gates", None)
-    stored, count, note = _stored(info, leaf, owner, shapes)
-    if count:
-        return MatrixView(divided(stored, count)), note, None
-    is_flattened = info.ndim > 2 and stored == _PLAIN
-    divisible = _CONVOLUTION if is_flattened else stored  # parts of a flattened tensor keep its further dims
-    rows = _rows(divisible, info.shape)
-    # The layer or parameter by its name in the module that holds it.
-    is_layer = leaf in PLAIN_LEAVES and len(plain) > 1
-    own = plain[-2] if is_layer else leaf
-    holder = modules.get(above.removesuffix(".base_layer").rpartition(".")[0]) if is_layer else owner
-    pattern, parts = _fused(divisible, own, holder, rows)
-    suspected = None
-    if not parts and (count := next((n for names, n in _SUSPECTS if names.fullmatch(own)), None)):
-        glob, suspected = "*" + ".".join(plain_name(info.name).split(".")[-2:]), divided(divisible, count)
-        parts = f"{MAYBE_FUSED}: to split equal parts, view={{{glob!r}: {suspected!r}}}"
-    if pattern is None and stored != _PLAIN:
-        pattern = stored.replace("{out}", "out")
-    return MatrixView(pattern), "; ".join(filter(None, (note, parts))), suspected
+    return None
 
 
 def divided(stored: str, parts: int | Mapping[str, int]) -> str:
@@ -270,13 +388,16 @@ def _rows(stored: str, shape: tuple[int, ...]) -> int:
     return parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))[0].shape[-2]
 
 
-def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Found:
+def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Found | None:
+    """Return the matrices of a transposed convolution, or of one with groups; None for another parameter."""
+    if not is_convolution(info):
+        return None
     if isinstance(owner, _ConvTransposeNd):
         grouped = f"; {owner.groups} groups, not split" if owner.groups > 1 else ""
         return MatrixView("in out ... -> out (in ...)"), f"transposed convolution{grouped}", None
     if isinstance(owner, _ConvNd) and owner.groups > 1:
         return MatrixView(divided(_CONVOLUTION, owner.groups)), f"{owner.groups} groups", None
-    return _ONE_MATRIX
+    return None
 
 
 def _stored(
@@ -339,14 +460,17 @@ def _pattern_of(known: _Fused, stored: str, holder: nn.Module, rows: int) -> str
 
 
 def _number(module: nn.Module | None, formula: str) -> int:
-    """Return the value of a formula of module attributes, such as "num_heads*head_dim"; 0 if one is missing."""
+    """Return the value of a formula of module attributes, such as "config.num_heads*head_dim"; 0 if one is missing."""
     if "//" in formula:
-        whole, by = (_number(module, part) for part in formula.split("//"))
-        return whole // by if by and whole % by == 0 else 0
-    factors = (
-        functools.reduce(lambda at, name: getattr(at, name, 0), f.split("."), module) for f in formula.split("*")
-    )
-    return prod(factor if isinstance(factor, int) else 0 for factor in factors)
+        dividend, divisor = (_number(module, operand) for operand in formula.split("//"))
+        return dividend // divisor if divisor and dividend % divisor == 0 else 0
+    product = 1
+    for factor in formula.split("*"):
+        value: object = module
+        for name in factor.split("."):
+            value = getattr(value, name, 0)
+        product *= value if isinstance(value, int) else 0
+    return product
 
 
 def _is_expert(info: ParamInfo) -> bool:
@@ -375,25 +499,39 @@ def class_name_fits(module: type | None, pattern: str) -> bool:
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
     """Return a dict with globs instead of names. A glob matches only names with its value, and none of ``others``."""
-    # Globs begin with `*`, since wrappers add components in front of names.
-    found: dict[str, T] = {}
-    rest = [name for name in others if name not in values]
+    value_of: dict[str, T] = {}
+    without_value = [name for name in others if name not in values]
     for name, value in values.items():
-        if any(matches(name, pattern) for pattern in found):
+        if any(matches(name, glob) for glob in value_of):
             continue
-        strangers = [*rest, *(other for other, own in values.items() if own != value)]
-        globs = (glob for glob in _globs(name) if not any(matches(other, glob) for other in strangers))
-        found[next(globs, escape(name))] = value
-    return found
+        excluded = without_value + [other for other, other_value in values.items() if other_value != value]
+        value_of[_shortest_glob(name, excluded)] = value
+    return value_of
+
+
+def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
+    """Return the most general glob that matches a parameter name and none of the names in ``excluded``."""
+    for glob in _globs(name):
+        if not any(matches(other, glob) for other in excluded):
+            return glob
+    return escape(name)
 
 
 def _globs(name: str) -> Iterator[str]:
-    """Yield globs for a parameter name, general ones first: ``*.fc.weight`` for ``blocks.0.fc.weight``."""
+    """Yield globs for a parameter name, general ones first.
+
+    For ``blocks.0.fc.weight``, these are ``*.fc.weight``, ``*blocks.*.fc.weight`` and ``*blocks.0.fc.weight``, and
+    again with the number of the block. They begin with ``*``, since wrappers add components in front of names.
+    """
     parts = [escape(part) for part in name.split(".")]
-    words = [at for at, part in enumerate(parts) if not part.isdigit()]
-    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
-    for kept in range(len(numbers) + 1):
-        for literal in combinations(numbers, kept):
-            shown = ["*" if at in numbers and at not in literal else part for at, part in enumerate(parts)]
-            for start in reversed(words[:-1] or words or [0]):
-                yield ("*." if start else "*") + ".".join(shown[start:])
+    number_positions = [index for index, part in enumerate(parts) if part.isdigit()]
+    word_positions = [index for index in range(len(parts)) if index not in number_positions]
+    starts = word_positions[:-1] or word_positions or [0]
+    for literal_count in range(len(number_positions) + 1):
+        for literal_positions in combinations(number_positions, literal_count):
+            shown = list(parts)
+            for index in set(number_positions) - set(literal_positions):
+                shown[index] = "*"
+            for start in reversed(starts):
+                prefix = "*." if start else "*"
+                yield prefix + ".".join(shown[start:])

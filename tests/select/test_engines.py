@@ -17,23 +17,66 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-SCRIPT = Path(__file__).parents[2] / "scripts" / "routed_models.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
+def load_script(name: str) -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("transformers")
-        spec = importlib.util.spec_from_file_location("routed_models", SCRIPT)
+        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module
 
 
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("routed_models")
+
+
+@pytest.fixture(scope="module")
+def survey() -> ModuleType:
+    return load_script("survey_models")
+
+
+ROLES = {
+    "AriaModel": {"multi_modal_projector.query": "embedding"},
+    "DiaForConditionalGeneration": {"logits_dense.weight": "head"},
+    "FastSpeech2ConformerModel": {"speech_decoder_postnet.feat_out.weight": "head"},
+    "FunnelBaseModel": {
+        "encoder.blocks.#.#.attention.q_head.weight": "hidden",
+        "encoder.blocks.#.#.attention.k_head.weight": "hidden",
+        "encoder.blocks.#.#.attention.v_head.weight": "hidden",
+    },
+    "GraniteSpeech5ForCTC": {"encoder.input_linear.weight": "other"},
+    "Kosmos2ForConditionalGeneration": {"image_to_text_projection.latent_query": "embedding"},
+    "LayoutLMv3Model": {"encoder.rel_pos_x_bias.weight": "embedding", "encoder.rel_pos_y_bias.weight": "embedding"},
+    "LevitModel": {"encoder.stages.#.layers.#.attention_biases": "vector"},
+    "LxmertModel": {"encoder.visn_fc.visn_fc.weight": "other"},
+    "Ovis2ForConditionalGeneration": {"model.vision_tower.head_linear.weight": "head"},
+    "PI0ForConditionalGeneration": {"action_out_proj.weight": "head"},
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_layers_that_names_routed_wrongly_have_their_roles(survey, name):
+    found = survey.roles_of(survey.build(name))
+    assert {pattern: found.get(pattern) for pattern in ROLES[name]} == ROLES[name]
+
+
+def test_the_survey_reports_each_difference_from_the_record(survey):
+    ((name, roles),) = survey.survey(["BertModel"], 1)
+    assert survey.differences(name, roles, roles) == []
+    pattern = "pooler.dense.weight"
+    assert survey.differences(name, {**roles, pattern: "head"}, roles) == [f"BertModel: {pattern}: head -> hidden"]
+    without = {key: role for key, role in roles.items() if key != pattern}
+    assert survey.differences(name, without, roles) == [f"BertModel: {pattern}: absent -> hidden"]
+
+
 def test_the_page_of_routed_models_is_what_the_script_writes(script):
     version = f"transformers=={script.transformers.__version__}"
-    if version not in (SCRIPT.parents[1] / "requirements" / "engines.txt").read_text().split():
+    if version not in (SCRIPTS.parent / "requirements" / "engines.txt").read_text().split():
         pytest.skip(f"the page is of another version than {version}")
     assert script.PAGE.read_text() == script.page()
 

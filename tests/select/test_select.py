@@ -644,7 +644,7 @@ def test_the_report_has_a_line_for_every_parameter_and_totals():
 # ---------------------------------------------------------------------------------------------------- names alone
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:default_labels. found no output head")
 def test_named_tensors_taken_for_hidden_matrices_are_said_and_by_name_says_that_they_are():
     model = nn.ModuleDict({"lookup": nn.Embedding(8, 4), "up": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
     named = dict(model.named_parameters())
@@ -673,7 +673,7 @@ def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
     silent.update(params, silent.init(params), params)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:default_labels. found no output head")
 def test_an_optimizer_of_named_groups_can_be_told_the_labels():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
     groups = [{"params": list(model[0].named_parameters(prefix="0"))}, {"params": [("1.weight", model[1].weight)]}]

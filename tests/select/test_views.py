@@ -266,8 +266,8 @@ class Block(nn.Module):
 def lines_of(caught) -> list[mfx.MatrixView]:
     """The code in a warning of fused matrices: the line that splits them, and the line that keeps them whole."""
     (said,) = [str(one.message) for one in caught if "several matrices each" in str(one.message)]
-    code = [line.strip().removeprefix("view=") for line in said.splitlines() if "view=" in line]
-    return [eval(line, {"muonfx": mfx}) for line in code]
+    code = [line.strip() for line in said.splitlines() if "orthogonalize=" in line]
+    return [eval(f"dict({line})", {"muonfx": mfx})["orthogonalize"].arguments["view"] for line in code]
 
 
 @pytest.mark.parametrize(("name", "parts"), [("c_attn", 3), ("Wqkv", 3), ("gate_up_proj", 2), ("kv_proj", 2)])

@@ -1,0 +1,258 @@
+"""Read the structure of a model: its layers in the order of definition, its blocks, its first and its last layers.
+
+A module has no record of the order in which its layers run. The order of definition, the widths that layers read and
+return, and the lists of blocks are known without running the model:
+
+- A *layer* is a linear layer or a convolution. It reads vectors of one width, and returns vectors of another width.
+- A *block* is a module with children in an ``nn.ModuleList``, or one of several such modules of the same class in an
+  ``nn.Sequential`` or ``nn.ModuleDict``. Blocks are the body of a model.
+- An *input* is the first layer of a part of the model that contains blocks, if no earlier layer returns its width.
+- A *head* is a layer after the first block, outside all blocks, whose outputs no other layer reads, whole or in parts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from muonfx.select.views import MOST_PARTS, PLAIN_LEAVES, class_name_fits, is_modulation
+
+# The attributes for the width that a layer reads and the width that it returns: nn.Linear, convolutions, the Conv1D of
+# transformers, and the parallel linear layers of Megatron.
+_WIDTHS = (
+    ("in_features", "out_features"),
+    ("in_channels", "out_channels"),
+    ("nx", "nf"),
+    ("input_size", "output_size"),
+)
+_EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit)?$"
+_LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
+_MOST_CONCATENATED = 16  # the 4 x 4 pixels that a connector of a vision model merges
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer, a convolution or an embedding, by its path in the model, such as "blocks.0.fc"."""
+
+    path: str
+    reads: int | None
+    """The width of the vectors that it reads; None for an embedding, which reads indices."""
+    returns: int
+    """The width of the vectors that it returns."""
+    block: str | None
+    """The path of the outermost block that contains it, such as "blocks.0"; None outside all blocks."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The inputs, heads and tables of a model; the docstring of this file explains the terms."""
+
+    held_by_no_layer: frozenset[str] = frozenset()
+    """The names of parameters that a module other than a layer holds directly, as ``self.pos = nn.Parameter(...)``."""
+    inputs: dict[str, Layer] = field(default_factory=dict[str, Layer])
+    """The inputs by path."""
+    heads: dict[str, Layer] = field(default_factory=dict[str, Layer])
+    """The heads by path."""
+    read_in_their_block: frozenset[str] = frozenset()
+    """The paths of layers in blocks whose outputs another layer of the same block reads: hidden under any name."""
+    last_without_blocks: str | None = None
+    """The path of the last layer of a model that has no blocks, so that a head cannot be distinguished."""
+
+
+UNKNOWN_STRUCTURE = Structure()
+"""The structure of named tensors without a model."""
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """Return the structure of a model, from the modules that it defines; the model is not run."""
+    held_by_no_layer = frozenset(_held_by_no_layer(model))
+    layers = list(_layers_of(model))
+    if all(layer.block is None for layer in layers):
+        return Structure(held_by_no_layer, last_without_blocks=_last_layer(layers))
+    inputs = _inputs(layers)
+    heads = _heads(layers, inputs, _widths_of_norms(model), _numbers_of_blocks(layers))
+    return Structure(held_by_no_layer, inputs, heads, _read_in_their_block(layers))
+
+
+def _last_layer(layers: list[Layer]) -> str | None:
+    """Return the path of the last layer; None for an embedding, which its type shows, and for a single layer."""
+    if not layers or layers[-1].reads is None or layers[-1].path == "":
+        return None
+    return layers[-1].path
+
+
+# Modules whose parameters are matrices under names of their own, or belong to the module around them.
+_HOLDERS_OF_MATRICES = (
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.ParameterList,
+    nn.ParameterDict,
+    parametrize.ParametrizationList,
+)
+
+
+def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        if _is_layer(module) or isinstance(module, _HOLDERS_OF_MATRICES):
+            continue
+        for name, _ in module.named_parameters(recurse=False):
+            yield f"{path}.{name}" if path else name
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return True if a module is a linear layer or a convolution, judged by its widths, class name or bias."""
+    if _widths_of(module) is not None or class_name_fits(type(module), _LAYER_CLASS):
+        return True
+    leaves = {name for name, _ in module.named_parameters(recurse=False)}
+    return {"weight", "bias"} <= leaves
+
+
+def _layers_of(model: nn.Module) -> Iterator[Layer]:
+    blocks = set(_blocks_of(model))
+    for path, module in model.named_modules():
+        block = next((above for above in _with_ancestors(path) if above in blocks), None)
+        if widths := _widths_of(module):
+            reads, returns = widths
+            yield Layer(path, reads, returns, block)
+        elif isinstance(module, nn.Embedding) or class_name_fits(type(module), _EMBEDDING_CLASS):
+            width = getattr(module, "embedding_dim", None)
+            if isinstance(width, int):
+                yield Layer(path, None, width, block)
+
+
+def _widths_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return the widths that a linear layer or a convolution reads and returns; None for another module."""
+    leaves = {name for name, _ in module.named_parameters(recurse=False)}
+    if leaves.isdisjoint(PLAIN_LEAVES | {"weight_v"}) and not parametrize.is_parametrized(module):
+        return None
+    for reads_name, returns_name in _WIDTHS:
+        reads, returns = getattr(module, reads_name, None), getattr(module, returns_name, None)
+        if isinstance(reads, int) and isinstance(returns, int):
+            return reads, returns
+    return None
+
+
+def _blocks_of(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of blocks."""
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        children = {name: child for name, child in module.named_children() if any(child.children())}
+        times = Counter(type(child) for child in children.values())
+        for name, child in children.items():
+            if isinstance(module, nn.ModuleList) or times[type(child)] > 1:
+                yield f"{path}.{name}" if path else name
+
+
+def _with_ancestors(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module, the outermost first: "", "a", "a.b" and "a.b.c" for "a.b.c"."""
+    yield ""
+    parts = path.split(".") if path else []
+    for count in range(1, len(parts) + 1):
+        yield ".".join(parts[:count])
+
+
+def _inputs(layers: list[Layer]) -> dict[str, Layer]:
+    """Return the layers that read raw input: each is the first of a part of the model with blocks."""
+    first_of: dict[str, Layer] = {}
+    with_blocks: set[str] = set()
+    for layer in layers:
+        for path in _with_ancestors(layer.path):
+            first_of.setdefault(path, layer)
+            if layer.block is not None and not _is_inside(path, layer.block):
+                with_blocks.add(path)
+    firsts = {layer.path for path, layer in first_of.items() if path in with_blocks}
+    inputs: dict[str, Layer] = {}
+    returned_widths: set[int] = set()
+    for layer in layers:
+        if layer.path in firsts and layer.block is None and _reads_raw_input(layer, returned_widths):
+            inputs[layer.path] = layer
+        returned_widths.add(layer.returns)
+    return inputs
+
+
+def _reads_raw_input(layer: Layer, returned_widths: Iterable[int]) -> bool:
+    """Return True if no earlier layer returns what a layer reads, whole or concatenated; it then changes the width."""
+    if layer.reads is None or layer.reads == layer.returns:
+        return False
+    for width in returned_widths:
+        if layer.reads % width == 0 and layer.reads // width <= _MOST_CONCATENATED:
+            return False
+    return True
+
+
+def _is_inside(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.")
+
+
+def _heads(
+    layers: list[Layer], inputs: dict[str, Layer], widths_of_norms: set[int], numbers_of_blocks: set[int]
+) -> dict[str, Layer]:
+    """Return the layers after the first block, outside all blocks, whose outputs no other layer and no norm reads."""
+    # A model of images or actions may read and return one raw width: an input does not read what a head returns.
+    read_widths = widths_of_norms | {layer.reads for layer in layers if layer.path not in inputs and layer.reads}
+    first_in_block = next(index for index, layer in enumerate(layers) if layer.block is not None)
+    heads: dict[str, Layer] = {}
+    for index, layer in enumerate(layers):
+        if index < first_in_block or layer.block is not None or layer.path in inputs:
+            continue
+        if layer.reads is None or layer.returns == layer.reads or layer.returns in read_widths:
+            continue
+        is_one_slice_a_block = any(
+            layer.returns == count * width for count in numbers_of_blocks for width in read_widths
+        )
+        if is_one_slice_a_block or _returns_parts(layer) or _is_read_in_parts(layer, layers[index + 1 :]):
+            continue
+        heads[layer.path] = layer
+    return heads
+
+
+def _numbers_of_blocks(layers: list[Layer]) -> set[int]:
+    """Return the number of blocks in each list of at least two blocks."""
+    blocks = {layer.block for layer in layers if layer.block is not None}
+    return {count for count in Counter(block.rpartition(".")[0] for block in blocks).values() if count > 1}
+
+
+def _returns_parts(layer: Layer) -> bool:
+    """Return True for a layer that returns several vectors of its own width, as a fused projection, or a modulation."""
+    if layer.reads is None:
+        return False
+    multiples = {count * layer.reads for count in range(2, MOST_PARTS + 1)}
+    return layer.returns in multiples or is_modulation(layer.path)
+
+
+def _is_read_in_parts(layer: Layer, later_layers: list[Layer]) -> bool:
+    """Return True if a later layer of the same module reads half of the width, as in a gated MLP, or twice it."""
+    holder = layer.path.rpartition(".")[0]
+    if not holder:
+        return False
+    read_widths = {later.reads for later in later_layers if _is_inside(later.path, holder)}
+    return not read_widths.isdisjoint({layer.returns / 2, layer.returns * 2})
+
+
+def _widths_of_norms(model: nn.Module) -> set[int]:
+    """Return the lengths of the vectors that belong to no layer: the gains of norms, and similar."""
+    widths: set[int] = set()
+    for module in model.modules():
+        if _widths_of(module) is not None:
+            continue
+        for param in module.parameters(recurse=False):
+            if param.ndim == 1:
+                widths.add(param.shape[0])
+    return widths
+
+
+def _read_in_their_block(layers: list[Layer]) -> frozenset[str]:
+    """Return the paths of layers in blocks whose outputs another layer of the same block reads."""
+    readers = Counter((layer.block, layer.reads) for layer in layers)
+    read: set[str] = set()
+    for layer in layers:
+        is_its_own_reader = layer.reads == layer.returns
+        if layer.block is not None and readers[layer.block, layer.returns] > int(is_its_own_reader):
+            read.add(layer.path)
+    return frozenset(read)

@@ -1,0 +1,422 @@
+"""Roles by the structure of a model, and a table of layers of real models that names alone routed wrongly.
+
+Each row of the table recreates a part of a model of transformers, timm or diffusers: the same names and kinds of
+modules in the same order, with small sizes.
+"""
+
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import muonfx as mfx
+from muonfx.select import default_labels, describe
+from tests.select.test_select import Holder, build, lin
+
+D = 16
+
+
+class Block(nn.Module):
+    """A block of a body: a norm and an MLP of width D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.up = lin(4 * D, D)
+        self.down = lin(D, 4 * D)
+
+
+class Attention(nn.Module):
+    """The projections of Funnel's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_head, self.k_head, self.v_head = lin(D, D), lin(D, D), lin(D, D)
+        self.post_proj = lin(D, D)
+
+
+def with_body(before: dict | None = None, inside: dict | None = None, after: dict | None = None) -> nn.Module:
+    """A model of two blocks, with modules or parameters before the blocks, in the first block, and after them."""
+    model = build(before or {})
+    model.blocks = nn.ModuleList([Block(), Block()])
+    for name, child in (inside or {}).items():
+        model.blocks[0].add_module(name, build(child) if isinstance(child, dict) else child)
+    for name, child in (after or {}).items():
+        model.add_module(name, build(child) if isinstance(child, dict) else child)
+    return model
+
+
+def table(**shapes: tuple[int, ...]) -> dict:
+    """Parameters that a module of the first block holds directly."""
+    return {"inside": {"owner": Holder(**shapes)}}
+
+
+def first(name: str, layer: nn.Module) -> dict:
+    """A layer before the blocks, by its dotted name."""
+    return {"before": nested(name, layer)}
+
+
+def last(name: str, layer: nn.Module) -> dict:
+    """A layer after the blocks, by its dotted name."""
+    return {"after": nested(name, layer)}
+
+
+def nested(name: str, layer: nn.Module) -> dict:
+    *above, leaf = name.split(".")
+    tree: dict = {leaf: layer}
+    for part in reversed(above):
+        tree = {part: tree}
+    return tree
+
+
+# (kind, real model, the part of a model, the parameter, its label)
+ROUTES = [
+    ("table", "LeViT, EfficientFormer", table(attention_biases=(8, 49)), "blocks.0.owner.attention_biases", "adamw"),
+    (
+        "table",
+        "GLM-5 Next",
+        table(index_kpool_compress_ape=(16, D)),
+        "blocks.0.owner.index_kpool_compress_ape",
+        "adamw",
+    ),
+    (
+        "table",
+        "GLM-5 Next",
+        table(index_kpool_compress_gate=(8, D)),
+        "blocks.0.owner.index_kpool_compress_gate",
+        "adamw",
+    ),
+    ("table", "Kosmos-2", table(latent_query=(64, D)), "blocks.0.owner.latent_query", "adamw"),
+    ("table", "Aria", table(query=(64, D)), "blocks.0.owner.query", "adamw"),
+    ("table", "Allegro, PixArt", table(scale_shift_table=(6, D)), "blocks.0.owner.scale_shift_table", "adamw"),
+    ("table", "timm's PosEmbedRel", table(height_rel=(31, D)), "blocks.0.owner.height_rel", "adamw"),
+    ("table", "timm's PosEmbedRel", table(width_rel=(31, D)), "blocks.0.owner.width_rel", "adamw"),
+    ("table", "Cosmos", table(pos_emb_t=(30, D)), "blocks.0.owner.pos_emb_t", "adamw"),
+    ("table", "Cosmos", table(pos_emb_h=(30, D)), "blocks.0.owner.pos_emb_h", "adamw"),
+    ("table", "Cosmos", table(pos_emb_w=(30, D)), "blocks.0.owner.pos_emb_w", "adamw"),
+    ("table", "DeepSeek-V4, HY-V4", table(fn=(24, 4 * D)), "blocks.0.owner.fn", "adamw"),
+    ("bias table", "LayoutLMv3", first("rel_pos_x_bias", lin(12, 64)), "rel_pos_x_bias.weight", "adamw"),
+    ("bias table", "LayoutLMv2", first("rel_pos_y_bias", lin(12, 64)), "rel_pos_y_bias.weight", "adamw"),
+    (
+        "bias table",
+        "PP-DocLayoutV2",
+        last("encoder.rel_pos_x_bias", lin(12, 64)),
+        "encoder.rel_pos_x_bias.weight",
+        "adamw",
+    ),
+    ("head", "DeiT, SwiftFormer", last("head_dist", lin(10, D)), "head_dist.weight", "adamw"),
+    ("head", "LeViT, iFormer", last("head_dist.linear", lin(10, D)), "head_dist.linear.weight", "adamw"),
+    ("head", "Dia", last("logits_dense", lin(99, D)), "logits_dense.weight", "adamw"),
+    ("head", "Ovis2", last("vision_tower.head_linear", lin(99, D)), "vision_tower.head_linear.weight", "adamw"),
+    ("head", "DiT", last("proj_out_2", lin(99, D)), "proj_out_2.weight", "adamw"),
+    ("head", "pi0", last("action_out_proj", lin(7, D)), "action_out_proj.weight", "adamw"),
+    ("head", "SpeechT5", last("postnet.feat_out", lin(80, D)), "postnet.feat_out.weight", "adamw"),
+    ("head", "SpeechT5", last("postnet.prob_out", lin(6, D)), "postnet.prob_out.weight", "adamw"),
+    ("head", "ERNIE-Image", last("final_linear", lin(128, D)), "final_linear.weight", "adamw"),
+    ("head", "ACE-Step", last("proj_out_conv", nn.ConvTranspose1d(D, 8, 2)), "proj_out_conv.weight", "adamw"),
+    ("head", "Ideogram", last("final_layer.linear", lin(99, D)), "final_layer.linear.weight", "adamw"),
+    ("head", "Kandinsky", last("out_layer.out_layer", lin(99, D)), "out_layer.out_layer.weight", "adamw"),
+    ("head", "Granite Speech", last("encoder.out", lin(42, D)), "encoder.out.weight", "adamw"),
+    (
+        "head",
+        "LightGlue",
+        last("decoder_b.conv_score_b", nn.Conv2d(D, 65, 1)),
+        "decoder_b.conv_score_b.weight",
+        "adamw",
+    ),
+    ("head", "ColModernVBERT", last("embedding_proj_layer", lin(99, D)), "embedding_proj_layer.weight", "adamw"),
+    ("head", "MiniMax Music", last("audio_heads.0", lin(99, D)), "audio_heads.0.weight", "adamw"),
+    ("head", "numbered", last("classifier_2", lin(10, D)), "classifier_2.weight", "adamw"),
+    ("input", "Allegro", first("pos_embed.proj", nn.Conv2d(4, D, 2)), "pos_embed.proj.weight", "adamw"),
+    ("input", "ERNIE-Image", first("x_embedder.proj", nn.Conv2d(128, D, 1)), "x_embedder.proj.weight", "adamw"),
+    ("input", "Flux 3", first("x_embedders.image", lin(D, 99)), "x_embedders.image.weight", "adamw"),
+    ("input", "Cosmos", first("patch_embed_base.proj", lin(D, 72)), "patch_embed_base.proj.weight", "adamw"),
+    ("input", "DAC", first("embedder.conv1", nn.Conv2d(8, D, 3)), "embedder.conv1.weight", "adamw"),
+    (
+        "input",
+        "Kosmos-2.5",
+        first("embeddings.patch_projection", lin(D, 75)),
+        "embeddings.patch_projection.weight",
+        "adamw",
+    ),
+    ("input", "LTX-Video", first("proj_in", lin(D, 99)), "proj_in.weight", "adamw"),
+    ("input", "JoyImage", first("img_in", nn.Conv3d(8, D, (1, 2, 2))), "img_in.weight", "adamw"),
+    ("input", "Granite Speech", first("encoder.input_linear", lin(D, 80)), "encoder.input_linear.weight", "adamw"),
+    ("input", "LASR", first("subsampler.dense_0", lin(D, 80)), "subsampler.dense_0.weight", "adamw"),
+    ("input", "Mochi", first("encoder.proj_in", lin(D, 15)), "encoder.proj_in.weight", "adamw"),
+    ("input", "LXMERT", first("visn_fc.visn_fc", lin(D, 99)), "visn_fc.visn_fc.weight", "adamw"),
+    ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.q_head.weight", "muon"),
+    ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.k_head.weight", "muon"),
+    ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.v_head.weight", "muon"),
+    # what is right must stay right
+    ("hidden", "BERT", last("pooler.dense", lin(D, D)), "pooler.dense.weight", "muon"),
+    (
+        "hidden",
+        "a connector",
+        last("aligner", build({"a": lin(2 * D, D), "b": lin(D, 4 * D)})),
+        "aligner.a.weight",
+        "muon",
+    ),
+    ("hidden", "nanoGPT's records", table(qkvo_w=(4 * D, D)), "blocks.0.owner.qkvo_w", "muon"),
+    ("hidden", "nanoGPT's records", table(c_fc=(4 * D, D)), "blocks.0.owner.c_fc", "muon"),
+    ("hidden", "Inkling", table(proj=(16, 4 * D)), "blocks.0.owner.proj", "muon"),
+    (
+        "hidden",
+        "Gemma 3n",
+        last("per_layer_model_projection", lin(8 * D, D)),
+        "per_layer_model_projection.weight",
+        "muon",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "part", "name", "label"), ROUTES, ids=lambda value: str(value)[:40])
+def test_layers_of_real_models_are_routed_by_structure(kind, source, part, name, label):
+    labels = default_labels(with_body(**part))
+    assert labels[name] == label, (kind, source, labels.reason(name))
+    assert {labels[f"blocks.{index}.{layer}.weight"] for index in (0, 1) for layer in ("up", "down")} == {"muon"}
+
+
+def test_the_table_of_real_models_has_forty_corrections_of_each_kind():
+    corrected = [kind for kind, _, _, _, label in ROUTES if label == "adamw" or kind == "hidden"]
+    assert len(corrected) >= 40
+    assert set(corrected) == {"table", "bias table", "head", "input", "hidden"}
+
+
+plain_names = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12).filter(
+    lambda name: name not in ("blocks", "training", "forward", "module") and not hasattr(nn.Module(), name)
+)
+
+
+@given(plain_names, st.integers(5, 300).filter(lambda width: width % D))
+def test_the_last_layer_of_a_model_with_blocks_is_for_adamw_under_any_name(name, outputs):
+    labels = default_labels(with_body(after={name: lin(outputs, D)}))
+    assert labels[f"{name}.weight"] == "adamw", labels.reason(f"{name}.weight")
+
+
+@given(plain_names, st.integers(5, 300).filter(lambda width: width != D))
+def test_the_first_layer_of_a_model_with_blocks_is_for_adamw_under_any_name(name, features):
+    labels = default_labels(with_body(before={name: lin(D, features)}))
+    assert labels[f"{name}.weight"] == "adamw", labels.reason(f"{name}.weight")
+
+
+def test_a_layer_between_two_bodies_is_hidden():
+    model = build({"embed": nn.Embedding(32, D)})
+    model.vision = with_body(before={"stem": nn.Conv2d(3, D, 4)})
+    model.connector = build({"linear_1": lin(24, D), "linear_2": lin(40, 24)})
+    model.text = build({"adapt": lin(D, 40)})
+    model.text.blocks = nn.ModuleList([Block(), Block()])
+    model.lm_head = lin(32, D)
+    labels = default_labels(model)
+    adamw = {
+        name for name, label in labels.items() if label == "adamw" and name.endswith("weight") and "norm" not in name
+    }
+    assert adamw == {"embed.weight", "vision.stem.weight", "lm_head.weight"}
+
+
+def test_a_table_has_a_reason_that_names_the_module():
+    labels = default_labels(with_body(**table(odd=(9, D))))
+    assert labels.reason("blocks.0.owner.odd") == "table (a 2-D parameter of Holder, which is no linear layer)"
+
+
+def test_matrices_that_a_known_module_holds_directly_are_no_tables():
+    model = nn.ModuleList(
+        [
+            nn.MultiheadAttention(8, 2, kdim=4, vdim=6, bias=False),
+            nn.GRU(8, 8, bias=False),
+            nn.LSTMCell(8, 8, bias=False),
+        ]
+    )
+    assert set(default_labels(model).values()) == {"muon"}
+
+
+# -------------------------------------------------------------------------------------------- without a head
+
+
+def argument_of(message: str, name: str) -> object:
+    """The argument that a message prints as a line of code."""
+    (line, *_) = [line.strip() for line in message.splitlines() if line.strip().startswith(f"{name}=")]
+    return eval(f"dict({line})", {"muonfx": mfx})[name]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
+class Net(nn.Module):
+    """The usual first network of a tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3)
+        self.fc1, self.fc2 = nn.Linear(64, 32), nn.Linear(32, 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(mlp, "3.weight"), (Net, "fc2.weight"), (lambda: nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8)), "1.weight")],
+    ids=["Sequential", "Net", "an autoencoder"],
+)
+def test_a_model_without_a_recognized_head_is_warned_of_with_the_line_that_labels_it(make, name):
+    model = make()
+    with pytest.warns(UserWarning, match=f"no output head.*{name!r}.*'muon'") as caught:
+        optimizer = mfx.Muon(model)
+    assert caught[0].filename == __file__
+    assert [group["label"] for group in optimizer.param_groups if name in group["param_names"]] == ["muon"]
+    labels = argument_of(str(caught[0].message), "labels")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = mfx.Muon(model, labels=labels)
+    assert [group["label"] for group in optimizer.param_groups if name in group["param_names"]] == ["adamw"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_line_that_labels_a_head_keeps_the_rules_and_the_labels_of_the_caller():
+    rules = [(mfx.select.path("1.*") & mfx.select.ndim(2), "muon")]
+    for options in ({}, {"roles": True}, {"muon": "m", "other": "o"}):
+        hidden = {"roles": "hidden", "muon": "m"}.get(next(iter(options), ""), "muon")
+        own = [(rules[0][0], hidden)]
+        with pytest.warns(UserWarning, match="no output head") as caught:
+            before = default_labels(mlp(), own, **options)
+        after = argument_of(str(caught[0].message), "labels")(mlp())
+        assert before["3.weight"] == hidden
+        assert {**before, "3.weight": after["3.weight"]} == after
+        assert after["3.weight"] == {"roles": "head", "muon": "o"}.get(next(iter(options), ""), "adamw")
+        assert after.reason("1.weight").startswith("user rule 1")
+
+
+def tied() -> nn.Module:
+    model = build({"tokens": nn.Embedding(32, D), "up": lin(D, D), "back": lin(32, D)})
+    model.back.weight = model.tokens.weight
+    return model
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_body(first("stem", nn.Conv2d(3, D, 4))["before"]),
+        lambda: with_body(after={"pooler": build({"dense": lin(D, D)})}),
+        lambda: build({"fc1": lin(32, D), "head": lin(10, 32)}),
+        lambda: build({"fc1": lin(32, D), "wte": nn.Embedding(10, D)}),
+        lambda: nn.Linear(8, 8),
+        tied,
+    ],
+    ids=["an encoder", "a pooler", "a head by name", "an embedding last", "a layer", "a tied head"],
+)
+def test_a_model_whose_last_layer_is_no_question_is_not_warned_of(make):
+    default_labels(make())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rule_for_the_last_layer_or_another_head_silences_the_warning():
+    for rule in ((mfx.select.path("3.*"), "muon"), (mfx.select.path("1.weight"), "adamw")):
+        default_labels(mlp(), [rule])
+
+
+# ------------------------------------------------------------------------------------------ fused without a word
+
+
+def wrapped(**children: nn.Module) -> nn.Module:
+    model = nn.ModuleList([build({"norm": nn.LayerNorm(D), **children}) for _ in range(2)])
+    for block in model:
+        block.proj = lin(D, D)
+    return model
+
+
+FUSED = {
+    "LeViT, a wrapper of LoRA": (lambda: wrapped(qkv=build({"linear": lin(3 * D, D)})), "0.qkv.linear.weight", 3),
+    "a base layer": (lambda: wrapped(qkv=build({"base_layer": lin(3 * D, D)})), "0.qkv.base_layer.weight", 3),
+    "a Sequential": (lambda: wrapped(qkv=nn.Sequential(lin(3 * D, D))), "0.qkv.0.weight", 3),
+    "a convolution": (lambda: wrapped(qkv=nn.Conv2d(D, 3 * D, 1)), "0.qkv.weight", 3),
+    "DiT": (
+        lambda: wrapped(adaLN_modulation=nn.Sequential(nn.SiLU(), lin(6 * D, D))),
+        "0.adaLN_modulation.1.weight",
+        6,
+    ),
+    "PixArt": (lambda: wrapped(adaln_single=build({"linear": lin(6 * D, D)})), "0.adaln_single.linear.weight", 6),
+    "Qwen-Image": (lambda: wrapped(img_mod=nn.Sequential(nn.SiLU(), lin(6 * D, D))), "0.img_mod.1.weight", 6),
+    "Flux": (lambda: wrapped(modulation=build({"lin": lin(3 * D, D)})), "0.modulation.lin.weight", 3),
+    "a narrow condition": (lambda: wrapped(adaln=build({"linear": lin(6 * D, 5)})), "0.adaln.linear.weight", 6),
+    "gate and up": (lambda: wrapped(gate_up_proj=build({"linear": lin(4 * D, D)})), "0.gate_up_proj.linear.weight", 2),
+}
+
+
+@pytest.mark.parametrize(("make", "name", "parts"), FUSED.values(), ids=FUSED)
+def test_a_fused_layer_of_unknown_code_has_a_line_that_splits_it_in_the_warning_and_in_the_report(make, name, parts):
+    model = make()
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        optimizer = mfx.Muon(model)
+    (warning,) = [str(warning.message) for warning in caught]
+    assert repr(name) in warning
+    reason = describe(optimizer).labels.reason(name)
+    reason = reason[reason.index("orthogonalize=") :]
+    for message in (warning, reason):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            split = mfx.Muon(model, orthogonalize=argument_of(message, "orthogonalize"))
+        view = describe(split).labels.views[name]
+        (matrices,) = mfx.MatrixView(view.text(name)).of([name])[0].split(model.get_parameter(name))
+        rows, *_ = model.get_parameter(name).shape
+        assert matrices.shape[:2] == (parts, rows // parts)
+
+
+def test_the_lines_for_one_matrix_keep_it_whole_without_a_warning():
+    for make, name, _ in FUSED.values():
+        with pytest.warns(UserWarning, match="several matrices each") as caught:
+            mfx.Muon(make())
+        *_, whole = [line.strip() for line in str(caught[0].message).splitlines() if "orthogonalize=" in line]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer = mfx.Muon(make(), orthogonalize=argument_of(whole, "orthogonalize"))
+        assert "maybe fused" not in describe(optimizer).labels.reason(name)
+
+
+def of_package(module: str, name: str, **attributes: object) -> nn.Module:
+    layer = type(name, (nn.Module,), {"__module__": module})()
+    for key, value in attributes.items():
+        setattr(layer, key, value)
+    return layer
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("layer", "name", "pattern"),
+    [
+        (of_package("timm.layers.attention", "Attention", qkv=lin(3 * D, D)), "qkv", "(part=3 out) in -> part out in"),
+        (
+            of_package("timm.models.visformer", "Attention", qkv=nn.Conv2d(D, 3 * D, 1)),
+            "qkv",
+            "(part=3 out) ... -> part out (...)",
+        ),
+        (
+            of_package("timm.models.maxxvit", "AttentionCl", qkv=lin(3 * D, D), head_first=True, num_heads=2),
+            "qkv",
+            "(heads=2 part=3 dim) in -> part (heads dim) in",
+        ),
+        (
+            of_package(
+                "timm.models.levit",
+                "Attention",
+                qkv=build({"linear": lin(4 * D, D)}),
+                num_heads=4,
+                key_dim=4,
+                val_dim=8,
+            ),
+            "qkv.linear",
+            "(heads=4 (query=4 + key=4 + value=8)) in -> (heads query) in, (heads key) in, (heads value) in",
+        ),
+        (
+            of_package("diffusers.models.normalization", "AdaLayerNormZero", linear=lin(6 * D, D)),
+            "linear",
+            "(part=6 out) in -> part out in",
+        ),
+    ],
+    ids=["timm", "timm, convolution", "timm, by head", "LeViT", "diffusers"],
+)
+def test_fused_layers_of_timm_and_diffusers_are_split_as_their_code_does(layer, name, pattern):
+    model = nn.ModuleList([build({"attn": layer, "proj": lin(D, D)})])
+    assert default_labels(model).views[f"0.attn.{name}.weight"].pattern == pattern
+    mfx.Muon(model)
