@@ -177,6 +177,17 @@ def all_usable(leaves: Collection[Any]) -> bool:
     return kinds <= _USABLE_KINDS
 
 
+def is_frozen(leaf: object) -> bool:
+    """Return True if a leaf is a parameter of a model that is not trained, as after ``requires_grad_(False)``.
+
+    A plain tensor is never frozen, because its gradient may be assigned.
+
+    >>> is_frozen(nn.Parameter(torch.zeros(2), requires_grad=False)), is_frozen(torch.zeros(2))
+    (True, False)
+    """
+    return isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+
+
 def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
     if all_usable(leaves):
         return

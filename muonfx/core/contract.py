@@ -252,13 +252,15 @@ class Transform(Recorded):
             A tree of tensors. No update changes their shapes, dtypes and devices.
 
         Raises:
-            TypeError: a leaf is not a dense real floating-point tensor of 16 bits or more. The message names it.
+            TypeError: a leaf is not a dense real floating-point tensor of 16 bits or more. The message names it. A
+                leaf of another kind is accepted if a partition gives it the label None, or if it is a frozen parameter.
             ValueError: two leaves have the same dotted name.
 
         Warns:
             UserWarning: a pattern over parameter names in an argument matches no parameter.
         """
         if not torch.compiler.is_compiling():
+            params = without_left_out(self, params)
             checks.check_params(params)
             warn_of_unmatched(self.name_patterns, params)
         return self.functions.init(params)
@@ -291,6 +293,7 @@ class Transform(Recorded):
                 detached, so the graph grows with every step.
         """
         if not torch.compiler.is_compiling():
+            params = without_left_out(self, params)
             leaves, treedef, specs = checks.check_update(updates, params)
             expected = self._expected_state(leaves, treedef, specs)
             if expected is not None:
@@ -359,6 +362,30 @@ class Transform(Recorded):
             for what, own, old in (("updates", found[0], updates), ("state", found[1], state)):
                 checks.check_structure(f"{self.name}: the {what} that it returns", own, f"the {what} given to it", old)
         return found
+
+
+def left_out(tx: Transform, params: PyTree) -> set[str]:
+    """Return the names of the parameters to which a `partition` gives the label None, so that they are not updated."""
+    declared = tx.declaration.combinator.leaves_out
+    if declared is not None:
+        return declared(tx, params)
+    return set[str]().union(*[left_out(part, params) for part in tx.children])
+
+
+def without_left_out(tx: Transform, params: PyTree) -> PyTree:
+    """Return parameters with None for each leaf that no transform can update and none has to: quantized weights.
+
+    Such a leaf is not a floating-point tensor, and it is a frozen parameter or has the label None.
+    """
+    leaves, treedef = tree.flatten(params)
+    if checks.all_usable(leaves):
+        return params
+    not_updated = left_out(tx, params)
+    trained: list[Any] = []
+    for name, leaf in zip(tree.names(params), leaves, strict=True):
+        is_skipped = not checks.is_usable(leaf) and (name in not_updated or checks.is_frozen(leaf))
+        trained.append(None if is_skipped else leaf)
+    return tree.unflatten(treedef, trained)
 
 
 def within(tx: Transform) -> Iterator[Transform]:

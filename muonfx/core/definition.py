@@ -198,6 +198,9 @@ class Combinator:
     of the previous one and all extra arguments. The state is a dict from their names to their states."""
     varies_numbers: bool = False
     """True if the called transforms differ in numeric arguments only, so that one of them describes how all run."""
+    leaves_out: Callable[[Any, Any], set[str]] | None = field(default=None, repr=False)
+    """A function of the wrapper and the parameters that returns the names of parameters that it does not update. None:
+    each called transform receives all parameters."""
 
     def __post_init__(self) -> None:
         if not (self.own_locality is None or isinstance(self.own_locality, Locality)):

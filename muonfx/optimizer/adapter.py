@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from muonfx.core import Donation, Transform
+from muonfx.core.checks import is_frozen, warn_caller
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
 from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
@@ -25,15 +26,15 @@ from muonfx.optimizer.groups import (
     NamedParameters,
     check_once,
     defaults_for_schedulers,
-    groups_by_route,
     named_pairs,
     names_in,
+    new_groups,
     require_parameters,
     resolve_groups,
     warn_of_ascent,
     warn_of_unread_rates,
 )
-from muonfx.optimizer.state import Load, read_state_dict
+from muonfx.optimizer.state import StateToLoad, read_state_dict
 from muonfx.optimizer.stepping import add_in_place
 from muonfx.program.placement import Arguments
 from muonfx.sharding.layout import Layout
@@ -64,7 +65,7 @@ class TransformOptimizer(FollowingOptimizer):
     together. An error on one rank is raised on all ranks.
 
     State: it is created at construction. ``optimizer.state[parameter]`` shows the tensors of one parameter, under keys
-    such as "momentum/trace", and the scalars that all parameters share. Each step overwrites the tensors of the state,
+    such as "momentum.trace", and the scalars that all parameters share. Each step overwrites the tensors of the state,
     but not the gradients.
 
     Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
@@ -109,7 +110,7 @@ class TransformOptimizer(FollowingOptimizer):
         >>> model(torch.arange(8)).square().sum().backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[model[1].weight])
-        ['adamw/scale_by_adam/count', 'muon/momentum/trace']
+        ['adamw.scale_by_adam.count', 'muon.momentum.trace']
     """
 
     @plain_arguments
@@ -142,17 +143,22 @@ class TransformOptimizer(FollowingOptimizer):
         named = {name: param for group in groups for name, param in group["params"]}
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
+        frozen = {name: param for name, param in named.items() if is_frozen(param)}
+        trained = {name: param for name, param in named.items() if name not in frozen}
         if callable(layout):
-            layout = layout(named)
+            layout = layout(trained)
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(
                 "layout must be a muonfx.sharding layout, or a function that returns one, found a "
                 f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
             )
         self._given = layout, settings
-        self._stepping = self._stepping_for(tx, named)
-        self._attachment = Attachment(models_of(given), model, named, alone=not self._stepping.is_over_ranks)
-        warn_of_ascent(self._stepping.program, self._stepping.routes, named)
+        self._stepping = self._stepping_for_trained(tx, trained)
+        left_out = trained.keys() - self._stepping.routes.keys()
+        trained = {name: param for name, param in trained.items() if name not in left_out}
+        is_alone = not self._stepping.is_over_ranks
+        self._attachment = Attachment(models_of(given), model, trained, frozen, left_out, alone=is_alone)
+        warn_of_ascent(self._stepping.program, self._stepping.routes, trained)
         super().__init__(groups, {})
         self._start()
         self.defaults.update(defaults_for_schedulers(self.param_groups))
@@ -174,40 +180,38 @@ class TransformOptimizer(FollowingOptimizer):
                 parameter is already in a group.
         """
         if "state" not in self._live:  # torch's constructor adds the groups one by one
-            self._add_by_route(param_group, named_pairs(param_group["params"]))
+            pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.routes]
+            self._add_groups(param_group, pairs, as_one=False)
             return
         self._rebind()
-        before, named = self._stepping, self._named()
-        known = names_in(self._attachment.models) | {param: name for name, param in named.items()}
-        pairs = named_pairs(param_group["params"], known)
-        unfrozen = {name for name, param in pairs if name in before.left_out and param is named[name]}
-        check_once([*[pair for pair in named.items() if pair[0] not in unfrozen], *pairs])
+        named = self._named()
+        pairs = named_pairs(param_group["params"], self._attachment.names)
+        check_once([*named.items(), *pairs])
+        frozen = {name: param for name, param in pairs if is_frozen(param)}
+        new = {name: param for name, param in pairs if name not in frozen}
+        if pairs and not new:
+            raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
+        before = self._stepping
         with self._all_or_nothing():
-            self._stepping = self._stepping_for(self._transform_for(dict(pairs)), {**named, **dict(pairs)})
-            if still := unfrozen & self._stepping.left_out:
+            self._stepping = self._stepping_for_trained(self._transform_for(new), {**named, **new})
+            labelled = [(name, param) for name, param in new.items() if name in self._stepping.routes]
+            if pairs and not labelled:
                 raise ValueError(
-                    f"{min(still)!r} is in a group already, and the labels leave it out: call requires_grad_() before "
-                    "add_param_group, or recreate the optimizer if you gave the labels"
+                    f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
+                    "another label for it"
                 )
-            for group in self.param_groups if unfrozen else ():
-                # Keep a group that becomes empty: schedulers have lists in the order of the groups.
-                left = [name for name in group["param_names"] if name not in unfrozen]
-                group["param_names"], group["params"] = left, [named[name] for name in left]
-            self._add_by_route(param_group, pairs)
+            self._add_groups(param_group, labelled, as_one=True)
             self._start(before)
-        self._attachment.bind(dict(pairs), models_of([param_group]))
+            self._attachment.bind(dict(labelled), models_of([param_group]))
+            self._attachment.leave_out(frozen)
 
-    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
-        """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
-        return self.tx
-
-    def _add_by_route(self, group: Group, pairs: list[tuple[str, Tensor]]) -> None:
-        """Split a new group by the transforms that update its parameters, and add each part as a param group."""
-        others = {key: value for key, value in group.items() if key != "params"}
+    def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
+        """Add a group with all hyperparameters of its transforms. If not ``as_one``, split it by its transforms."""
+        entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if not pairs:
-            super().add_param_group({"label": None, "lr": 0.0, **others, "params": [], "param_names": []})
+            super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
             return
-        for part in groups_by_route(self.tx, self._stepping.routes, others, pairs):
+        for part in new_groups(self.tx, self._stepping.routes, entries, pairs, as_one=as_one):
             super().add_param_group(part)
             for key in self.defaults.keys() - part.keys():
                 del self.param_groups[-1][key]  # torch adds all defaults to every group
@@ -305,6 +309,7 @@ class TransformOptimizer(FollowingOptimizer):
             if not is_compiling:
                 if not self._attachment.is_current(self.param_groups):
                     self._rebind("step")
+                self._attachment.warn_of_unread_keys()
                 if not self._live.get("checked_rates"):
                     is_read = len(self.groups_without_rate) < len(self.param_groups)
                     self._live["checked_rates"] = is_read or warn_of_unread_rates(self.param_groups)
@@ -345,13 +350,13 @@ class TransformOptimizer(FollowingOptimizer):
         self._rebind("save")
         for one in self._attachment.groups:
             one.numbers.read(one.group)  # so that all keys of a number agree
-        found = super().state_dict()
+        saved = super().state_dict()
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
+        saved["state"] = _unshared(saved["state"])
         for place, leaf in self._stepping.exported(self._live["state"]).items():
             owner, key = self._live["entries"].slots[place]
-            index = index_of[id(owner)]
-            found["state"][index] = {**found["state"][index], key: leaf}
-        return found
+            saved["state"][index_of[id(owner)]][key] = leaf
+        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
         """Copy the values of a `state_dict` into the state and the groups of this optimizer.
@@ -383,20 +388,43 @@ class TransformOptimizer(FollowingOptimizer):
             changed = hook(self, given)
             given = given if changed is None else changed
         places = self._live["entries"].places(self.state)
-        loads: list[Load] = []
-        saved: list[Group] = []
+        to_load = StateToLoad([], [], [])
         problem: Exception | None = None
         try:
-            saved, loads = read_state_dict(
-                given, self._attachment.groups, self.state, places, self._stepping.take, rename
+            to_load = read_state_dict(
+                given,
+                self._attachment.groups,
+                self.state,
+                places,
+                self._stepping.take,
+                rename,
+                self._attachment.not_trained(),
             )
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
-            self._stepping.load(loads, self._live["state"], problem)
-        for group, old in zip(self.param_groups, saved, strict=True):
-            group.update(
-                copy.deepcopy({key: value for key, value in old.items() if key not in ("params", "param_names")})
-            )
+            self._stepping.load(to_load.loads, self._live["state"], problem)
+        for group, saved in zip(self._groups, to_load.groups, strict=True):
+            if saved is not None:
+                entries = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+                group.update(copy.deepcopy(entries))
+        for message in to_load.warnings:
+            warn_caller(message)
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+
+def _unshared(state: Mapping[Any, Group]) -> dict[Any, Group]:
+    """Return the state of a state dict, in which no two parameters have the same tensor.
+
+    Formats such as safetensors store no tensor twice. A count that all parameters share is copied for each.
+    """
+    copied: dict[Any, Group] = {}
+    seen = set[int]()
+    for index, entries in state.items():
+        copied[index] = dict(entries)
+        for key, leaf in entries.items():
+            if id(leaf) in seen and isinstance(leaf, Tensor):
+                copied[index][key] = leaf.clone()
+            seen.add(id(leaf))
+    return copied

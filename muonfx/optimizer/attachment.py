@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from muonfx.optimizer.groups import BoundGroup, Group, GroupNumbers
+from muonfx.optimizer.groups import (
+    BoundGroup,
+    Group,
+    GroupNumbers,
+    distinct_routes,
+    group_hyperparams,
+    label_of,
+    names_in,
+    unread_key_warning,
+)
 from muonfx.optimizer.stepping import Stepping
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
@@ -82,10 +91,19 @@ class Attachment:
     """Records for which tensors and param groups an optimizer has state, and which models contain them."""
 
     def __init__(
-        self, models: Iterable[nn.Module], known: nn.Module | None, named: Mapping[str, Tensor], *, alone: bool
+        self,
+        models: Iterable[nn.Module],
+        known: nn.Module | None,
+        named: Mapping[str, Tensor],
+        frozen: Mapping[str, Tensor],
+        left_out: Iterable[str],
+        *,
+        alone: bool,
     ) -> None:
         # models: the optimizer has all of their parameters; known: a model of which it may have only some
+        # frozen and left_out (by the label None): what was given to the optimizer, but is in no group
         self._models = [] if known is None else [(weakref.ref(known), True)]
+        self._left_out = set(left_out)
         self.groups: list[BoundGroup] = []
         self._bound: dict[str, _Bound] = {}
         self._named: dict[str, Tensor] = {}
@@ -93,11 +111,14 @@ class Attachment:
         self._alone = alone  # one process: no other rank has the gradients that are missing here
         self._absent: tuple[str, ...] | None = None
         self._warned = set[str]()
+        self._frozen: dict[str, _Slot | Tensor] = {}
         self.bind(named, models)
+        self.leave_out(frozen)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
-        return {**self.__dict__, "_models": [], "_bound": {}, "_named": {}, "_listed": None}
+        # Frozen weights may be large, and the copy of an optimizer is of the trained ones.
+        return {**self.__dict__, "_models": [], "_bound": {}, "_named": {}, "_listed": None, "_frozen": {}}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -111,6 +132,12 @@ class Attachment:
             self._named = {name: self._bound[name].param for one in self.groups for name in one.names}
             self._listed = self.groups
         return self._named
+
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """The name of each parameter that has state, belongs to a model, or was left out because it is frozen."""
+        names = {param: name for name, param in self._frozen_params()} | names_in(self.models)
+        return names | {bound.param: name for name, bound in self._bound.items()}
 
     # ------------------------------------------------------------------------------------------------------- groups
 
@@ -146,18 +173,12 @@ class Attachment:
             return
         if may_repeat:  # as ``param_groups.extend(param_groups)`` makes them
             groups = list({id(group): group for group in groups}.values())
-        members = self._names_in(groups)
-        routes = stepping.routes
-        for names in members:
-            if other := next((name for name in names if routes[name] != routes[names[0]]), None):
-                raise ValueError(
-                    f"param_groups: {names[0]!r} (label {routes[names[0]].label!r}) and {other!r} (label "
-                    f"{routes[other].label!r}) are in one group, but different transforms update them: recreate the "
-                    "optimizer to change a label"
-                )
-        for group, names in zip(groups, members, strict=True):
+        names_per_group = self.names_of(groups)
+        for group, names in zip(groups, names_per_group, strict=True):
+            _require_all_hyperparams(group, names, stepping)
+        for group, names in zip(groups, names_per_group, strict=True):
             group["params"], group["param_names"] = list(group["params"]), names
-            group.setdefault("label", routes[names[0]].label if names else None)
+            group.setdefault("label", label_of(distinct_routes(names, stepping.routes)))
         self.note(groups, stepping)
 
     def note(self, groups: Iterable[Group], stepping: Stepping) -> None:
@@ -167,14 +188,44 @@ class Attachment:
         found: list[BoundGroup] = []
         for group in groups:
             names: list[str] = list(group["param_names"])
-            own = stepping.routes[names[0]].hyperparams if names else ()
+            members = distinct_routes(names, stepping.routes)
+            own = group_hyperparams(members, group) if members else ()
             known = former.get(id(group), of_names.get(names[0]) if names else None)
             # The former numbers are kept: they show which of two keys of a number is changed next.
             numbers = copy.copy(known) if known is not None and known.hyperparams == own else GroupNumbers(own)
             found.append(BoundGroup(group, names, numbers))
         self.groups = found
+        self._key_counts: list[int] = []
 
-    def _names_in(self, groups: list[Group]) -> list[list[str]]:
+    def added_in(self, groups: Iterable[Group]) -> dict[str, Tensor]:
+        """Return, by name, the parameters of the models that somebody has put into the groups, and that have no state.
+
+        Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed.
+        """
+        known = {bound.param for bound in self._bound.values()}
+        unknown = [param for group in groups for param in group["params"] if param not in known]
+        if not unknown:
+            return {}
+        names = self.names
+        # A new tensor under a known name replaces a parameter.
+        return {names[param]: param for param in unknown if names.get(param, "") not in {"", *self._bound}}
+
+    def warn_of_unread_keys(self) -> None:
+        """Warn once of each new key of a group that looks like a hyperparameter, such as "weight_dacay"."""
+        counts = [len(bound.group) for bound in self.groups]
+        if counts == self._key_counts:  # a step must not compare all keys
+            return
+        self._key_counts = counts
+        known = set[str]().union(*[bound.numbers.keys for bound in self.groups])
+        for bound in self.groups:
+            of = next(iter(bound.names), "no parameter")
+            for key in bound.group.keys() - bound.numbers.keys - known:
+                message = unread_key_warning(key, of, bound.numbers.keys, known)
+                if message is not None and key not in self._warned:
+                    self._warned.add(key)
+                    warnings.warn(message, stacklevel=5)
+
+    def names_of(self, groups: list[Group]) -> list[list[str]]:
         """Return one list of parameter names per group. A new tensor gets the name of the tensor that it replaces."""
         known = {
             now: name
@@ -219,8 +270,30 @@ class Attachment:
                 slot = slots.get(param)
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self._bound[name] = _Bound(param, param.shape, param.device, _placement(param), slot)
+            self._frozen.pop(name, None)
         self._absent = self._listed = None
         self.on_meta = any(bound.param.is_meta for bound in self._bound.values())
+
+    def leave_out(self, frozen: Mapping[str, Tensor]) -> None:
+        """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
+        slots = self._slots() if frozen else {}
+        for name, param in frozen.items():
+            self._frozen[name] = slots.get(param, param)  # a frozen model may be large: it must not be kept alive
+
+    def _frozen_params(self) -> Iterator[tuple[str, Tensor]]:
+        for name, held in self._frozen.items():
+            param = held.now() if isinstance(held, _Slot) else held
+            if param is not None:
+                yield name, param
+
+    def saved(self) -> tuple[list[BoundGroup], dict[str, _Bound], dict[str, _Slot | Tensor]]:
+        """Return what `restore` needs to undo `bind`, `note` and `leave_out`."""
+        return self.groups, dict(self._bound), dict(self._frozen)
+
+    def restore(self, saved: tuple[list[BoundGroup], dict[str, _Bound], dict[str, _Slot | Tensor]]) -> None:
+        """Undo all changes since `saved` was called."""
+        self.groups, self._bound, self._frozen = saved
+        self._listed = None
 
     def _slots(self) -> dict[Tensor, _Slot]:
         """Return a dict from each parameter of the models to its module and attribute name."""
@@ -233,12 +306,12 @@ class Attachment:
 
     def replaced(self, before: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
         """Return, by name, the parameters that were replaced by other tensors or moved since the last `bind`."""
-        later = self._in_models(before)
-        now = {**before, **later}
-        is_late = at_step and any(before[name].grad is not None for name in later)
+        now = {**before, **self._in_models(before)}
+        new = [name for name, param in now.items() if self._bound[name].param is not param]
+        is_late = at_step and any(self._bound[name].param.grad is not None for name in new)
         if is_late and all(param.grad is None for param in now.values()):
             raise ValueError(
-                f"{next(iter(later))!r} of the model was replaced between backward() and step(), and its gradient "
+                f"{new[0]!r} of the model was replaced between backward() and step(), and its gradient "
                 "belongs to the former tensor: replace parameters before the backward pass"
             )
         moved: dict[str, Tensor] = {}
@@ -255,6 +328,16 @@ class Attachment:
     def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self._bound[name].placement == _placement(param) for name, param in replaced.items())
+
+    def replaced_in_models(self) -> dict[Tensor, Tensor]:
+        """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none."""
+        for bound in self._bound.values():
+            if bound.slot is not None and bound.slot.now() is not bound.param:
+                break
+        else:  # the usual case, in which the models need no walk
+            return {}
+        before = self.named
+        return {before[name]: now for name, now in self._in_models(before).items()}
 
     def _in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return, by name, the new tensors of parameters that were replaced in the models."""
@@ -286,6 +369,7 @@ class Attachment:
         """Raise or warn if gradients are missing, but model parameters that are not in the optimizer have gradients."""
         if self.on_meta:
             check_real(self.named)
+        self._check_frozen()
         all_present = type(None) not in set(map(type, updates.values()))
         absent = () if all_present else tuple([name for name, grad in updates.items() if grad is None])
         if absent == self._absent:
@@ -316,6 +400,20 @@ class Attachment:
                 stacklevel=5,
             )
 
+    def _check_frozen(self) -> None:
+        """Raise if a parameter that was frozen at construction is trained now, because it is in no group."""
+        for name, param in self._frozen_params():
+            if param.requires_grad and param.grad is not None:
+                raise ValueError(
+                    f"{name!r} has a gradient, but it was frozen when the optimizer was created, and is in no group: "
+                    "call optimizer.add_param_group({'params': [...]}) with it. If another optimizer trains it, give "
+                    "it the label None, or leave it out of this optimizer's parameters"
+                )
+
+    def not_trained(self) -> set[str]:
+        """Return the names of parameters that are known, but have no state, as they are frozen or have label None."""
+        return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self._bound.keys()
+
     def _strangers(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the models' parameters, by name, that have a gradient but are not in the optimizer."""
         ours = {id(param) for param in named.values()}
@@ -325,8 +423,26 @@ class Attachment:
             for ref, is_known in self._models
             if (model := ref()) is not None
             for name, param in model.named_parameters()
-            if id(param) not in ours and param.grad is not None and (name in named or not is_known)
+            if id(param) not in ours
+            and param.grad is not None
+            and name not in self._left_out
+            and (name in named or not is_known)
         }
+
+
+def _require_all_hyperparams(group: Group, names: Sequence[str], stepping: Stepping) -> None:
+    """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these."""
+    routes = stepping.routes
+    members = distinct_routes(names, routes)
+    if len(members) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(members, group)):
+        return
+    first = names[0]
+    other = next(name for name in names if routes[name] != routes[first])
+    raise ValueError(
+        f"param_groups: {first!r} (label {routes[first].label!r}) and {other!r} (label {routes[other].label!r}) are in "
+        "one group, but different transforms update them, and the group lacks hyperparameters of one: recreate the "
+        "optimizer to change a label, or add_param_group to add parameters"
+    )
 
 
 def _placement(param: Tensor) -> tuple[object, ...]:

@@ -7,11 +7,13 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from muonfx.core import Transform
 from muonfx.optimizer.attachment import Attachment, check_usable, own_groups
+from muonfx.optimizer.groups import Group, complete_entries, distinct_routes
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.stepping import StateEntries, Stepping
 from muonfx.sharding.dtensors import is_dtensor
@@ -28,33 +30,66 @@ class FollowingOptimizer(Optimizer):
     _given: tuple[Layout | None, Settings]
     _stepping: Stepping
     _attachment: Attachment
+    _groups: list[Group]
     bucket_bytes: int | None
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        """The param groups, with the parameters that the model has now.
+
+        Functions of torch read the groups before they call a method of the optimizer: for example,
+        ``set_optimizer_state_dict`` looks up each parameter of the groups in a model that may have been sharded since.
+        """
+        if "state" not in self._live or torch.compiler.is_compiling():
+            return self._groups
+        replaced = self._attachment.replaced_in_models()
+        if replaced:
+            for group in self._groups:
+                group["params"] = [replaced.get(param, param) for param in group["params"]]
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        self._groups = groups
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
-        self._attachment.follow(self.param_groups, self._stepping)  # a copy finds the tensors by "param_names"
+        self._attachment.follow(self._groups, self._stepping)  # a copy finds the tensors by "param_names"
         ours = ("donate_grads", "bucket_bytes", "_live", "_given", "_attachment", "_labels")
         kept = {name: self.__dict__[name] for name in ours if name in self.__dict__}
         return {**super().__getstate__(), **kept, "tx": self._stepping.tx}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer. It has no reference to the model of its parameters."""
-        super().__setstate__({key: value for key, value in state.items() if key != "tx"})
+        self._live = state["_live"]
+        self._groups = state["param_groups"]
+        super().__setstate__({key: value for key, value in state.items() if key not in ("tx", "param_groups")})
         named = self._named()
         self._stepping = self._stepping_for(state["tx"], named)
         self._attachment.bind(named)
-        self._attachment.follow(self.param_groups, self._stepping)
+        self._attachment.follow(self._groups, self._stepping)
         self._stepping.refresh(named, self._attachment.groups)  # now, because the first step may be traced
         own_groups(self)
 
     def _named(self) -> dict[str, Tensor]:
         return {
             name: param
-            for group in self.param_groups
+            for group in self._groups
             for name, param in zip(group["param_names"], group["params"], strict=True)
         }
+
+    def _stepping_for_trained(self, tx: Transform, named: Mapping[str, Tensor]) -> Stepping:
+        """Return the stepping for the named parameters, without those that have the label None."""
+        stepping = self._stepping_for(tx, named)
+        if stepping.left_out:
+            stepping = self._stepping_for(tx, {n: param for n, param in named.items() if n not in stepping.left_out})
+        return stepping
+
+    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+        """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
+        return self._stepping.tx
 
     def _stepping_for(self, tx: Transform, named: Mapping[str, Tensor]) -> Stepping:
         layout, settings = self._given
@@ -63,7 +98,7 @@ class FollowingOptimizer(Optimizer):
 
     def _start(self, before: Stepping | None = None) -> None:
         """Create the optimizer state for the current parameters. With ``before``, copy the former state's values."""
-        self._attachment.note(self.param_groups, self._stepping)
+        self._attachment.note(self._groups, self._stepping)
         state = self._stepping.init(self._named(), self._attachment.groups)
         if before is not None:
             state = self._stepping.taken_from(before, state, self._live["state"])
@@ -83,24 +118,29 @@ class FollowingOptimizer(Optimizer):
     @contextmanager
     def _all_or_nothing(self) -> Generator[None]:
         """Return a context manager that restores the param groups if an error is raised in its block."""
-        stepping, bound = self._stepping, self._attachment.groups
-        groups = [(group, group["param_names"], group["params"]) for group in self.param_groups]
+        stepping, attachment = self._stepping, self._attachment.saved()
+        groups = [(group, group.get("param_names"), group["params"]) for group in self._groups]
         try:
             yield
         except BaseException:
-            self._stepping, self._attachment.groups = stepping, bound
+            self._stepping = stepping
+            self._attachment.restore(attachment)
             for group, names, params in groups:
-                group["param_names"], group["params"] = names, params
-            del self.param_groups[len(groups) :]
+                group["params"] = params
+                if names is not None:
+                    group["param_names"] = names
+            del self._groups[len(groups) :]
             raise
 
     def _rebind(self, moment: Literal["step", "save", "clear", "else"] = "else") -> None:
         """If parameters were replaced in the groups or the model, use the new tensors and move the state to them."""
         # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
         # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
-        if self._attachment.is_current(self.param_groups):
+        if self._attachment.is_current(self._groups):
             return
-        self._attachment.follow(self.param_groups, self._stepping, may_repeat=moment == "save")
+        if added := self._attachment.added_in(self._groups):
+            self._add_listed(added)
+        self._attachment.follow(self._groups, self._stepping, may_repeat=moment == "save")
         named = self._named()
         replaced = self._attachment.replaced(named, at_step=moment == "step")
         if not replaced:
@@ -128,7 +168,26 @@ class FollowingOptimizer(Optimizer):
                     self._start(None if self._attachment.on_meta else before)
         self._attachment.bind(named)
 
+    def _add_listed(self, added: dict[str, Tensor]) -> None:
+        """Create state for parameters of the model that somebody has put into the param groups."""
+        before = self._stepping
+        bound = self._attachment.named
+        with self._all_or_nothing():
+            stepping = self._stepping_for(self._transform_for(added), {**bound, **added})
+            if stepping.left_out:
+                raise ValueError(
+                    f"param_groups: {min(stepping.left_out)!r} was added, but its label is None, so that it is not "
+                    "trained: remove it from the groups, or recreate the optimizer with other labels"
+                )
+            self._stepping = stepping
+            self._attachment.bind(added)
+            for group, names in zip(self._groups, self._attachment.names_of(self._groups), strict=True):
+                if not added.keys().isdisjoint(names):
+                    complete_entries(stepping.tx, distinct_routes(names, stepping.routes), group)
+            self._attachment.follow(self._groups, stepping)
+            self._start(before)
+
     def _put(self, named: Mapping[str, Tensor]) -> None:
         """Put new tensors into all param groups: ``named`` maps each name in "param_names" to its tensor."""
-        for group in self.param_groups:
+        for group in self._groups:
             group["params"] = [named[name] for name in group["param_names"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +18,6 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.order import combine_signs
 from muonfx.program.nodes import Node, Program
-from muonfx.tree.arguments import did_you_mean
 
 Number = float | Tensor
 
@@ -41,17 +42,31 @@ class Hyperparam(NamedTuple):
     """True if the value in the group is a tuple."""
     is_mirror: bool = False
     """True if other keys have the same numbers, as "momentum" repeats the first of "betas" for schedulers."""
+    copies: int = 1
+    """How many transforms the value sets: with 2, ``names`` are the numbers of one transform, then of the other."""
+
+    @property
+    def length(self) -> int:
+        """The count of numbers in the group's value: 2 for "betas", else 1."""
+        return len(self.names) // self.copies
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
-        """Return the numbers in a param group's value for this key. Raise if their count or type is wrong."""
+        """Return one number for each of ``names``, from a param group's value. Raise if its count or type is wrong."""
         values = value if isinstance(value, Sequence) else (value,)
-        if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
-            wanted = f"{len(self.names)} numbers" if self.is_tuple else "a number"
-            raise ValueError(f"{self.key!r} in a group must be {wanted}, found {value!r}")
-        for one in values:
-            if not isinstance(one, int | float | Tensor | Real) or isinstance(one, bool):
-                raise TypeError(f"{self.key!r} in a group must be a number or a tensor of one element, found {one!r}")
-        return values
+        if self.is_tuple != isinstance(value, Sequence) or len(values) != self.length:
+            expected = f"{self.length} numbers" if self.is_tuple else "a number"
+            raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}")
+        for number in values:
+            if not isinstance(number, int | float | Tensor | Real) or isinstance(number, bool):
+                raise TypeError(
+                    f"{self.key!r} in a group must be a number or a tensor of one element, found {number!r}"
+                )
+        return [*values] * self.copies
+
+    def value_of(self, numbers: Mapping[str, Number]) -> Any:
+        """Return the value for a param group, such as ``(0.9, 0.95)``, from numbers by dotted name."""
+        values = tuple([numbers[name] for name in self.names[: self.length]])
+        return values if self.is_tuple else values[0]
 
 
 class GroupNumbers:
@@ -93,10 +108,7 @@ class GroupNumbers:
 
     def entries(self, numbers: Mapping[str, Number]) -> Group:
         """Return the entries of a param group, such as ``lr`` and ``betas``, for numbers given by dotted name."""
-        return {
-            one.key: tuple(numbers[name] for name in one.names) if one.is_tuple else numbers[one.names[0]]
-            for one in self.hyperparams
-        }
+        return {hyperparam.key: hyperparam.value_of(numbers) for hyperparam in self.hyperparams}
 
     def read(self, group: Group) -> dict[str, Number]:
         """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
@@ -114,9 +126,9 @@ class GroupNumbers:
                 f"{group.get('label')!r}) has no {missing[0].key!r}, which its transforms read: set it{was}"
             )
         for one in self.hyperparams:
-            wanted = [numbers[name] for name in one.names]
-            if one.key not in group or not all(map(equal, one.numbers_in(group[one.key]), wanted)):
-                group[one.key] = tuple(wanted) if one.is_tuple else wanted[0]
+            current = [numbers[name] for name in one.names]
+            if one.key not in group or not all(map(equal, one.numbers_in(group[one.key]), current)):
+                group[one.key] = one.value_of(numbers)
         last = self._last
         if last.keys() != numbers.keys() or not all(equal(last[name], value) for name, value in numbers.items()):
             self._last = numbers
@@ -333,34 +345,179 @@ def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route])
     return [parts[route] for route in sorted(parts, key=lambda route: route.order)]
 
 
+# -------------------------------------------------------------------------------------------------------- new groups
+
 NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
 """The keys that a group may have even if they are not hyperparameters of its transforms."""
 
 
-def groups_by_route(
-    tx: Transform, routes: Mapping[str, Route], given: Group, pairs: list[tuple[str, Tensor]]
-) -> list[Group]:
-    """Split a group so that the same transforms update all parameters of a part, and fill in all hyperparameters."""
-    parts = [(routes[part[0][0]], part) for part in split_by_route(pairs, routes)]
-    known = {one.key for route, _ in parts for one in route.hyperparams if not one.is_mirror}
-    if unknown := sorted(given.keys() - known - NOT_HYPERPARAMS):
-        there = ", ".join(sorted(known)) or "none"
-        close = did_you_mean(unknown[0], known)
-        raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}{close}; there are {there}")
-    defaults = hyperparams(tx)
-    found: list[Group] = []
-    for route, part in parts:
-        numbers = GroupNumbers(route.hyperparams)
-        values = numbers.complete(given, defaults)
-        with_hyperparams(tx, fitted(defaults, [values])[0]).prepare_all()  # raises if one is out of range
-        complete: Group = {
-            "label": route.label,
-            "lr": 0.0,  # PyTorch's schedulers require an lr in every group, even if no transform reads it
-            **{key: given[key] for key in given.keys() & NOT_HYPERPARAMS},
-            **numbers.entries(values),
-        }
-        found.append({**complete, "params": part})
+def distinct_routes(names: Iterable[str], routes: Mapping[str, Route]) -> list[Route]:
+    """Return each route of the named parameters once, in the order of groups: Muon's, Adam's, then others."""
+    return sorted({routes[name] for name in names}, key=lambda route: route.order)
+
+
+def group_hyperparams(routes: Sequence[Route], group: Group) -> tuple[Hyperparam, ...]:
+    """Return the hyperparameters of a param group whose parameters have these routes.
+
+    A key that several routes have, such as "lr", sets the numbers of all of them. If the group lacks the key, each
+    route has its own, with its label in front: "muon.weight_decay" and "adamw.weight_decay".
+    """
+    if len(routes) == 1:
+        return routes[0].hyperparams
+    merged: list[Hyperparam] = []
+    for key, holders in _holders(routes).items():
+        alike = _merged(key, holders)
+        if alike is not None and (key in group or alike.copies == 1):
+            merged.append(alike)
+        else:
+            merged += [hyperparam._replace(key=f"{label}.{key}") for label, hyperparam in holders.items()]
+    return tuple(merged)
+
+
+def _holders(routes: Iterable[Route]) -> dict[str, dict[str, Hyperparam]]:
+    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the route of the label has."""
+    found: dict[str, dict[str, Hyperparam]] = {}
+    for route in routes:
+        for hyperparam in route.hyperparams:
+            # "momentum" would set Muon's momentum and repeat Adam's first beta: only the former.
+            if hyperparam.is_mirror:
+                continue
+            labels = found.setdefault(hyperparam.key, {})
+            label = str(route.label)
+            # Two routes may have one label, if a mask selects some of its parameters.
+            labels[label if label not in labels else hyperparam.names[0]] = hyperparam
     return found
+
+
+def _merged(key: str, holders: Mapping[str, Hyperparam]) -> Hyperparam | None:
+    """Return one `Hyperparam` that sets the numbers of several; None if their values have different forms."""
+    first, *others = holders.values()
+    if any(other.is_tuple != first.is_tuple or other.length != first.length for other in others):
+        return None
+    targets = dict.fromkeys([hyperparam.names for hyperparam in holders.values()])
+    return Hyperparam(key, tuple(itertools.chain(*targets)), first.is_tuple, copies=len(targets))
+
+
+def with_agreed(routes: Sequence[Route], group: Group, defaults: Mapping[str, Number]) -> Group:
+    """Return a group with an entry for each key of several routes in whose numbers the routes agree."""
+    agreed: Group = {}
+    for key, holders in _holders(routes).items():
+        first, *others = [hyperparam.value_of(defaults) for hyperparam in holders.values()]
+        if others and all(equal(first, other) for other in others):
+            agreed[key] = first
+    return {**agreed, **group}
+
+
+def new_groups(
+    tx: Transform, routes: Mapping[str, Route], given: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool
+) -> list[Group]:
+    """Return the param groups for a list of parameters, with all hyperparameters of their transforms.
+
+    With ``as_one``, the list is one group, unless its parameters have different rates and ``given`` has none. Else
+    it is split, so that the same transforms update all parameters of a group.
+    """
+    parts = split_by_route(pairs, routes)
+    members = distinct_routes([name for name, _ in pairs], routes)
+    _warn_of_unread_keys(given, pairs[0][0], members, routes)
+    whole = with_agreed(members, given, hyperparams(tx))
+    if as_one and ("lr" in whole or len(_holders(members).get("lr", ())) < 2):
+        return [_complete_group(tx, members, whole, pairs)]
+    groups: list[Group] = []
+    all_keys = set[str]().union(*map(read_keys, members))
+    for part in parts:
+        route = routes[part[0][0]]
+        of_other_parts = all_keys - read_keys(route) - NOT_HYPERPARAMS
+        own_entries = {key: value for key, value in given.items() if key not in of_other_parts}
+        groups.append(_complete_group(tx, [route], own_entries, part))
+    return groups
+
+
+def _complete_group(tx: Transform, members: Sequence[Route], given: Group, pairs: list[tuple[str, Tensor]]) -> Group:
+    group = {"label": label_of(members), **given, "params": pairs}
+    complete_entries(tx, members, group)
+    return group
+
+
+def complete_entries(tx: Transform, members: Sequence[Route], group: Group) -> None:
+    """Put the hyperparameters that a group lacks into it, from the transform. Raise if a number is out of range."""
+    defaults = hyperparams(tx)
+    whole = with_agreed(members, group, defaults)
+    numbers = GroupNumbers(group_hyperparams(members, whole))
+    values = numbers.complete(whole, defaults)
+    with_hyperparams(tx, fitted(defaults, [values])[0]).prepare_all()
+    group.update(numbers.entries(values))
+    group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
+
+
+def label_of(routes: Sequence[Route]) -> str | None:
+    """Return the label of a group: that of its parameters, or all of their labels, as in "muon+adamw"."""
+    if len(routes) < 2:
+        return routes[0].label if routes else None
+    return "+".join(dict.fromkeys([str(route.label) for route in routes])) or None
+
+
+# ------------------------------------------------------------------------------------------- keys that set no number
+
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "beta": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+    "b1": "betas",
+    "b2": "betas",
+    "epsilon": "eps",
+}
+"""What other libraries call the keys of torch."""
+
+_SIMILAR = 0.85
+"""From this ratio of `difflib` on, a key is a misspelling: "weight_dacay" has 0.92, "max_momentum" 0.8."""
+
+
+def meant(key: str, known: Iterable[str]) -> str | None:
+    """Return the hyperparameter that a key of a group is probably meant to be, or None if it is a key of the user's.
+
+    >>> meant("weight_dacay", ["lr", "weight_decay"]), meant("lr_scale", ["lr", "weight_decay"])
+    ('weight_decay', None)
+    """
+    # The last component, because "eps_root" is written for "scale_by_adam.eps_root".
+    full_names = {name.rpartition(".")[2]: name for name in known}
+    plain = key.lower().replace("-", "_")
+    plain = _SYNONYMS.get(plain, plain)
+    if plain in full_names:
+        return full_names[plain]
+    close = difflib.get_close_matches(plain, full_names, n=1, cutoff=_SIMILAR)
+    return full_names[close[0]] if close else None
+
+
+def unread_key_warning(key: str, of: str, own: Iterable[str], known: Iterable[str]) -> str | None:
+    """Return a warning if a key of a group looks like a hyperparameter and sets none, else None.
+
+    ``of`` is a parameter of the group, ``own`` are the hyperparameters of the group and ``known`` those of all groups.
+    """
+    own = set(own)
+    if key in own or key in NOT_HYPERPARAMS:
+        return None
+    name = meant(key, own) or meant(key, known)
+    if name is None:
+        return None
+    advice = f"did you mean {name!r}?" if name in own else f"the group has {', '.join(sorted(own)) or 'none'}"
+    return f"param_groups: {key!r} in the group of {of!r} is kept, but it is no hyperparameter of the group: {advice}"
+
+
+def _warn_of_unread_keys(given: Group, of: str, members: Sequence[Route], routes: Mapping[str, Route]) -> None:
+    own = {hyperparam.key for hyperparam in group_hyperparams(members, given)}
+    own = own.union(*[read_keys(route) for route in members])
+    known = set[str]().union(*[read_keys(route) for route in set(routes.values())])
+    for key in given:
+        if message := unread_key_warning(key, of, own, known):
+            warn_caller(message)
+
+
+def read_keys(route: Route) -> set[str]:
+    """Return the keys of a new group from which a route takes its numbers."""
+    return {hyperparam.key for hyperparam in route.hyperparams if not hyperparam.is_mirror}
 
 
 def warn_of_unread_rates(groups: Sequence[Group]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from muonfx.core import Transform
+from muonfx.core.checks import is_frozen, is_usable
 from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import (
     NamedParameters,
@@ -177,7 +178,8 @@ class Muon(TransformOptimizer):
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
         models = [(model, dict(model.named_parameters())) for model in self._attachment.models]
         model = next((m for m, own in models if all(own.get(name) is param for name, param in new.items())), None)
-        with warnings.catch_warnings():  # a rule may match only earlier parameters
+        # A parameter that is added is trained: Lightning puts one into the groups before it is unfrozen again.
+        with warnings.catch_warnings(), _as_trained(new.values()):  # a rule may match only earlier parameters
             warnings.filterwarnings("ignore", message="user rule")
             found = _route(self._labels, new, model, roles="hidden" in self.tx.arguments["transforms"])
         old = self.tx.arguments["labels"]
@@ -203,6 +205,19 @@ def _route(
     if missing := [name for name in names if name not in found]:
         raise ValueError(f"labels: found none for {format_list(missing)}, expected a label for every parameter")
     return (found if isinstance(found, Labels) else Labels(found)).restrict(names)
+
+
+@contextmanager
+def _as_trained(params: Iterable[Tensor]) -> Generator[None]:
+    """Return a context manager in which frozen parameters require gradients, as rules for labels read this flag."""
+    frozen = [param for param in params if is_frozen(param) and is_usable(param)]
+    for param in frozen:
+        param.requires_grad_(requires_grad=True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(requires_grad=False)
 
 
 @contextmanager

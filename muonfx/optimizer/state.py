@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +26,15 @@ Take = Callable[[int, Any, Any], Tensor | str]
 """A function ``(index of a leaf, the leaf in optimizer.state, saved value) -> values of the Load, or an error``."""
 
 
+class StateToLoad(NamedTuple):
+    """What `read_state_dict` has found in a state dict for an optimizer."""
+
+    groups: list[Group | None]
+    """For each group of the optimizer, the saved group, or None if no parameter of it was saved."""
+    loads: list[Load]
+    warnings: list[str]
+
+
 def read_state_dict(
     given: Mapping[str, Any],
     own: Sequence[BoundGroup],
@@ -33,42 +42,70 @@ def read_state_dict(
     places: Mapping[tuple[int, str], int],
     take: Take,
     rename: Rename | None,
-) -> tuple[list[Group], list[Load]]:
-    """Check a saved state dict (``given``) against an optimizer, and return its groups and the tensors to load.
+    not_trained: Set[str],
+) -> StateToLoad:
+    """Check a saved state dict (``given``) against an optimizer, and return what to load.
 
-    ``own`` are the optimizer's groups and ``state`` is ``optimizer.state``. Raise ValueError with all differences.
+    ``own`` are the optimizer's groups and ``state`` is ``optimizer.state``. ``not_trained`` are names of parameters
+    whose saved state is not needed, because they are frozen now. Raise ValueError with all differences.
     """
     given = _renamed_groups(own, _named_by_path(own, given), rename or {})
-    saved = _saved_groups(own, given["param_groups"])
+    saved_groups = _saved_groups(own, given["param_groups"], not_trained)
     wrong: list[str] = []
     loads: list[Load] = []
-    for one, old in zip(own, saved, strict=True):
-        one.numbers.parse(old)  # raises if a value is not a number
-        # Only hyperparameters are required: schedulers add other entries.
-        wrong += [f"missing hyperparameter {x.key!r}" for x in one.numbers.hyperparams if x.key not in old]
-        index_of = dict(zip(old["param_names"], old["params"], strict=True))
-        for name, param in zip(one.names, one.group["params"], strict=True):
-            have, want = given["state"].get(index_of[name], {}), state[param]
-            if not have and not param.requires_grad:
-                continue  # torch.distributed.checkpoint.state_dict leaves frozen parameters out
-            wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
-            wrong += [f"{name!r} has an unexpected {key!r}" for key in have.keys() - want.keys()]
-            for key in want.keys() & have.keys():
-                if want[key] is None and have[key] is None:
+    without_state: list[str] = []
+    for bound, saved in zip(own, saved_groups, strict=True):
+        index_of: dict[str, Any] = {}
+        if saved is not None:
+            bound.numbers.parse(saved)  # raises if a value is not a number
+            # Only hyperparameters are required: schedulers add other entries.
+            wrong += [f"missing hyperparameter {x.key!r}" for x in bound.numbers.hyperparams if x.key not in saved]
+            index_of = dict(zip(saved["param_names"], saved["params"], strict=True))
+        for name, param in zip(bound.names, bound.group["params"], strict=True):
+            saved_entries, entries = given["state"].get(index_of.get(name)), state[param]
+            if saved_entries is None:
+                # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
+                if entries and param.requires_grad:
+                    without_state.append(name)
+                continue
+            wrong += [f"{name!r} has no {key!r}" for key in entries.keys() - saved_entries.keys()]
+            wrong += [f"{name!r} has an unexpected {key!r}" for key in saved_entries.keys() - entries.keys()]
+            for key in entries.keys() & saved_entries.keys():
+                leaf, value = entries[key], saved_entries[key]
+                if leaf is None and value is None:
                     continue
                 place = places[id(param), key]
-                found = _misfit(want[key], have[key]) or take(place, want[key], have[key])
-                if isinstance(found, str):
-                    wrong.append(f"{name!r}: {key!r} {found}")
+                taken = _misfit(leaf, value) or take(place, leaf, value)
+                if isinstance(taken, str):
+                    wrong.append(f"{name!r}: {key!r} {taken}")
                 else:
-                    loads.append((f"{key!r} of {name!r}", place, found))
+                    loads.append((f"{key!r} of {name!r}", place, taken))
     if wrong:
         shown = "; ".join(sorted(wrong)[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise ValueError(
             f"the state does not fit this optimizer, nothing was loaded: {shown}. Load it into an optimizer for the "
             "same model, with the same transform"
         )
-    return saved, sorted(loads, key=lambda load: load[0])  # all ranks load in this order
+    loads.sort(key=lambda load: load[0])  # all ranks load in this order
+    return StateToLoad(saved_groups, loads, _warnings(own, given, without_state))
+
+
+def _warnings(own: Sequence[BoundGroup], given: Mapping[str, Any], without_state: Sequence[str]) -> list[str]:
+    """Return a warning if state was saved for parameters that are not trained now, or the other way round."""
+    trained = {name for bound in own for name in bound.names}
+    kept_out = [name for saved in given["param_groups"] for name in saved["param_names"] if name not in trained]
+    found: list[str] = []
+    if kept_out:
+        found.append(
+            f"load_state_dict: the state of {format_list(kept_out)} was not loaded, because this optimizer does not "
+            "train them (frozen, or the label None). To train them again, call add_param_group before load_state_dict"
+        )
+    if without_state:
+        found.append(
+            f"load_state_dict: found no state of {format_list(without_state)}, as if they were frozen when it was "
+            "saved. They keep the state that they have, which in a new optimizer is the initial one"
+        )
+    return found
 
 
 def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,7 +116,8 @@ def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mappi
     if not paths or not all(isinstance(path, str) for path in paths):
         return given
     names = [one.names for one in own]
-    if set(unwrapped(name for some in names for name in some).values()) <= set(unwrapped(paths).values()):
+    own_names = set(unwrapped(name for some in names for name in some).values())
+    if own_names <= set(unwrapped(paths).values()):
         return {**given, "param_groups": [{**old, "param_names": list(old["params"])} for old in saved]}
     theirs = [old.get("param_names", []) for old in saved]
     if theirs != names and sorted(map(sorted, names)) == sorted(map(sorted, theirs)):
@@ -119,34 +157,70 @@ def _renamed_groups(own: Sequence[BoundGroup], given: Mapping[str, Any], rename:
     return {**given, "param_groups": renamed}
 
 
-def _saved_groups(own: Sequence[BoundGroup], saved: list[Group]) -> list[Group]:
-    """Match saved groups to this optimizer's groups by their parameter names, and return them in its order."""
-    by_names = {frozenset(old["param_names"]): old for old in saved}
-    here = [frozenset(one.names) for one in own]
-    ours, theirs = frozenset[str]().union(*here), frozenset[str]().union(*by_names)
-    if ours != theirs:
-        differing = {"lacks": sorted(ours - theirs), "also has": sorted(theirs - ours)}
-        found = "; it ".join(f"{verb} {format_list(names)}" for verb, names in differing.items() if names)
+def _saved_groups(
+    own: Sequence[BoundGroup], saved_groups: Sequence[Group], not_trained: Set[str]
+) -> list[Group | None]:
+    """Match saved groups to this optimizer's groups by the names of parameters, and return them in its order.
+
+    A parameter that is in the optimizer and was not saved, or that was saved and is not trained now, is ignored.
+    """
+    own_names = {name for bound in own for name in bound.names}
+    saved_names = {name for saved in saved_groups for name in saved["param_names"]}
+    common = own_names & saved_names
+    _require_known(own_names, saved_names, not_trained)
+    saved_with: dict[frozenset[str], Group] = {}
+    saved_without: list[Group] = []
+    for saved in saved_groups:
+        names = common.intersection(saved["param_names"])
+        if names:
+            saved_with[frozenset(names)] = saved
+        else:
+            saved_without.append(saved)
+    if own_names == saved_names and len(saved_groups) != len(own):
         raise ValueError(
-            f"nothing was loaded: the state dict {found}; expected exactly the parameters of this optimizer: load "
-            "it into an optimizer for the model that was saved"
-            + ("; if only names differ: rename={saved name: name here}" if all(differing.values()) else "")
+            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(own)}: create this "
+            "optimizer with the groups of the optimizer that was saved"
         )
-    if other := next((names for names in here if names not in by_names), None):
-        name = min(other)
-        there = next(names for names in by_names if name in names)
-        found, expected = (format_list(sorted(names - {name})) or "no other" for names in (there, other))
-        raise ValueError(
-            f"nothing was loaded: the state dict has {name!r} in a group with {found}, expected with {expected}: "
-            "create this optimizer with the labels and groups of the one that was saved; to change labels, save "
-            "transform_state with muonfx.checkpoint and load it with allow_other_chain=True"
-        )
-    if len(saved) != len(here):
-        raise ValueError(
-            f"nothing was loaded: the state dict has {len(saved)} groups, expected {len(here)}: create this optimizer "
-            "with the groups of the optimizer that was saved"
-        )
-    return [by_names[names] for names in here]
+    matched: list[Group | None] = []
+    empty_groups = iter(saved_without)
+    for bound in own:
+        names = frozenset(common.intersection(bound.names))
+        if names:
+            _require_same_group(names, saved_with)
+            matched.append(saved_with[names])
+        else:
+            matched.append(None if bound.names else next(empty_groups, None))
+    return matched
+
+
+def _require_known(own_names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
+    """Raise if a state dict is of another model: it has names that are unknown here, or none that is known."""
+    plain_not_trained = set(unwrapped(not_trained).values())
+    unknown = [name for name, plain in unwrapped(saved_names - own_names).items() if plain not in plain_not_trained]
+    if not unknown and (own_names & saved_names or not own_names or not saved_names):
+        return
+    lacking = sorted(own_names - saved_names)
+    differing = {"lacks": lacking, "also has": sorted(unknown)}
+    found = "; it ".join(f"{verb} {format_list(names)}" for verb, names in differing.items() if names)
+    raise ValueError(
+        f"nothing was loaded: the state dict {found}; expected parameters of this optimizer, or of its model: load it "
+        "into an optimizer for the model that was saved"
+        + ("; if only names differ: rename={saved name: name here}" if all(differing.values()) else "")
+    )
+
+
+def _require_same_group(names: frozenset[str], saved_with: Mapping[frozenset[str], Group]) -> None:
+    """Raise if the parameters of one group of this optimizer were in several saved groups, or with others."""
+    if names in saved_with:
+        return
+    name = min(names)
+    saved_with_name = next(saved for saved in saved_with if name in saved)
+    found, expected = (format_list(sorted(members - {name})) or "no other" for members in (saved_with_name, names))
+    raise ValueError(
+        f"nothing was loaded: the state dict has {name!r} in a group with {found}, expected with {expected}: "
+        "create this optimizer with the labels and groups of the one that was saved; to change labels, save "
+        "transform_state with muonfx.checkpoint and load it with allow_other_chain=True"
+    )
 
 
 def _misfit(leaf: object, value: object) -> str | None:

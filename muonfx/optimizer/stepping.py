@@ -106,7 +106,7 @@ class Stepping:
             leaves[place].copy_(value)
 
     def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
-        """Raise if a gradient is sparse or complex, or if its parameter has the label None (not trained)."""
+        """Raise if a gradient is sparse or complex."""
         if not all_usable(updates.values()):
             name, grad = next(
                 (name, grad) for name, grad in updates.items() if grad is not None and not is_usable(grad)
@@ -118,11 +118,6 @@ class Stepping:
                 )
             raise TypeError(
                 f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}"
-            )
-        if self.left_out and (late := [name for name in self.left_out if updates[name] is not None]):
-            raise ValueError(
-                f"{min(late)!r} has a gradient, but the labels leave it out (label None): if it was frozen before, "
-                "call optimizer.add_param_group({'params': [...]}) with it; else change the labels"
             )
 
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
@@ -191,8 +186,9 @@ def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | No
 
 
 def path_of(entries: tuple[object, ...]) -> str:
-    """Join the path of a tensor in the state to a key for ``optimizer.state``, such as "momentum/trace"."""
-    return "/".join(map(str, entries))
+    """Join the path of a tensor in the state to a key for ``optimizer.state``, such as "momentum.trace"."""
+    # Dots, because tools that write a state dict to flat files separate its levels by slashes.
+    return ".".join(map(str, entries))
 
 
 class StateEntries:

@@ -17,7 +17,7 @@ from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.combine import widest
-from muonfx.core.contract import NOTHING, within
+from muonfx.core.contract import NOTHING, left_out, within
 from muonfx.core.definition import Memory
 from muonfx.core.factory import with_memory
 from muonfx.core.patterns import NamePatterns
@@ -253,9 +253,23 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(labels=Labels({name: route._replace(shape=None) for name, route in routes.items()}))
 
 
+def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
+    labels = {name: _label_of(value) for name, value in _routes(tx.arguments["labels"])(params, quiet=True).items()}
+    found = {name for name, label in labels.items() if label is None}
+    leaves = tree.leaves(params)
+    for label, inner in tx.arguments["transforms"].items():
+        found |= left_out(inner, _part(labels, label, leaves))
+    return found
+
+
+def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
+    chosen = _Assignment("masked: mask", tx.arguments["mask"], (bool,))(params, quiet=True)
+    return left_out(tx.arguments["inner"], _part(chosen, True, tree.leaves(params)))
+
+
 @transform(
     locality=lambda transforms, labels: widest(transforms.values()),
-    combinator=Combinator(Locality.ELEMENT),
+    combinator=Combinator(Locality.ELEMENT, leaves_out=_left_out_by_labels),
     resolve=_resolve_partition,
 )
 @with_memory
@@ -345,7 +359,7 @@ def partition(
 
 @transform(
     locality=lambda inner, mask: inner.locality,
-    combinator=Combinator(Locality.ELEMENT),
+    combinator=Combinator(Locality.ELEMENT, leaves_out=_left_out_by_mask),
     resolve=lambda tx, params: tx.replace(mask=_Assignment("masked: mask", tx.arguments["mask"], (bool,))(params)),
     name_patterns=mask_patterns,
 )

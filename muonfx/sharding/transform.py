@@ -14,7 +14,7 @@ import torch
 
 from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Transform
-from muonfx.core.contract import Declaration, require_transform
+from muonfx.core.contract import Declaration, require_transform, without_left_out
 from muonfx.core.definition import Memory, make_factory
 from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.factory import with_memory
@@ -155,6 +155,7 @@ def sharded(
     inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:
+        params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
         local = local_tree(params)
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
@@ -176,6 +177,7 @@ def sharded(
         check: bool = False,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
+        params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
         like = updates if params is None else params
         own = without_dtensors(binding, inner, like, state) if layout.dtensors else state

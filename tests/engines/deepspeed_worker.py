@@ -227,7 +227,7 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         rates.append(run.rates)
     whole = run.params()
     is_kept = run.stage and not case.get("normuon") and "muon" in case.get("labels", ["muon"])
-    state = run.full_state("up.weight", "muon/momentum/trace") if is_kept else None
+    state = run.full_state("up.weight", "muon.momentum.trace") if is_kept else None
     start = {name: (param, param.requires_grad) for name, param in made(case).named_parameters()}
     again = Run(name, case, rank, size, folder)
     again.engine.load_checkpoint(str(folder), tag=tag)

@@ -187,9 +187,9 @@ def test_a_loaded_state_keeps_its_dtype_and_counts_also_after_a_step() -> None:
         one.zero_grad()
         net(torch.ones(1, 4)).square().sum().backward()
         one.step()
-        trace = one.state[net.weight]["momentum/trace"]
+        trace = one.state[net.weight]["momentum.trace"]
         assert trace.dtype == torch.bfloat16
-        assert torch.equal(trace, own.state[model.weight]["momentum/trace"])
+        assert torch.equal(trace, own.state[model.weight]["momentum.trace"])
         assert torch.equal(net.weight, model.weight)
 
 
@@ -208,10 +208,10 @@ def test_a_state_of_other_groups_is_refused_before_anything_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("key", "made_of", "said"),
     [
-        ("momentum/trace", None, "'momentum/trace' is missing"),
-        ("scale_by_lion/mu", torch.Tensor.clone, "'scale_by_lion/mu' belongs to another"),
-        ("momentum/trace", torch.Tensor.double, "has shape .* and dtype torch.float64"),
-        ("momentum/trace", torch.Tensor.flatten, "'momentum/trace' .* has shape"),
+        ("momentum.trace", None, "'momentum.trace' is missing"),
+        ("scale_by_lion.mu", torch.Tensor.clone, "'scale_by_lion.mu' belongs to another"),
+        ("momentum.trace", torch.Tensor.double, "has shape .* and dtype torch.float64"),
+        ("momentum.trace", torch.Tensor.flatten, "'momentum.trace' .* has shape"),
     ],
 )
 def test_a_state_of_another_chain_is_refused_by_name(
@@ -221,7 +221,7 @@ def test_a_state_of_another_chain_is_refused_by_name(
     model = nn.Linear(4, 4)
     saved = _stepped(nn.Linear(4, 4), tx).state_dict()
     for entries in saved["state"].values():
-        trace = entries["momentum/trace"]
+        trace = entries["momentum.trace"]
         if made_of is None:
             del entries[key]
             entries["other"] = trace

@@ -327,12 +327,12 @@ def test_the_state_follows_a_model_that_has_moved():
     backward(model)
     optimizer.step()
     bound, param = optimizer._attachment._bound, model[2].weight
-    trace = optimizer.state[param]["muon/momentum/trace"].clone()
+    trace = optimizer.state[param]["muon.momentum.trace"].clone()
     bound["2.weight"] = bound["2.weight"]._replace(device=torch.device("meta"))  # there is one device here
-    assert torch.equal(trace, optimizer.state_dict()["state"][1]["muon/momentum/trace"])
+    assert torch.equal(trace, optimizer.state_dict()["state"][1]["muon.momentum.trace"])
     assert bound["2.weight"].device == param.device
     optimizer.step()
-    assert not torch.equal(trace, optimizer.state[param]["muon/momentum/trace"])
+    assert not torch.equal(trace, optimizer.state[param]["muon.momentum.trace"])
 
 
 def _on_meta() -> nn.Sequential:

@@ -37,7 +37,7 @@ class ZeroOptimizer(GroupOwner):
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> made.step()
         >>> list(made.state[model.weight])
-        ['momentum/trace']
+        ['momentum.trace']
     """
 
     def __init__(self, model: nn.Module, tx: Transform) -> None:
