@@ -218,7 +218,7 @@ def _labels(
         has_head = has_head or role == "head"
     last_layer = None
     for info in hidden:
-        if not has_head and module_path(info.name) == structure.last_without_blocks:
+        if not has_head and module_path(info.name) == structure.possible_head:
             last_layer = info
     # All roles but "hidden" keep their parameters whole.
     labels = make_labels(model_or_params, infos, decided, absent, ROLES[1:] if roles else (other,))

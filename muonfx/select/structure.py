@@ -5,7 +5,8 @@ return, and the lists of blocks are known without running the model:
 
 - A *layer* is a linear layer or a convolution. It reads vectors of one width, and returns vectors of another width.
 - A *block* is a module with children in an ``nn.ModuleList``, or one of several such modules of the same class in an
-  ``nn.Sequential`` or ``nn.ModuleDict``. Blocks are the body of a model.
+  ``nn.Sequential``. Blocks are the body of a model. An ``nn.Sequential`` whose last layer returns what no other layer
+  reads is no block, but one of several heads.
 - An *input* is the first layer of a part of the model that contains blocks, if no earlier layer returns its width.
 - A *head* is a layer after the first block, outside all blocks, whose outputs no other layer reads, whole or in parts.
 """
@@ -59,8 +60,8 @@ class Structure:
     """The heads by path."""
     read_in_their_block: frozenset[str] = frozenset()
     """The paths of layers in blocks whose outputs another layer of the same block reads: hidden under any name."""
-    last_without_blocks: str | None = None
-    """The path of the last layer of a model that has no blocks, so that a head cannot be distinguished."""
+    possible_head: str | None = None
+    """The path of the last layer of a model, if it may be a head: without blocks, a head cannot be distinguished."""
 
 
 UNKNOWN_STRUCTURE = Structure()
@@ -70,19 +71,34 @@ UNKNOWN_STRUCTURE = Structure()
 def structure_of(model: nn.Module) -> Structure:
     """Return the structure of a model, from the modules that it defines; the model is not run."""
     held_by_no_layer = frozenset(_held_by_no_layer(model))
-    layers = list(_layers_of(model))
+    read_widths = _read_widths(model)
+    layers = list(_layers_of(model, read_widths))
+    possible_head = _possible_head(layers, read_widths)
     if all(layer.block is None for layer in layers):
-        return Structure(held_by_no_layer, last_without_blocks=_last_layer(layers))
+        return Structure(held_by_no_layer, possible_head=possible_head)
     inputs = _inputs(layers)
     heads = _heads(layers, inputs, _widths_of_norms(model), _numbers_of_blocks(layers))
-    return Structure(held_by_no_layer, inputs, heads, _read_in_their_block(layers))
+    return Structure(held_by_no_layer, inputs, heads, _read_in_their_block(layers), possible_head)
 
 
-def _last_layer(layers: list[Layer]) -> str | None:
-    """Return the path of the last layer; None for an embedding, which its type shows, and for a single layer."""
+def _possible_head(layers: list[Layer], read_widths: set[int]) -> str | None:
+    """Return the path of the last layer, unless it is an embedding, the whole model, or a part of a body."""
     if not layers or layers[-1].reads is None or layers[-1].path == "":
         return None
-    return layers[-1].path
+    last = layers[-1]
+    has_blocks = any(layer.block is not None for layer in layers)
+    if has_blocks and (last.block is None or last.returns in read_widths or _returns_parts(last)):
+        return None
+    return last.path
+
+
+def _read_widths(model: nn.Module) -> set[int]:
+    """Return the widths that some layer or some norm reads."""
+    widths = _widths_of_norms(model)
+    for module in model.modules():
+        if layer_widths := _widths_of(module):
+            widths.add(layer_widths[0])
+    return widths
 
 
 # Modules whose parameters are matrices under names of their own, or belong to the module around them.
@@ -112,8 +128,8 @@ def _is_layer(module: nn.Module) -> bool:
     return {"weight", "bias"} <= leaves
 
 
-def _layers_of(model: nn.Module) -> Iterator[Layer]:
-    blocks = set(_blocks_of(model))
+def _layers_of(model: nn.Module, read_widths: set[int]) -> Iterator[Layer]:
+    blocks = set(_blocks_of(model, read_widths))
     for path, module in model.named_modules():
         block = next((above for above in _with_ancestors(path) if above in blocks), None)
         if widths := _widths_of(module):
@@ -137,16 +153,25 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _blocks_of(model: nn.Module) -> Iterator[str]:
+def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
     """Yield the paths of blocks."""
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         children = {name: child for name, child in module.named_children() if any(child.children())}
         times = Counter(type(child) for child in children.values())
         for name, child in children.items():
-            if isinstance(module, nn.ModuleList) or times[type(child)] > 1:
+            is_repeated = isinstance(module, nn.ModuleList) or times[type(child)] > 1
+            if is_repeated and not _is_sequential_head(child, read_widths):
                 yield f"{path}.{name}" if path else name
+
+
+def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
+    """Return True if no layer reads what the last layer of an ``nn.Sequential`` returns."""
+    if type(module) is not nn.Sequential:  # the last layer of another module may run at any time
+        return False
+    layer_widths = [widths for widths in map(_widths_of, module.modules()) if widths is not None]
+    return bool(layer_widths) and layer_widths[-1][1] not in read_widths
 
 
 def _with_ancestors(path: str) -> Iterator[str]:
