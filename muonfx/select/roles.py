@@ -154,7 +154,7 @@ def _by_structure(info: ParamInfo, structure: Structure) -> Decision | None:
         leaf = _components(info.name)[-1]
         if not _is_named_as_a_matrix(leaf):
             owner = "" if info.module is None else f" of {info.module.__name__}"
-            return Decision("embedding", f"table (a 2-D parameter{owner}, which is no linear layer)")
+            return Decision("embedding", f"table (a 2-D parameter{owner}, not the weight of a layer)")
     if not _PROJECTIONS.isdisjoint(_words(_layer_or_leaf(_components(info.name)))):
         return None  # queries and keys meet in a product, so that no layer reads them
     for path in map(module_path, (info.name, *info.tied)):

@@ -32,6 +32,7 @@ _WIDTHS = (
 )
 _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit)?$"
 _LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
+_LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
 _MOST_CONCATENATED = 16  # the 4 x 4 pixels that a connector of a vision model merges
 
 
@@ -53,7 +54,7 @@ class Structure:
     """The inputs, heads and tables of a model; the docstring of this file explains the terms."""
 
     held_by_no_layer: frozenset[str] = frozenset()
-    """The names of parameters that a module other than a layer holds directly, as ``self.pos = nn.Parameter(...)``."""
+    """The names of parameters that are not the weight of a layer, as ``self.pos = nn.Parameter(...)``."""
     inputs: dict[str, Layer] = field(default_factory=dict[str, Layer])
     """The inputs by path."""
     heads: dict[str, Layer] = field(default_factory=dict[str, Layer])
@@ -114,10 +115,12 @@ _HOLDERS_OF_MATRICES = (
 
 def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
-        if _is_layer(module) or isinstance(module, _HOLDERS_OF_MATRICES):
+        if isinstance(module, _HOLDERS_OF_MATRICES):
             continue
+        is_layer = _is_layer(module)
         for name, _ in module.named_parameters(recurse=False):
-            yield f"{path}.{name}" if path else name
+            if not is_layer or name not in _LEAVES_OF_LAYERS:
+                yield f"{path}.{name}" if path else name
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -144,7 +147,7 @@ def _layers_of(model: nn.Module, read_widths: set[int]) -> Iterator[Layer]:
 def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     """Return the widths that a linear layer or a convolution reads and returns; None for another module."""
     leaves = {name for name, _ in module.named_parameters(recurse=False)}
-    if leaves.isdisjoint(PLAIN_LEAVES | {"weight_v"}) and not parametrize.is_parametrized(module):
+    if leaves.isdisjoint(_LEAVES_OF_LAYERS) and not parametrize.is_parametrized(module):
         return None
     for reads_name, returns_name in _WIDTHS:
         reads, returns = getattr(module, reads_name, None), getattr(module, returns_name, None)

@@ -7,6 +7,7 @@ modules in the same order, with small sizes.
 import warnings
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -252,7 +253,26 @@ class Dense(nn.Module):
 
 def test_a_table_has_a_reason_that_names_the_module():
     labels = default_labels(with_body(**table(odd=(9, D))))
-    assert labels.reason("blocks.0.owner.odd") == "table (a 2-D parameter of Holder, which is no linear layer)"
+    assert labels.reason("blocks.0.owner.odd") == "table (a 2-D parameter of Holder, not the weight of a layer)"
+
+
+def test_a_wrapper_around_a_model_changes_no_role():
+    model = with_body({"stem": lin(D, 75)}, {"owner": Holder(odd=(9, D))}, {"last": lin(99, D)})
+    wrapped = default_labels(build({"module": model}), roles=True)
+    assert {name.removeprefix("module."): role for name, role in wrapped.items()} == default_labels(model, roles=True)
+
+
+class QueryProjector(nn.Linear):
+    """A layer that also holds a table."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D, bias=False)
+        self.query = nn.Parameter(torch.zeros(9, D))
+
+
+def test_a_table_beside_the_weight_of_a_layer_is_a_table():
+    labels = default_labels(with_body(inside={"layer": QueryProjector()}))
+    assert (labels["blocks.0.layer.weight"], labels["blocks.0.layer.query"]) == ("muon", "adamw")
 
 
 def test_matrices_that_a_known_module_holds_directly_are_no_tables():
