@@ -7,7 +7,8 @@ return, and the lists of blocks are known without running the model:
 - A *block* is a module with children in an ``nn.ModuleList``, or one of several such modules of the same class in an
   ``nn.Sequential``. Blocks are the body of a model. An ``nn.Sequential`` whose last layer returns what no other layer
   reads is no block, but one of several heads.
-- An *input* is the first layer of a part of the model that contains blocks, if no earlier layer returns its width.
+- An *input* is a layer before the blocks of its part of the model, if no earlier layer returns what it reads, whole or
+  concatenated. The part is the innermost module around it that contains blocks.
 - A *head* is a layer after the first block, outside all blocks, whose outputs no other layer reads, whole or in parts.
 """
 
@@ -33,7 +34,7 @@ _WIDTHS = (
 _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit)?$"
 _LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
 _LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
-_MOST_CONCATENATED = 16  # the 4 x 4 pixels that a connector of a vision model merges
+_MOST_CONCATENATED = 32  # the frequencies that a speech encoder flattens, or the 4 x 4 pixels that a connector merges
 
 
 @dataclass(frozen=True)
@@ -102,20 +103,19 @@ def _read_widths(model: nn.Module) -> set[int]:
     return widths
 
 
-# Modules whose parameters are matrices under names of their own, or belong to the module around them.
+# Modules whose parameters are matrices under names of their own, or parts of one in the module around them.
 _HOLDERS_OF_MATRICES = (
     nn.MultiheadAttention,
     nn.RNNBase,
     nn.RNNCellBase,
-    nn.ParameterList,
-    nn.ParameterDict,
     parametrize.ParametrizationList,
 )
 
 
 def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _HOLDERS_OF_MATRICES):
+        is_list = isinstance(module, nn.ParameterList | nn.ParameterDict)
+        if isinstance(module, _HOLDERS_OF_MATRICES) or (is_list and path == ""):
             continue
         is_layer = _is_layer(module)
         for name, _ in module.named_parameters(recurse=False):
@@ -186,30 +186,34 @@ def _with_ancestors(path: str) -> Iterator[str]:
 
 
 def _inputs(layers: list[Layer]) -> dict[str, Layer]:
-    """Return the layers that read raw input: each is the first of a part of the model with blocks."""
-    first_of: dict[str, Layer] = {}
-    with_blocks: set[str] = set()
-    for layer in layers:
+    """Return the layers that read raw input: they are before the blocks of their part of the model."""
+    first_block_in: dict[str, int] = {}
+    for index, layer in enumerate(layers):
         for path in _with_ancestors(layer.path):
-            first_of.setdefault(path, layer)
             if layer.block is not None and not _is_inside(path, layer.block):
-                with_blocks.add(path)
-    firsts = {layer.path for path, layer in first_of.items() if path in with_blocks}
+                first_block_in.setdefault(path, index)
     inputs: dict[str, Layer] = {}
     returned_widths: set[int] = set()
-    for layer in layers:
-        if layer.path in firsts and layer.block is None and _reads_raw_input(layer, returned_widths):
+    for index, layer in enumerate(layers):
+        parts_with_blocks = [path for path in _with_ancestors(layer.path) if path in first_block_in]
+        is_before_blocks = layer.block is None and index < first_block_in[parts_with_blocks[-1]]
+        if is_before_blocks and _reads_raw_input(layer, returned_widths):
             inputs[layer.path] = layer
         returned_widths.add(layer.returns)
     return inputs
 
 
 def _reads_raw_input(layer: Layer, returned_widths: Iterable[int]) -> bool:
-    """Return True if no earlier layer returns what a layer reads, whole or concatenated; it then changes the width."""
+    """Return True if no earlier layer returns what a layer reads, whole or concatenated.
+
+    A layer that returns the width that it reads is between others.
+    """
     if layer.reads is None or layer.reads == layer.returns:
         return False
     for width in returned_widths:
-        if layer.reads % width == 0 and layer.reads // width <= _MOST_CONCATENATED:
+        # Layers of cross-stage networks concatenate a whole and halves.
+        is_concatenated = width <= layer.reads <= _MOST_CONCATENATED * width
+        if is_concatenated and (2 * layer.reads) % width == 0:
             return False
     return True
 

@@ -203,6 +203,26 @@ def test_the_first_layer_of_a_model_with_blocks_is_for_adamw_under_any_name(name
     assert labels[f"{name}.weight"] == "adamw", labels.reason(f"{name}.weight")
 
 
+def test_each_of_several_raw_inputs_is_an_input():
+    before = {"joints": lin(D, 17), "camera": nn.Sequential(lin(24, 51), nn.ReLU(), lin(D, 24)), "mix": lin(D, 2 * D)}
+    labels = default_labels(with_body(before), roles=True)
+    roles = [labels[f"{name}.weight"] for name in ("joints", "camera.0", "camera.2", "mix")]
+    assert roles == ["other", "other", "hidden", "hidden"]
+
+
+def test_a_layer_that_reads_a_whole_and_a_half_of_earlier_features_is_hidden():
+    before = {"tokens": nn.Embedding(9, D), "split": lin(24, D), "join": lin(D, 36)}
+    assert default_labels(with_body(before))["join.weight"] == "muon"
+
+
+def test_a_list_of_tables_has_the_name_of_the_list():
+    for name, label in (("hints", "adamw"), ("prompts", "adamw"), ("w1", "muon")):
+        owner = nn.Module()
+        owner.add_module(name, nn.ParameterList([torch.zeros(9, D), torch.zeros(7, D)]))
+        labels = default_labels(with_body(inside={"owner": owner}))
+        assert {labels[f"blocks.0.owner.{name}.{index}"] for index in (0, 1)} == {label}
+
+
 def test_a_layer_between_two_bodies_is_hidden():
     model = build({"embed": nn.Embedding(32, D)})
     model.vision = with_body(before={"stem": nn.Conv2d(3, D, 4)})
