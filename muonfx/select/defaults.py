@@ -45,10 +45,11 @@ def default_labels(
     8. a shape without a matrix to orthogonalize: ``other``. The parameter has a side of 1 after flattening to (first
        dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels. Or it is a
        matrix whose short side is at most 4 and whose long side is at least 32 times as long;
-    9. the structure of the model: ``other``. The parameter is a table, which is a 2-D ``nn.Parameter`` of a module that
-       is no linear layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Or it belongs to the first
-       layer of a part of the model, before all blocks, and no earlier layer returns the features that it reads. Or it
-       belongs to a layer after the first block, outside all blocks, whose outputs no other layer reads;
+    9. the structure of the model: ``other``. The parameter is a table, which is a 2-D ``nn.Parameter`` that is not the
+       weight of a layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Or it belongs to a layer of
+       raw input, which is before the blocks of its part of the model and reads features that no earlier layer returns.
+       Or it belongs to a head, which is after the first block, outside all blocks, and returns features that no other
+       layer reads;
     10. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
     With ``roles=True``, the label is the role, the function of the parameter in the model. `muon_with_adamw` accepts a
@@ -218,7 +219,7 @@ def _labels(
         has_head = has_head or role == "head"
     last_layer = None
     for info in hidden:
-        if not has_head and module_path(info.name) == structure.last_without_blocks:
+        if not has_head and module_path(info.name) == structure.possible_head:
             last_layer = info
     # All roles but "hidden" keep their parameters whole.
     labels = make_labels(model_or_params, infos, decided, absent, ROLES[1:] if roles else (other,))

@@ -150,14 +150,16 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
 
 def _by_structure(info: ParamInfo, structure: Structure) -> Decision | None:
     """Return the decision for a table, an input or a head by the structure of the model; None for another parameter."""
-    if info.ndim == 2 and not structure.held_by_no_layer.isdisjoint({info.name, *info.tied}):
-        leaf = _components(info.name)[-1]
-        if not _is_named_as_a_matrix(leaf):
-            owner = "" if info.module is None else f" of {info.module.__name__}"
-            return Decision("embedding", f"table (a 2-D parameter{owner}, which is no linear layer)")
+    layer_name = _layer_or_leaf(_components(info.name))
+    is_of_no_layer = not structure.held_by_no_layer.isdisjoint({info.name, *info.tied})
+    if info.ndim == 2 and is_of_no_layer and not _is_named_as_a_matrix(layer_name):
+        owner = "" if info.module is None else f" of {info.module.__name__}"
+        return Decision("embedding", f"table (a 2-D parameter{owner}, not the weight of a layer)")
+    if not _PROJECTIONS.isdisjoint(_words(layer_name)):
+        return None  # queries and keys meet in a product, so that no layer reads them
     for path in map(module_path, (info.name, *info.tied)):
         if layer := structure.inputs.get(path):
-            return Decision("other", f"first layer (no earlier layer returns the {layer.reads} features that it reads)")
+            return Decision("other", f"raw input (no earlier layer returns the {layer.reads} features that it reads)")
         if layer := structure.heads.get(path):
             return Decision("head", f"last layer (no other layer reads the {layer.returns} features that it returns)")
     return None
@@ -340,7 +342,8 @@ def _router_component(components: list[str], ndim: int, gated_mlps: frozenset[tu
     for index, component in enumerate(components):
         words = _words(component)
         is_of_mlp = is_inside_expert or (".".join(components[:index]), ndim) in gated_mlps
-        if "router" in words or ("_".join(words) in _ROUTERS and not is_of_mlp):
+        is_router = not {"router", "routing"}.isdisjoint(words)
+        if is_router or ("_".join(words) in _ROUTERS and not is_of_mlp):
             return component
         is_inside_expert = is_inside_expert or _ends_in(words, {"expert", "experts"})
     return None
@@ -417,11 +420,11 @@ def _is_of_layer(components: list[str]) -> bool:
 
 
 def _layer_or_leaf(components: list[str]) -> str:
-    """Return "fc" for ``blocks.fc.weight`` and ``blocks.fc.0.weight``, and "pos_embed" for ``vit.pos_embed``."""
-    if _is_of_layer(components):
-        for component in reversed(components[:-1]):
-            if not component.isdigit():
-                return component
+    """Return "fc" for ``blocks.fc.weight`` and ``blocks.fc.0.weight``, and "prompts" for ``vit.prompts.0``."""
+    candidates = components[:-1] if _is_of_layer(components) else components
+    for component in reversed(candidates):
+        if not component.isdigit():
+            return component
     return components[-1]
 
 

@@ -5,8 +5,10 @@ return, and the lists of blocks are known without running the model:
 
 - A *layer* is a linear layer or a convolution. It reads vectors of one width, and returns vectors of another width.
 - A *block* is a module with children in an ``nn.ModuleList``, or one of several such modules of the same class in an
-  ``nn.Sequential`` or ``nn.ModuleDict``. Blocks are the body of a model.
-- An *input* is the first layer of a part of the model that contains blocks, if no earlier layer returns its width.
+  ``nn.Sequential``. Blocks are the body of a model. An ``nn.Sequential`` whose last layer returns what no other layer
+  reads is no block, but one of several heads.
+- An *input* is a layer before the blocks of its part of the model, if no earlier layer returns what it reads, whole or
+  concatenated. The part is the innermost module around it that contains blocks.
 - A *head* is a layer after the first block, outside all blocks, whose outputs no other layer reads, whole or in parts.
 """
 
@@ -31,7 +33,8 @@ _WIDTHS = (
 )
 _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit)?$"
 _LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
-_MOST_CONCATENATED = 16  # the 4 x 4 pixels that a connector of a vision model merges
+_LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
+_MOST_CONCATENATED = 32  # the frequencies that a speech encoder flattens, or the 4 x 4 pixels that a connector merges
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,15 @@ class Structure:
     """The inputs, heads and tables of a model; the docstring of this file explains the terms."""
 
     held_by_no_layer: frozenset[str] = frozenset()
-    """The names of parameters that a module other than a layer holds directly, as ``self.pos = nn.Parameter(...)``."""
+    """The names of parameters that are not the weight of a layer, as ``self.pos = nn.Parameter(...)``."""
     inputs: dict[str, Layer] = field(default_factory=dict[str, Layer])
     """The inputs by path."""
     heads: dict[str, Layer] = field(default_factory=dict[str, Layer])
     """The heads by path."""
     read_in_their_block: frozenset[str] = frozenset()
     """The paths of layers in blocks whose outputs another layer of the same block reads: hidden under any name."""
-    last_without_blocks: str | None = None
-    """The path of the last layer of a model that has no blocks, so that a head cannot be distinguished."""
+    possible_head: str | None = None
+    """The path of the last layer of a model, if it may be a head: without blocks, a head cannot be distinguished."""
 
 
 UNKNOWN_STRUCTURE = Structure()
@@ -70,38 +73,54 @@ UNKNOWN_STRUCTURE = Structure()
 def structure_of(model: nn.Module) -> Structure:
     """Return the structure of a model, from the modules that it defines; the model is not run."""
     held_by_no_layer = frozenset(_held_by_no_layer(model))
-    layers = list(_layers_of(model))
+    read_widths = _read_widths(model)
+    layers = list(_layers_of(model, read_widths))
+    possible_head = _possible_head(layers, read_widths)
     if all(layer.block is None for layer in layers):
-        return Structure(held_by_no_layer, last_without_blocks=_last_layer(layers))
+        return Structure(held_by_no_layer, possible_head=possible_head)
     inputs = _inputs(layers)
     heads = _heads(layers, inputs, _widths_of_norms(model), _numbers_of_blocks(layers))
-    return Structure(held_by_no_layer, inputs, heads, _read_in_their_block(layers))
+    return Structure(held_by_no_layer, inputs, heads, _read_in_their_block(layers), possible_head)
 
 
-def _last_layer(layers: list[Layer]) -> str | None:
-    """Return the path of the last layer; None for an embedding, which its type shows, and for a single layer."""
+def _possible_head(layers: list[Layer], read_widths: set[int]) -> str | None:
+    """Return the path of the last layer, unless it is an embedding, the whole model, or a part of a body."""
     if not layers or layers[-1].reads is None or layers[-1].path == "":
         return None
-    return layers[-1].path
+    last = layers[-1]
+    has_blocks = any(layer.block is not None for layer in layers)
+    if has_blocks and (last.block is None or last.returns in read_widths or _returns_parts(last)):
+        return None
+    return last.path
 
 
-# Modules whose parameters are matrices under names of their own, or belong to the module around them.
+def _read_widths(model: nn.Module) -> set[int]:
+    """Return the widths that some layer or some norm reads."""
+    widths = _widths_of_norms(model)
+    for module in model.modules():
+        if layer_widths := _widths_of(module):
+            widths.add(layer_widths[0])
+    return widths
+
+
+# Modules whose parameters are matrices under names of their own, or parts of one in the module around them.
 _HOLDERS_OF_MATRICES = (
     nn.MultiheadAttention,
     nn.RNNBase,
     nn.RNNCellBase,
-    nn.ParameterList,
-    nn.ParameterDict,
     parametrize.ParametrizationList,
 )
 
 
 def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
-        if _is_layer(module) or isinstance(module, _HOLDERS_OF_MATRICES):
+        is_list = isinstance(module, nn.ParameterList | nn.ParameterDict)
+        if isinstance(module, _HOLDERS_OF_MATRICES) or (is_list and path == ""):
             continue
+        is_layer = _is_layer(module)
         for name, _ in module.named_parameters(recurse=False):
-            yield f"{path}.{name}" if path else name
+            if not is_layer or name not in _LEAVES_OF_LAYERS:
+                yield f"{path}.{name}" if path else name
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -112,8 +131,8 @@ def _is_layer(module: nn.Module) -> bool:
     return {"weight", "bias"} <= leaves
 
 
-def _layers_of(model: nn.Module) -> Iterator[Layer]:
-    blocks = set(_blocks_of(model))
+def _layers_of(model: nn.Module, read_widths: set[int]) -> Iterator[Layer]:
+    blocks = set(_blocks_of(model, read_widths))
     for path, module in model.named_modules():
         block = next((above for above in _with_ancestors(path) if above in blocks), None)
         if widths := _widths_of(module):
@@ -128,7 +147,7 @@ def _layers_of(model: nn.Module) -> Iterator[Layer]:
 def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     """Return the widths that a linear layer or a convolution reads and returns; None for another module."""
     leaves = {name for name, _ in module.named_parameters(recurse=False)}
-    if leaves.isdisjoint(PLAIN_LEAVES | {"weight_v"}) and not parametrize.is_parametrized(module):
+    if leaves.isdisjoint(_LEAVES_OF_LAYERS) and not parametrize.is_parametrized(module):
         return None
     for reads_name, returns_name in _WIDTHS:
         reads, returns = getattr(module, reads_name, None), getattr(module, returns_name, None)
@@ -137,16 +156,25 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _blocks_of(model: nn.Module) -> Iterator[str]:
+def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
     """Yield the paths of blocks."""
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         children = {name: child for name, child in module.named_children() if any(child.children())}
         times = Counter(type(child) for child in children.values())
         for name, child in children.items():
-            if isinstance(module, nn.ModuleList) or times[type(child)] > 1:
+            is_repeated = isinstance(module, nn.ModuleList) or times[type(child)] > 1
+            if is_repeated and not _is_sequential_head(child, read_widths):
                 yield f"{path}.{name}" if path else name
+
+
+def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
+    """Return True if no layer reads what the last layer of an ``nn.Sequential`` returns."""
+    if type(module) is not nn.Sequential:  # the last layer of another module may run at any time
+        return False
+    layer_widths = [widths for widths in map(_widths_of, module.modules()) if widths is not None]
+    return bool(layer_widths) and layer_widths[-1][1] not in read_widths
 
 
 def _with_ancestors(path: str) -> Iterator[str]:
@@ -158,30 +186,34 @@ def _with_ancestors(path: str) -> Iterator[str]:
 
 
 def _inputs(layers: list[Layer]) -> dict[str, Layer]:
-    """Return the layers that read raw input: each is the first of a part of the model with blocks."""
-    first_of: dict[str, Layer] = {}
-    with_blocks: set[str] = set()
-    for layer in layers:
+    """Return the layers that read raw input: they are before the blocks of their part of the model."""
+    first_block_in: dict[str, int] = {}
+    for index, layer in enumerate(layers):
         for path in _with_ancestors(layer.path):
-            first_of.setdefault(path, layer)
             if layer.block is not None and not _is_inside(path, layer.block):
-                with_blocks.add(path)
-    firsts = {layer.path for path, layer in first_of.items() if path in with_blocks}
+                first_block_in.setdefault(path, index)
     inputs: dict[str, Layer] = {}
     returned_widths: set[int] = set()
-    for layer in layers:
-        if layer.path in firsts and layer.block is None and _reads_raw_input(layer, returned_widths):
+    for index, layer in enumerate(layers):
+        parts_with_blocks = [path for path in _with_ancestors(layer.path) if path in first_block_in]
+        is_before_blocks = layer.block is None and index < first_block_in[parts_with_blocks[-1]]
+        if is_before_blocks and _reads_raw_input(layer, returned_widths):
             inputs[layer.path] = layer
         returned_widths.add(layer.returns)
     return inputs
 
 
 def _reads_raw_input(layer: Layer, returned_widths: Iterable[int]) -> bool:
-    """Return True if no earlier layer returns what a layer reads, whole or concatenated; it then changes the width."""
+    """Return True if no earlier layer returns what a layer reads, whole or concatenated.
+
+    A layer that returns the width that it reads is between others.
+    """
     if layer.reads is None or layer.reads == layer.returns:
         return False
     for width in returned_widths:
-        if layer.reads % width == 0 and layer.reads // width <= _MOST_CONCATENATED:
+        # Layers of cross-stage networks concatenate a whole and halves.
+        is_concatenated = width <= layer.reads <= _MOST_CONCATENATED * width
+        if is_concatenated and (2 * layer.reads) % width == 0:
             return False
     return True
 

@@ -190,9 +190,12 @@ _SUSPECTS = (
 _MODULATION = re.compile(r"(^|_)(ada_?(ln|norm|layer_?norm)|modulations?|mod)(_|\d|$)", re.IGNORECASE)
 _NORM = re.compile(r"(^|_)norm(_|\d|$)", re.IGNORECASE)
 _MODULATION_CLASS = r"^Ada.*Norm|Modulation$|AdaLN"
+# The known numbers of modulations: scale and shift; with a gate; of two norms; of three, as in SD 3.5; of four, as in
+# CogView 3.
+_MODULATIONS = (2, 3, 4, 6, 9, 12)
 _USUAL_MODULATIONS = 6  # two scales, two shifts and two gates, as in DiT
-MOST_PARTS = 12
-"""The largest number of equal parts that one layer is known to return, as in the norms of CogView 3."""
+MOST_PARTS = max(_MODULATIONS)
+"""The largest number of equal parts that one layer is known to return."""
 # Names of a layer in a wrapper that has the layer's own name, such as qkv.linear and qkv.base_layer.
 _INNER_LAYERS = frozenset(
     {"linear", "lin", "conv", "layer", "out_layer", "base_layer", "base", "inner", "original_module", "proj", "dense"}
@@ -339,9 +342,16 @@ def is_modulation(path: str) -> bool:
 
 def _modulations(rows: int, columns: int) -> int | None:
     """Return the number of equal parts of a modulation; None if there are not several."""
-    if columns and rows % columns == 0 and 1 < rows // columns <= MOST_PARTS:
-        return rows // columns
-    return _USUAL_MODULATIONS if rows % _USUAL_MODULATIONS == 0 and rows > columns else None
+    for count in _MODULATIONS:
+        if rows == count * columns:
+            return count
+    if rows <= columns:
+        return None
+    # The condition has another width than the modulated vectors.
+    for count in (_USUAL_MODULATIONS, min(_MODULATIONS)):
+        if rows % count == 0:
+            return count
+    return None
 
 
 def _of_torch(owner: nn.Module | None, leaf: str) -> Found | None:

@@ -417,7 +417,9 @@ MUON_NAMES = """
     aggregate.weight decoder.0.weight block.fc.weight transformer.h.0.mlp.fc_out.weight
     blocks.0.attn.to_out.0.weight layers.0.fc.parametrizations.weight.original
     attn.output_projection.weight conv_out_layer.weight attn.proj_out.weight projector.weight
-    mm_input_projection_weight neck.conv1.weight layers.0.fc.weight_orig self_attn.q_a_proj.weight
+    attention.q_head.weight attention.k_head.weight attention.v_head.weight attn.query_head.weight proj_out_1.weight
+    fc_2.weight rel_logits_proj.proj.weight mm_input_projection_weight neck.conv1.weight layers.0.fc.weight_orig
+    self_attn.q_a_proj.weight
     self_attn.kv_a_proj_with_mqa.weight mlp.experts.0.down_proj.weight mtp.eh_proj.weight
 """
 ADAMW_NAMES = """
@@ -439,7 +441,11 @@ ADAMW_NAMES = """
     self_attn.bias_v quantizer.codevectors q_l2_clip.scale embed_state.weight model.vision_embed_tokens.weight
     mtp.shared_head.head.weight self_attn.q_a_layernorm.weight
     label_embeddings_concat perceiver.latents_1d moe.router_mlp.0.weight
-    fc.hada_w1_a.default fc.lokr_w2.default fc.oft_R.default.weight fc.boft_R.default fc.hra_u.default
+    attn.attention_biases encoder.rel_pos_x_bias.weight indexer.index_kpool_compress_ape projection.latent_query
+    block.scale_shift_table head_dist.weight head_dist.linear.weight logits_dense.weight tower.head_linear.weight
+    proj_out_2.weight action_out_proj.weight postnet.feat_out.weight classifier_2.weight pos_embed.proj.weight
+    x_embedder.proj.weight fc.hada_w1_a.default fc.lokr_w2.default fc.oft_R.default.weight fc.boft_R.default
+    fc.hra_u.default
     fc.randlora_lambda.default fc.vera_lambda_b.default fc.ia3_l.default fc.c3a_kernel.default fc.miss_block.default
 """
 
