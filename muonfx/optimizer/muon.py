@@ -34,8 +34,9 @@ class Muon(TransformOptimizer):
     """Muon for the hidden matrices of a model and AdamW for all other parameters, in one ``torch.optim.Optimizer``.
 
     By default, the weights of hidden linear and convolution layers have the label "muon". Embeddings, output heads,
-    biases and norms have the label "adamw", and frozen parameters None. `muonfx.default_labels` describes the rules.
-    They use the types of modules, so pass the model if possible. ``param_groups`` has a group for each label.
+    biases and norms have the label "adamw". `muonfx.default_labels` describes the rules. They use the types of modules,
+    so pass the model if possible. ``param_groups`` has a group for each label. Frozen parameters are in no group, and
+    may have any dtype.
 
     Args:
         params: a model (recommended), its ``named_parameters()``, a dict from names to tensors, or groups of these.

@@ -18,9 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import muonfx as mfx
 from tests.optimizer.test_adapter import assert_equal, params_of
+from tests.processes import Here, on_ranks
 
 
 def net(*, frozen: tuple[str, ...] = ()) -> nn.Sequential:
@@ -612,3 +615,76 @@ def test_a_key_close_to_a_hyperparameter_warns_once(key: str, meant: str, when: 
     with pytest.warns(UserWarning, match=message):
         train(model, optimizer)
     train(model, optimizer)
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+def sharded(model: nn.Module, here: Here) -> nn.Module:
+    for layer in (*model.backbone.children(), model.neck):
+        fully_shard(layer, mesh=here.mesh)
+    return fully_shard(model, mesh=here.mesh)
+
+
+EXACT = {"orthogonalize": mfx.orthogonalize(dtype=torch.float32)}
+
+
+def assert_same_values(model: nn.Module, twin: nn.Module) -> None:
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        torch.testing.assert_close(whole, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("full", [False, True])
+@on_ranks(2)
+def test_a_state_is_set_by_dcp_right_after_a_late_fully_shard(here: Here, full: bool) -> None:
+    model, twin = net(), net()
+    optimizer, other = mfx.Muon(model, **EXACT), mfx.Muon(twin, **EXACT)
+    train(twin, other, steps=2)
+    options = StateDictOptions(full_state_dict=full)
+    saved = copy.deepcopy(get_optimizer_state_dict(twin, other, options=options))
+    model.load_state_dict(twin.state_dict())
+    sharded(model, here)
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+    for own, one in ((model, optimizer), (twin, other)):
+        train(own, one, steps=2)
+    assert_same_values(model, twin)
+
+
+@pytest.mark.dist
+@on_ranks(2)
+def test_frozen_layers_are_unfrozen_over_ranks_as_in_one_process(here: Here) -> None:
+    """Sharded layers of which some are frozen, and a quantized weight that is on each rank in full."""
+    model, twin = net(frozen=FREEZE), net(frozen=FREEZE)
+    sharded(model, here)
+    for own in (model, twin):
+        own.quantized = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    optimizer, other = mfx.Muon(model, **EXACT), mfx.Muon(twin, **EXACT)
+    for own, one in ((model, optimizer), (twin, other)):
+        train(own, one)
+        own.backbone.requires_grad_()
+        one.add_param_group({"params": own.backbone.parameters(), "lr": 1e-3})
+        train(own, one, steps=2)
+        one.load_state_dict(one.state_dict())
+        own.neck.requires_grad_(requires_grad=False)
+        train(own, one)
+    assert names_of(optimizer) == names_of(other)
+    assert_same_values(model, twin)
+
+
+@pytest.mark.dist
+@on_ranks(2)
+def test_a_sharded_update_ignores_a_leaf_with_the_label_none(here: Here) -> None:
+    params: dict[str, Tensor] = {"w": torch.ones(4, 4), "b": torch.ones(4), "q": torch.zeros(3, dtype=torch.uint8)}
+    labels = {"w": "muon", "b": "adamw", "q": None}
+    tx = mfx.muon_with_adamw(0.1, labels=labels)
+    layout = mfx.sharding.replicated({name: params[name] for name in ("w", "b")}, here.group)
+    grads = {"w": torch.eye(4), "b": torch.ones(4), "q": None}
+    stx = mfx.sharding.sharded(tx, layout)
+    updates, _ = stx.update(grads, stx.init(params), params)
+    expected, _ = tx.update(grads, tx.init(params), params)
+    assert updates.pop("q") is None
+    expected.pop("q")
+    for name, update in expected.items():
+        torch.testing.assert_close(updates[name], update)
