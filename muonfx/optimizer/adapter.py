@@ -219,9 +219,10 @@ class TransformOptimizer(FollowingOptimizer):
             super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
             return
         for part in new_groups(self.tx, self._stepping.routes, entries, pairs, as_one=as_one):
-            super().add_param_group(part)
-            for key in self.defaults.keys() - part.keys():
-                del self.param_groups[-1][key]  # torch adds all defaults to every group
+            foreign_keys = self.defaults.keys() - part.keys()
+            super().add_param_group(part)  # adds all defaults to every group
+            for key in foreign_keys:
+                del self._groups[-1][key]
 
     @property
     def groups_without_rate(self) -> tuple[int, ...]:
@@ -314,12 +315,12 @@ class TransformOptimizer(FollowingOptimizer):
         problem: Exception | None = None
         try:
             if not is_compiling:
-                if not self._attachment.is_current(self.param_groups):
+                if not self._attachment.is_current(self._groups):
                     self._rebind("step")
-                self._attachment.warn_of_unread_keys()
+                self._attachment.read_new_keys(self._stepping)
                 if not self._live.get("checked_rates"):
-                    is_read = len(self.groups_without_rate) < len(self.param_groups)
-                    self._live["checked_rates"] = is_read or warn_of_unread_rates(self.param_groups)
+                    is_read = len(self.groups_without_rate) < len(self._groups)
+                    self._live["checked_rates"] = is_read or warn_of_unread_rates(self._groups)
             params = self._named() if is_compiling else self._attachment.named
             updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
             if len(self.state) != len(updates):

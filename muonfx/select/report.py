@@ -164,9 +164,10 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     }
     routes: dict[str, Route] = {}
     for name, label in ((name, group["label"]) for group in groups for name in group["param_names"]):
-        same = (one.routes[name] for one in known if name in one and one[name] == label)
+        members = str(label).split("+")  # a group may have several labels: "muon+adamw"
+        same = (one.routes[name] for one in known if name in one and str(one[name]) in members)
         route = next(same, Route(label, "the transform has no labels" if label is None else "given"))
-        pattern = views[label].text(name) if label in views else None
+        pattern = views[route.label].text(name) if route.label in views else None
         if pattern not in (None, route.view.pattern):  # the user's view takes precedence over the labels' view
             reason = f"{route.reason.partition(f'; {MAYBE_FUSED}')[0]}; view of the transform"
             route = route._replace(reason=reason, view=MatrixView(pattern))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,8 @@ def backbone_finetuning(folder: Path, make: Callable[[nn.Module], torch.optim.Op
 
 def qlora(folder: Path, kind: str) -> dict[str, Any]:
     """A Llama with quantized weights and LoRA in the Trainer, as the page on Hugging Face writes it."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)  # the Trainer of one process, without a process group
     import bitsandbytes
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
@@ -142,6 +145,22 @@ def _quantized(bitsandbytes: Any, layer: nn.Linear, kind: str) -> nn.Module:
 # -------------------------------------------------------------------------------------------------------- timm, lerobot
 
 
+class Layers(nn.Module):
+    """A model with the method by which timm finds the depth of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 2)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return {"stem": r"^stem", "blocks": [(r"^blocks\.(\d+)", None)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)))
+
+
 def layer_decay(folder: Path) -> dict[str, Any]:
     """The groups of timm's layer decay, under timm's own scheduler, which multiplies each rate by ``lr_scale``."""
     sys.meta_path.append(Absent())  # type: ignore[arg-type]
@@ -149,7 +168,7 @@ def layer_decay(folder: Path) -> dict[str, Any]:
     from timm.scheduler import CosineLRScheduler
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model = Layers()
     given = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
     scales = {id(param): (group["lr_scale"], group["weight_decay"]) for group in given for param in group["params"]}
     optimizer = mfx.Muon(given, lr=0.1, model=model)

@@ -252,12 +252,16 @@ def test_the_rate_of_an_added_group_applies_to_all_of_its_members(make: Any) -> 
     optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 1e-3})
     train(model, optimizer)
     group = optimizer.param_groups[-1]
-    assert (group["muon.weight_decay"], group["adamw.weight_decay"]) == (0.1, 0.0)
+    assert (group["muon.weight_decay"], group["adamw.weight_decay"], "weight_decay" in group) == (0.1, 0.0, False)
     group["lr"] = 0.0
     before = params_of(model)
     train(model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name]) == name.startswith("backbone")
+    group["lr"], group["weight_decay"] = 1e-3, 0.5  # as a schedule of the decay writes it into all groups
+    train(model, optimizer)
+    assert not {"muon.weight_decay", "adamw.weight_decay"} & group.keys()
+    assert (optimizer._attachment.groups[-1].numbers.read(group)["adamw.add_decayed_weights.weight_decay"]) == 0.5
 
 
 def test_numbers_of_a_group_with_two_labels_are_those_of_one_group_per_label() -> None:
@@ -586,6 +590,7 @@ def test_keys_of_the_users_own_are_kept_everywhere(keys: dict[str, Any], when: s
         ("weight-decay", "weight_decay"),
         ("wd", "weight_decay"),
         ("momentun", "momentum"),
+        ("use_muon", "has no effect"),
         ("epsilon", "the group has"),
         ("betas", "the group has"),
         ("beta1", "the group has"),
@@ -599,16 +604,16 @@ def test_a_key_close_to_a_hyperparameter_warns_once(key: str, meant: str, when: 
     message = rf"'{key}' in the group of 'neck\.weight' is kept, but .*{meant}"
     if when == "construction":
         with pytest.warns(UserWarning, match=message):
-            mfx.Muon([{"params": weight, key: 0.0}, {"params": biases}], model=model)
+            mfx.Muon([{"params": weight, key: 0.5}, {"params": biases}], model=model)
         return
     optimizer = mfx.Muon([{"params": weight if when == "written" else biases}, {"params": biases[:0]}], model=model)
     if when == "added":
         with pytest.warns(UserWarning, match=message):
-            optimizer.add_param_group({"params": weight, key: 0.0})
+            optimizer.add_param_group({"params": weight, key: 0.5})
         return
     optimizer.add_param_group({"params": biases})
     train(model, optimizer)
-    optimizer.param_groups[0][key] = 0.0
+    optimizer.param_groups[0][key] = 0.5
     if key == "betas":  # as OneCycleLR writes it into all groups
         train(model, optimizer)
         return
@@ -679,7 +684,7 @@ def test_a_sharded_update_ignores_a_leaf_with_the_label_none(here: Here) -> None
     params: dict[str, Tensor] = {"w": torch.ones(4, 4), "b": torch.ones(4), "q": torch.zeros(3, dtype=torch.uint8)}
     labels = {"w": "muon", "b": "adamw", "q": None}
     tx = mfx.muon_with_adamw(0.1, labels=labels)
-    layout = mfx.sharding.replicated({name: params[name] for name in ("w", "b")}, here.group)
+    layout = mfx.sharding.replicated(params, here.group)
     grads = {"w": torch.eye(4), "b": torch.ones(4), "q": None}
     stx = mfx.sharding.sharded(tx, layout)
     updates, _ = stx.update(grads, stx.init(params), params)
