@@ -34,7 +34,7 @@ class FollowingOptimizer(Optimizer):
     bucket_bytes: int | None
 
     @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
+    def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The param groups, with the parameters that the model has now.
 
         Functions of torch read the groups before they call a method of the optimizer: for example,

@@ -431,7 +431,7 @@ def new_groups(
 def _complete_group(tx: Transform, members: Sequence[Route], given: Group, pairs: list[tuple[str, Tensor]]) -> Group:
     group = {"label": label_of(members), **given, "params": pairs}
     complete_entries(tx, members, group)
-    return group
+    return {"label": group["label"], "lr": group["lr"], **group}  # the rate first, as it is what people look for
 
 
 def complete_entries(tx: Transform, members: Sequence[Route], group: Group) -> None:
@@ -465,7 +465,7 @@ _SYNONYMS = {
     "b2": "betas",
     "epsilon": "eps",
 }
-"""What other libraries call the keys of torch."""
+"""The names of torch's keys in other libraries."""
 
 _SIMILAR = 0.85
 """From this ratio of `difflib` on, a key is a misspelling: "weight_dacay" has 0.92, "max_momentum" 0.8."""

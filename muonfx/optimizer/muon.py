@@ -205,12 +205,12 @@ def _as_trained(params: Iterable[Tensor]) -> Generator[None]:
     """Return a context manager in which frozen parameters require gradients, as rules for labels read this flag."""
     frozen = [param for param in params if is_frozen(param) and is_usable(param)]
     for param in frozen:
-        param.requires_grad_(requires_grad=True)
+        param.requires_grad = True
     try:
         yield
     finally:
         for param in frozen:
-            param.requires_grad_(requires_grad=False)
+            param.requires_grad = False
 
 
 @contextmanager

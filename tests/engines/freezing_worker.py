@@ -191,7 +191,7 @@ def layer_decay(folder: Path) -> dict[str, Any]:
 
 
 class Absent:
-    """A finder of packages that lerobot and timm import beside their optimizers, and that these do not use."""
+    """A finder of packages that lerobot and timm import, and that their optimizers do not use."""
 
     PACKAGES = frozenset(
         {"datasets", "draccus", "imageio", "jsonlines", "pandas", "pyarrow", "torchvision", "torchcodec"}
