@@ -52,7 +52,11 @@ class TransformOptimizer(FollowingOptimizer):
 
     Groups: parameters are grouped by their labels in `partition`, such as "muon" and "adamw". If you pass a group
     whose parameters have several labels, it is split. Groups with ``momentum`` (Muon) come first, then groups with
-    ``betas`` (Adam), then others, and last the groups of parameters that are not trained.
+    ``betas`` (Adam), then others. Groups keep keys of your own, such as "lr_scale".
+
+    Parameters that are not trained: frozen parameters, and those with the label None, are in no group and have no
+    state. They may have any dtype. A gradient under the label None is ignored. A frozen parameter that is trained later
+    raises an error until it is added by `add_param_group`.
 
     Hyperparameters: each numeric argument of the transform is an entry of the groups that it updates. Every step
     reads these entries, so schedulers work. The key is the name that torch uses (``lr``, ``weight_decay``,
@@ -94,12 +98,13 @@ class TransformOptimizer(FollowingOptimizer):
         TypeError: a parameter has no name and ``model`` is not given, a tensor cannot be optimized, or ``layout`` is
             given for DTensors.
         ShardingError: the ranks have different parameters, transforms, layouts or hyperparameters.
-        ValueError: two parameters have the same name, a group has an unknown hyperparameter (the message lists the
-            known ones) or a value out of range, or FullyShardedDataParallel (FSDP1) has flattened the parameters.
+        ValueError: two parameters have the same name, a group has a value out of range, or FullyShardedDataParallel
+            (FSDP1) has flattened the parameters.
 
     Warns:
         UserWarning: some parameters would move in the direction of the gradient, because none of their transforms
-            reverses its sign, as `scale_by_learning_rate` does.
+            reverses its sign, as `scale_by_learning_rate` does; or a key of a group looks like a misspelt
+            hyperparameter.
 
     Example:
         >>> import muonfx as mfx
@@ -171,13 +176,17 @@ class TransformOptimizer(FollowingOptimizer):
 
         Args:
             param_group: a dict with the parameters under "params", and values for some hyperparameters. The parameters
-                have names, or belong to a model that the optimizer was given. The group is split if labels differ. A
-                parameter that had no label when it was frozen may be added after ``requires_grad_()``: it moves from
-                its group to a new one.
+                have names, or belong to a model that the optimizer was given. They become one group. If they have
+                several labels, a value such as "lr" applies to all of them, and numbers that are not given and differ
+                have keys of their own, such as "adamw.weight_decay". Without "lr", labels with different rates become
+                one group each. A parameter that was frozen at construction may be added after ``requires_grad_()``.
 
         Raises:
-            ValueError: a hyperparameter does not exist for these parameters (the message lists the known names), or a
-                parameter is already in a group.
+            ValueError: a parameter is in a group already, all are frozen, all have the label None, or a value is out of
+                range.
+
+        Warns:
+            UserWarning: a key looks like a misspelt hyperparameter.
         """
         if "state" not in self._live:  # torch's constructor adds the groups one by one
             pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.routes]
@@ -212,9 +221,10 @@ class TransformOptimizer(FollowingOptimizer):
             super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
             return
         for part in new_groups(self.tx, self._stepping.routes, entries, pairs, as_one=as_one):
-            super().add_param_group(part)
-            for key in self.defaults.keys() - part.keys():
-                del self.param_groups[-1][key]  # torch adds all defaults to every group
+            foreign_keys = self.defaults.keys() - part.keys()
+            super().add_param_group(part)  # adds all defaults to every group
+            for key in foreign_keys:
+                del self._groups[-1][key]
 
     @property
     def groups_without_rate(self) -> tuple[int, ...]:
@@ -288,9 +298,9 @@ class TransformOptimizer(FollowingOptimizer):
             The result of the closure, or None without a closure.
 
         Raises:
-            ValueError: a hyperparameter is out of range, or a parameter cannot be updated: it has a gradient but no
-                label, it has another shape than at construction, or it is on the meta device. Also if none of the
-                optimizer's parameters has a gradient, but others of the model have one.
+            ValueError: a hyperparameter is out of range, or a parameter cannot be updated: it has a gradient, but was
+                frozen at construction and not added, it has another shape than at construction, or it is on the meta
+                device. Also if none of the optimizer's parameters has a gradient, but others of the model have one.
             TypeError: a gradient is sparse or complex, or no transform accepts an extra argument. No parameter or state
                 has been changed when an error is raised.
         """
@@ -307,12 +317,12 @@ class TransformOptimizer(FollowingOptimizer):
         problem: Exception | None = None
         try:
             if not is_compiling:
-                if not self._attachment.is_current(self.param_groups):
+                if not self._attachment.is_current(self._groups):
                     self._rebind("step")
-                self._attachment.warn_of_unread_keys()
+                self._attachment.read_new_keys(self._stepping)
                 if not self._live.get("checked_rates"):
-                    is_read = len(self.groups_without_rate) < len(self.param_groups)
-                    self._live["checked_rates"] = is_read or warn_of_unread_rates(self.param_groups)
+                    is_read = len(self.groups_without_rate) < len(self._groups)
+                    self._live["checked_rates"] = is_read or warn_of_unread_rates(self._groups)
             params = self._named() if is_compiling else self._attachment.named
             updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
             if len(self.state) != len(updates):
@@ -380,6 +390,10 @@ class TransformOptimizer(FollowingOptimizer):
                 another shape or a wider dtype, or is the shard of another rank. The message names each of them.
                 Nothing has been changed when an error is raised.
             ShardingError: another rank raised an error, or did not call this.
+
+        Warns:
+            UserWarning: state was saved for parameters that are not trained now, and is not loaded, or parameters have
+                no saved state, because they were frozen when it was saved. The message names them.
         """
         self._rebind()
         check_real(self._named())

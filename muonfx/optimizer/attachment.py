@@ -23,6 +23,7 @@ from muonfx.optimizer.groups import (
     GroupNumbers,
     distinct_routes,
     group_hyperparams,
+    keys_by_label,
     label_of,
     names_in,
     unread_key_warning,
@@ -190,6 +191,8 @@ class Attachment:
             names: list[str] = list(group["param_names"])
             members = distinct_routes(names, stepping.routes)
             own = group_hyperparams(members, group) if members else ()
+            for key in keys_by_label(members) - {hyperparam.key for hyperparam in own}:
+                group.pop(key, None)
             known = former.get(id(group), of_names.get(names[0]) if names else None)
             # The former numbers are kept: they show which of two keys of a number is changed next.
             numbers = copy.copy(known) if known is not None and known.hyperparams == own else GroupNumbers(own)
@@ -210,17 +213,19 @@ class Attachment:
         # A new tensor under a known name replaces a parameter.
         return {names[param]: param for param in unknown if names.get(param, "") not in {"", *self._bound}}
 
-    def warn_of_unread_keys(self) -> None:
-        """Warn once of each new key of a group that looks like a hyperparameter, such as "weight_dacay"."""
+    def read_new_keys(self, stepping: Stepping) -> None:
+        """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
         counts = [len(bound.group) for bound in self.groups]
         if counts == self._key_counts:  # a step must not compare all keys
             return
-        self._key_counts = counts
+        # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
+        self.note([bound.group for bound in self.groups], stepping)
+        self._key_counts = [len(bound.group) for bound in self.groups]
         known = set[str]().union(*[bound.numbers.keys for bound in self.groups])
         for bound in self.groups:
             of = next(iter(bound.names), "no parameter")
             for key in bound.group.keys() - bound.numbers.keys - known:
-                message = unread_key_warning(key, of, bound.numbers.keys, known)
+                message = unread_key_warning(key, bound.group[key], of, bound.numbers.keys, known)
                 if message is not None and key not in self._warned:
                     self._warned.add(key)
                     warnings.warn(message, stacklevel=5)
@@ -331,8 +336,11 @@ class Attachment:
 
     def replaced_in_models(self) -> dict[Tensor, Tensor]:
         """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none."""
-        for bound in self._bound.values():
-            if bound.slot is not None and bound.slot.now() is not bound.param:
+        for param, _, _, _, slot in self._bound.values():
+            if slot is None:
+                continue
+            module = slot.module()  # `slot.now()` would be one more call
+            if module is not None and module._parameters.get(slot.leaf) is not param:
                 break
         else:  # the usual case, in which the models need no walk
             return {}

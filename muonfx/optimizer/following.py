@@ -34,7 +34,7 @@ class FollowingOptimizer(Optimizer):
     bucket_bytes: int | None
 
     @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
+    def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The param groups, with the parameters that the model has now.
 
         Functions of torch read the groups before they call a method of the optimizer: for example,
@@ -138,7 +138,10 @@ class FollowingOptimizer(Optimizer):
         # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
         if self._attachment.is_current(self._groups):
             return
-        if added := self._attachment.added_in(self._groups):
+        added = self._attachment.added_in(self._groups)
+        if added and moment == "clear" and self._stepping.is_over_ranks:
+            return  # the next step, which all ranks take together, creates the state
+        if added:
             self._add_listed(added)
         self._attachment.follow(self._groups, self._stepping, may_repeat=moment == "save")
         named = self._named()

@@ -374,6 +374,13 @@ def group_hyperparams(routes: Sequence[Route], group: Group) -> tuple[Hyperparam
     return tuple(merged)
 
 
+def keys_by_label(routes: Sequence[Route]) -> set[str]:
+    """Return all keys such as "adamw.weight_decay" that a group of several labels may have."""
+    if len(routes) < 2:
+        return set()
+    return {f"{label}.{key}" for key, holders in _holders(routes).items() for label in holders}
+
+
 def _holders(routes: Iterable[Route]) -> dict[str, dict[str, Hyperparam]]:
     """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the route of the label has."""
     found: dict[str, dict[str, Hyperparam]] = {}
@@ -435,7 +442,7 @@ def new_groups(
 def _complete_group(tx: Transform, members: Sequence[Route], given: Group, pairs: list[tuple[str, Tensor]]) -> Group:
     group = {"label": label_of(members), **given, "params": pairs}
     complete_entries(tx, members, group)
-    return group
+    return {"label": group["label"], "lr": group["lr"], **group}  # the rate first, as it is what people look for
 
 
 def complete_entries(tx: Transform, members: Sequence[Route], group: Group) -> None:
@@ -469,7 +476,7 @@ _SYNONYMS = {
     "b2": "betas",
     "epsilon": "eps",
 }
-"""What other libraries call the keys of torch."""
+"""The names of torch's keys in other libraries."""
 
 _SIMILAR = 0.85
 """From this ratio of `difflib` on, a key is a misspelling: "weight_dacay" has 0.92, "max_momentum" 0.8."""
@@ -491,7 +498,11 @@ def meant(key: str, known: Iterable[str]) -> str | None:
     return full_names[close[0]] if close else None
 
 
-def unread_key_warning(key: str, of: str, own: Iterable[str], known: Iterable[str]) -> str | None:
+_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
+"""Keys of other optimizers that change their updates, and not ours."""
+
+
+def unread_key_warning(key: str, value: Any, of: str, own: Iterable[str], known: Iterable[str]) -> str | None:
     """Return a warning if a key of a group looks like a hyperparameter and sets none, else None.
 
     ``of`` is a parameter of the group, ``own`` are the hyperparameters of the group and ``known`` those of all groups.
@@ -500,6 +511,11 @@ def unread_key_warning(key: str, of: str, own: Iterable[str], known: Iterable[st
     if key in own or key in NOT_HYPERPARAMS:
         return None
     name = meant(key, own) or meant(key, known)
+    if name is None and key in _OF_OTHERS and value:
+        return (
+            f"param_groups: {key!r} in the group of {of!r} is kept, but has no effect: the labels choose the "
+            "transform of a parameter, and the arguments of the transform choose its update"
+        )
     if name is None:
         return None
     advice = f"did you mean {name!r}?" if name in own else f"the group has {', '.join(sorted(own)) or 'none'}"
@@ -510,8 +526,9 @@ def _warn_of_unread_keys(given: Group, of: str, members: Sequence[Route], routes
     own = {hyperparam.key for hyperparam in group_hyperparams(members, given)}
     own = own.union(*[read_keys(route) for route in members])
     known = set[str]().union(*[read_keys(route) for route in set(routes.values())])
-    for key in given:
-        if message := unread_key_warning(key, of, own, known):
+    for key, value in given.items():
+        message = unread_key_warning(key, value, of, own, known)
+        if message is not None:
             warn_caller(message)
 
 

@@ -41,8 +41,9 @@ class Muon(TransformOptimizer):
     """Muon for the hidden matrices of a model and AdamW for all other parameters, in one ``torch.optim.Optimizer``.
 
     By default, the weights of hidden linear and convolution layers have the label "muon". Embeddings, output heads,
-    biases and norms have the label "adamw", and frozen parameters None. `muonfx.default_labels` describes the rules.
-    They use the types of modules, so pass the model if possible. ``param_groups`` has a group for each label.
+    biases and norms have the label "adamw". `muonfx.default_labels` describes the rules. They use the types of modules,
+    so pass the model if possible. ``param_groups`` has a group for each label. Frozen parameters are in no group, and
+    may have any dtype.
 
     Args:
         params: a model (recommended), its ``named_parameters()``, a dict from names to tensors, or groups of these.
@@ -212,12 +213,12 @@ def _as_trained(params: Iterable[Tensor]) -> Generator[None]:
     """Return a context manager in which frozen parameters require gradients, as rules for labels read this flag."""
     frozen = [param for param in params if is_frozen(param) and is_usable(param)]
     for param in frozen:
-        param.requires_grad_(requires_grad=True)
+        param.requires_grad = True
     try:
         yield
     finally:
         for param in frozen:
-            param.requires_grad_(requires_grad=False)
+            param.requires_grad = False
 
 
 @contextmanager

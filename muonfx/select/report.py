@@ -179,7 +179,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
         for name in group["param_names"]:
             label = group["label"]
             route = _known_route(name, label, known_labels)
-            pattern = views[label].text(name) if label in views else None
+            pattern = views[route.label].text(name) if route.label in views else None
             if pattern not in (None, route.view.pattern):  # the user's view takes precedence over the labels' view
                 reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
                 route = route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
@@ -204,9 +204,10 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[str, MatrixView]:
 
 
 def _known_route(name: str, label: Label, known_labels: Sequence[object]) -> Route:
-    """Return the route of a parameter in the first `Labels` that give it this label, or a new one."""
+    """Return the route of a parameter in the first `Labels` that give it the label of its group, or a new one."""
+    labels_of_group = str(label).split("+")  # a group may have several labels: "muon+adamw"
     for labels in known_labels:
-        if isinstance(labels, Labels) and name in labels and labels[name] == label:
+        if isinstance(labels, Labels) and name in labels and str(labels[name]) in labels_of_group:
             return labels.routes[name]
     return Route(label, "the transform has no labels" if label is None else "given")
 

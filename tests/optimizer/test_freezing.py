@@ -18,9 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import muonfx as mfx
 from tests.optimizer.test_adapter import assert_equal, params_of
+from tests.processes import Here, on_ranks
 
 
 def net(*, frozen: tuple[str, ...] = ()) -> nn.Sequential:
@@ -249,12 +252,16 @@ def test_the_rate_of_an_added_group_applies_to_all_of_its_members(make: Any) -> 
     optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 1e-3})
     train(model, optimizer)
     group = optimizer.param_groups[-1]
-    assert (group["muon.weight_decay"], group["adamw.weight_decay"]) == (0.1, 0.0)
+    assert (group["muon.weight_decay"], group["adamw.weight_decay"], "weight_decay" in group) == (0.1, 0.0, False)
     group["lr"] = 0.0
     before = params_of(model)
     train(model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name]) == name.startswith("backbone")
+    group["lr"], group["weight_decay"] = 1e-3, 0.5  # as a schedule of the decay writes it into all groups
+    train(model, optimizer)
+    assert not {"muon.weight_decay", "adamw.weight_decay"} & group.keys()
+    assert (optimizer._attachment.groups[-1].numbers.read(group)["adamw.add_decayed_weights.weight_decay"]) == 0.5
 
 
 def test_numbers_of_a_group_with_two_labels_are_those_of_one_group_per_label() -> None:
@@ -583,6 +590,7 @@ def test_keys_of_the_users_own_are_kept_everywhere(keys: dict[str, Any], when: s
         ("weight-decay", "weight_decay"),
         ("wd", "weight_decay"),
         ("momentun", "momentum"),
+        ("use_muon", "has no effect"),
         ("epsilon", "the group has"),
         ("betas", "the group has"),
         ("beta1", "the group has"),
@@ -596,19 +604,92 @@ def test_a_key_close_to_a_hyperparameter_warns_once(key: str, meant: str, when: 
     message = rf"'{key}' in the group of 'neck\.weight' is kept, but .*{meant}"
     if when == "construction":
         with pytest.warns(UserWarning, match=message):
-            mfx.Muon([{"params": weight, key: 0.0}, {"params": biases}], model=model)
+            mfx.Muon([{"params": weight, key: 0.5}, {"params": biases}], model=model)
         return
     optimizer = mfx.Muon([{"params": weight if when == "written" else biases}, {"params": biases[:0]}], model=model)
     if when == "added":
         with pytest.warns(UserWarning, match=message):
-            optimizer.add_param_group({"params": weight, key: 0.0})
+            optimizer.add_param_group({"params": weight, key: 0.5})
         return
     optimizer.add_param_group({"params": biases})
     train(model, optimizer)
-    optimizer.param_groups[0][key] = 0.0
+    optimizer.param_groups[0][key] = 0.5
     if key == "betas":  # as OneCycleLR writes it into all groups
         train(model, optimizer)
         return
     with pytest.warns(UserWarning, match=message):
         train(model, optimizer)
     train(model, optimizer)
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+def sharded(model: nn.Module, here: Here) -> nn.Module:
+    for layer in (*model.backbone.children(), model.neck):
+        fully_shard(layer, mesh=here.mesh)
+    return fully_shard(model, mesh=here.mesh)
+
+
+EXACT = {"orthogonalize": mfx.orthogonalize(dtype=torch.float32)}
+
+
+def assert_same_values(model: nn.Module, twin: nn.Module) -> None:
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        torch.testing.assert_close(whole, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("full", [False, True])
+@on_ranks(2)
+def test_a_state_is_set_by_dcp_right_after_a_late_fully_shard(here: Here, full: bool) -> None:
+    model, twin = net(), net()
+    optimizer, other = mfx.Muon(model, **EXACT), mfx.Muon(twin, **EXACT)
+    train(twin, other, steps=2)
+    options = StateDictOptions(full_state_dict=full)
+    saved = copy.deepcopy(get_optimizer_state_dict(twin, other, options=options))
+    model.load_state_dict(twin.state_dict())
+    sharded(model, here)
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+    for own, one in ((model, optimizer), (twin, other)):
+        train(own, one, steps=2)
+    assert_same_values(model, twin)
+
+
+@pytest.mark.dist
+@on_ranks(2)
+def test_frozen_layers_are_unfrozen_over_ranks_as_in_one_process(here: Here) -> None:
+    """Sharded layers of which some are frozen, and a quantized weight that is on each rank in full."""
+    model, twin = net(frozen=FREEZE), net(frozen=FREEZE)
+    sharded(model, here)
+    for own in (model, twin):
+        own.quantized = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    optimizer, other = mfx.Muon(model, **EXACT), mfx.Muon(twin, **EXACT)
+    for own, one in ((model, optimizer), (twin, other)):
+        train(own, one)
+        own.backbone.requires_grad_()
+        one.add_param_group({"params": own.backbone.parameters(), "lr": 1e-3})
+        train(own, one, steps=2)
+        one.load_state_dict(one.state_dict())
+        own.neck.requires_grad_(requires_grad=False)
+        train(own, one)
+    assert names_of(optimizer) == names_of(other)
+    assert_same_values(model, twin)
+
+
+@pytest.mark.dist
+@on_ranks(2)
+def test_a_sharded_update_ignores_a_leaf_with_the_label_none(here: Here) -> None:
+    params: dict[str, Tensor] = {"w": torch.ones(4, 4), "b": torch.ones(4), "q": torch.zeros(3, dtype=torch.uint8)}
+    labels = {"w": "muon", "b": "adamw", "q": None}
+    tx = mfx.muon_with_adamw(0.1, labels=labels)
+    layout = mfx.sharding.replicated(params, here.group)
+    grads = {"w": torch.eye(4), "b": torch.ones(4), "q": None}
+    stx = mfx.sharding.sharded(tx, layout)
+    updates, _ = stx.update(grads, stx.init(params), params)
+    expected, _ = tx.update(grads, tx.init(params), params)
+    assert updates.pop("q") is None
+    expected.pop("q")
+    for name, update in expected.items():
+        torch.testing.assert_close(updates[name], update)
