@@ -13,6 +13,7 @@ from muonfx.core import Locality, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.hyperparams import hyperparams
 from muonfx.engines.deepspeed.pieces import Pieces, flats_of, locate, shape_of, stage_3_of, trained_parameters
+from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.attachment import GroupOwner
 from muonfx.optimizer.groups import GroupNumbers, defaults_for_schedulers, routes_of, split_by_route
@@ -27,7 +28,7 @@ class ZeroOptimizer(GroupOwner):
     Raises:
         ValueError: at the first step, if DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as
             with ``round_robin_gradients``; the message names the parameter. At any step, if a parameter was frozen,
-            unfrozen, added or removed after the optimizer was made.
+            unfrozen, added or removed after the optimizer was made, or if a scheduler has given all groups one rate.
         RuntimeError: an engine has replaced this optimizer by another one, which steps on its groups.
 
     Example:
@@ -68,6 +69,7 @@ class ZeroOptimizer(GroupOwner):
             groups.append({"label": route.label, "lr": 0.0, **values, "params": part})
         super().__init__(groups, {})
         self.defaults.update(defaults_for_schedulers(self.param_groups))
+        self._rates = GroupRates(self.param_groups)
         for group in self.param_groups:
             # If two keys of a group set one number, later reads compare both with this one to find the changed key.
             self._numbers[tuple(group["param_names"])].read(group)
@@ -80,6 +82,7 @@ class ZeroOptimizer(GroupOwner):
             with torch.enable_grad():
                 loss = closure()
         self._require_same_trained()
+        self._rates.check(self.param_groups)
         is_first = not self._units
         units = [(group, self._units_of(group["param_names"], group["params"])) for group in self.param_groups]
         # A real step on zeros would advance the count of AdamW and decay the weights.
