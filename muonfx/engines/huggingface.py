@@ -10,6 +10,7 @@ from torch import nn
 
 from muonfx.engines import deepspeed
 from muonfx.engines.deepspeed.making import require_own_step
+from muonfx.engines.deepspeed.rates import require_rates_by_group
 from muonfx.engines.parts import with_parts
 from muonfx.optimizer.muon import Muon
 
@@ -47,17 +48,27 @@ class MuonFactory:
     """
 
     def __call__(
-        self, model: nn.Module, *, zero: bool = False, eps: float | None = None, **options: Any
+        self,
+        model: nn.Module,
+        *,
+        deepspeed_config: Mapping[str, Any] | None = None,
+        eps: float | None = None,
+        **options: Any,
     ) -> torch.optim.Optimizer:
         """Return the Muon optimizer for a model.
 
         Args:
             model: the model; the types of its modules decide which parameters Muon trains.
-            zero: True if DeepSpeed will shard the parameters.
+            deepspeed_config: the configuration of DeepSpeed if it will shard the parameters, else None.
             eps: the epsilon of AdamW; None for the default of `muonfx.adamw`.
             options: arguments of `muonfx.Muon`, whose values may come from a JSON file; see `muonfx.engines.parts`.
         """
-        made: torch.optim.Optimizer = deepspeed.Muon(model, **options) if zero else Muon(model, **with_parts(options))
+        made: torch.optim.Optimizer
+        if deepspeed_config is None:
+            made = Muon(model, **with_parts(options))
+        else:
+            made = deepspeed.Muon(model, **options)
+            require_rates_by_group(deepspeed_config, made.param_groups)
         for group in made.param_groups:
             if eps is not None and "eps" in group:
                 group["eps"] = eps
@@ -87,16 +98,18 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
     >>> args = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, **adamw, deepspeed_plugin=None)
     >>> muon(args, adamw_lr=1e-3)[1]
-    {'lr': 0.01, 'weight_decay': 0.1, 'betas': (0.9, 0.95), 'eps': 1e-08, 'zero': False, 'adamw_lr': 0.001}
+    {'lr': 0.01, 'weight_decay': 0.1, 'betas': (0.9, 0.95), 'eps': 1e-08, 'deepspeed_config': None, 'adamw_lr': 0.001}
     """
-    if args.deepspeed_plugin is not None:
+    deepspeed_config: Mapping[str, Any] | None = None
+    if args.deepspeed_plugin is not None:  # also if ``accelerate launch`` selects DeepSpeed
         require_own_step(args.deepspeed_plugin.deepspeed_config)
+        deepspeed_config = args.deepspeed_plugin.deepspeed_config
     arguments = {
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
-        "zero": args.deepspeed_plugin is not None,  # the plugin is set also if ``accelerate launch`` selects DeepSpeed
+        "deepspeed_config": deepspeed_config,
     }
     return MuonFactory, {**arguments, **options}
 

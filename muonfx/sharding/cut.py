@@ -24,7 +24,7 @@ from muonfx.tree import Spec
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-__all__ = ["Cut", "Intervals", "OnMesh", "Places", "Whole"]
+__all__ = ["Cut", "Intervals", "Listed", "OnMesh", "Places", "Whole"]
 
 
 class Cut:
@@ -148,6 +148,22 @@ class Intervals(Cut):
 
     def _ranks(self) -> Iterator[int]:
         yield from range(*self._between)
+
+
+class Listed(Cut):
+    """The partition of a tensor for which the shard of each rank is given, as a list of `Piece`."""
+
+    def __init__(self, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
+        super().__init__(shape, len(pieces))
+        self._pieces = tuple(pieces)
+
+    def _at(self, rank: int) -> Piece:
+        return self._pieces[rank]
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """A tuple of the shape and the shards of all ranks."""
+        return "listed", self.shape, self._pieces
 
 
 class Places:

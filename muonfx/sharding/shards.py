@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["FlatPiece", "IntervalTensor", "Piece", "Span", "Window", "part"]
+__all__ = ["FlatPiece", "IntervalTensor", "Piece", "ShardPiece", "Span", "Window", "part"]
 
 Span = tuple[int, int]
 """A start and an exclusive end."""
@@ -66,13 +66,13 @@ class Piece(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    """The shape of the shard: one dim for an interval, else as many dims as the whole tensor."""
+    """The shape of the shard: one dim for an interval, also of a shard, else as many dims as the whole tensor."""
     boxes: tuple[Box, ...]
     """The elements as nonempty boxes (offsets and sizes) of the whole tensor, in the order of the shard."""
     start: int | None = None
     """The first element of an interval in the flattened whole tensor; None if the piece was not built by `interval`."""
     spans: tuple[tuple[Span, ...], ...] = ()
-    """For each dim of the whole tensor, the spans (start, end) of indices in the piece; empty for an interval."""
+    """For each dim of the whole tensor, the spans (start, end) of indices in the piece; empty for a 1-d shard."""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
@@ -97,6 +97,37 @@ class Piece(NamedTuple):
             for corner in product(*kept)
         ]
         return cls(tuple(sum(stop - start for start, stop in along) for along in kept), tuple(boxes), None, kept)
+
+    def interval_of_shard(self, start: int, stop: int) -> Piece:
+        """Return the `Piece` with elements ``start:stop`` of this shard, flattened. Its own shard is 1-d.
+
+        ZeRO flattens the shard of a tensor-parallel rank, and partitions it once more.
+
+        >>> columns = Piece.grid([((0, 4),), ((2, 5),)])  # columns 2 to 4 of a matrix of shape (4, 5)
+        >>> [(box.offsets, box.sizes) for box in columns.interval_of_shard(4, 9).boxes]
+        [((1, 3), (1, 2)), ((2, 2), (1, 3))]
+        """
+        boxes: list[Box] = []
+        for local_box in boxes_of_interval(self.shape, start, stop):
+            boxes += self._boxes_of_whole(local_box)
+        return Piece((max(0, stop - start),), tuple(boxes))
+
+    def _boxes_of_whole(self, local_box: Box) -> list[Box]:
+        """Return the boxes of the whole tensor with the elements of a box of the shard, in the order of the shard."""
+        spans_by_dim = [
+            _spans_within(spans, offset, size)
+            for spans, offset, size in zip(self.spans, local_box.offsets, local_box.sizes, strict=True)
+        ]
+        several = [dim for dim, spans in enumerate(spans_by_dim) if len(spans) > 1]
+        # A box must be contiguous in the shard: before a dim with several spans, each index has its own boxes.
+        for dim in range(several[-1] if several else 0):
+            spans_by_dim[dim] = [(index, index + 1) for span in spans_by_dim[dim] for index in range(*span)]
+        boxes: list[Box] = []
+        for corner in product(*spans_by_dim):
+            offsets = tuple(start for start, _ in corner)
+            sizes = tuple(stop - start for start, stop in corner)
+            boxes.append(Box(offsets, sizes))
+        return boxes
 
     @property
     def numel(self) -> int:
@@ -143,7 +174,7 @@ class Piece(NamedTuple):
             if all(
                 o <= b and b + n <= e for o, b, n, e in zip(own.offsets, box.offsets, box.sizes, own.ends, strict=True)
             ):
-                if self.start is not None:
+                if not self.spans:  # a 1-d shard, in which the boxes follow one another
                     inner = [b - o for b, o in zip(box.offsets, own.offsets, strict=True)]
                     return Window((before, own.numel), own.sizes, _narrowed(inner, box.sizes, own.sizes))
                 # The local index along a dim: the indices of the spans before, and the offset within its own span.
@@ -154,6 +185,23 @@ class Piece(NamedTuple):
                 return Window(None, self.shape, _narrowed(firsts, box.sizes, self.shape))
             before += own.numel
         raise ValueError(f"found {box}, expected a box that is within one box of {self}")
+
+
+def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
+    """Return the spans of indices that a dim of a shard has from ``offset`` on, for ``size`` indices of the shard.
+
+    >>> _spans_within([(0, 2), (6, 9)], 1, 3)
+    [(1, 2), (6, 8)]
+    """
+    parts: list[Span] = []
+    first_index = 0  # of the current span, in the shard
+    for start, stop in spans:
+        begin = max(start, start + offset - first_index)
+        end = min(stop, start + offset + size - first_index)
+        if begin < end:
+            parts.append((begin, end))
+        first_index += stop - start
+    return parts
 
 
 def _narrowed(firsts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
@@ -297,6 +345,41 @@ class FlatPiece:
         if box is None:
             raise ValueError(f"{self!r} has no box that begins at {offset}")
         return self.part(box)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPiece(FlatPiece):
+    """The values of a flattened shard whose elements are not an interval of the whole tensor, such as some columns.
+
+    A checkpoint treats it like a `FlatPiece`.
+
+    Attributes:
+        position: which elements of the whole tensor the values are, in the order of ``data``.
+
+    >>> columns = Piece.grid([((0, 2),), ((1, 3),)]).interval_of_shard(0, 4)
+    >>> piece = ShardPiece((2, 4), 0, torch.arange(4.0), columns)
+    >>> [(box.offsets, piece.part(box).tolist()) for box in piece.boxes]
+    [((0, 1), [[0.0, 1.0], [2.0, 3.0]])]
+    """
+
+    position: Piece
+
+    def __repr__(self) -> str:
+        return f"ShardPiece({self.data.numel()} elements of {self.shape}, {self.dtype})"
+
+    @property
+    def piece(self) -> Piece:
+        """The elements of the whole tensor that the values are."""
+        return self.position
+
+    @property
+    def whole(self) -> Tensor | None:
+        """None: the values are a part of the tensor, or in another order."""
+        return None
+
+    def empty_like(self, device: torch.device | str | None = None) -> ShardPiece:
+        """Return a `ShardPiece` of the same elements with uninitialized values. Default: on the same device."""
+        return ShardPiece(self.shape, self.start, torch.empty_like(self.data, device=device), self.position)
 
 
 aten: Any = torch.ops.aten

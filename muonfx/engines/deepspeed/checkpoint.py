@@ -1,20 +1,26 @@
-"""Save and load under any ZeRO stage and number of ranks; checkpoints store whole tensors by parameter name."""
+"""Save and load under any ZeRO stage and number of ranks; checkpoints store whole tensors by parameter name.
+
+Ranks may have different parameters: a pipeline stage has its own layers, and a rank of expert parallelism has its own
+experts. A checkpoint contains the parameters of all ranks, as one process would name them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import checkpoint, tree
+from muonfx.core import Transform
+from muonfx.engines.deepspeed.experts import global_names
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
-from muonfx.engines.deepspeed.unit import Unit
 from muonfx.sharding.shards import FlatPiece
+from muonfx.tree import PyTree, Spec
 
 __all__ = ["load", "save"]
 
@@ -54,9 +60,9 @@ def save(
     TypeError: engine: its optimizer is None, expected one of muonfx.engines.deepspeed
     """
     own = _optimizer_of(engine)
-    params, state = _global(own, own.all_units())
+    values = _Values.of(own, to_load=False)
     return checkpoint.save(
-        path, state, tx=own.tx, params=params, step=step, extra=extra, keep=keep, group=_group_of(own.all_units())
+        path, values.state, tx=values.tx, params=values.params, step=step, extra=extra, keep=keep, group=_all_ranks()
     )
 
 
@@ -86,10 +92,14 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     """
     own = _optimizer_of(engine)
     units = own.all_units()
-    group = _group_of(units)
-    params, state = _global(own, units)
-    params = checkpoint.load_params(path, like=params, group=group)
-    leaves = tree.leaves(checkpoint.load(path, like=state, tx=own.tx, group=group))
+    group = _all_ranks()
+    values = _Values.of(own, to_load=True)
+    loaded_params = checkpoint.load_params(path, like=values.params, group=group)
+    loaded_state = checkpoint.load(path, like=values.state, tx=values.tx, group=group)
+    new_name_of = global_names(own.model)
+    params = {name: loaded_params[new_name_of.get(name, name)] for unit in units for name in unit.pieces.names}
+    leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
+    leaves = [leaf_of_path.get(path) for path in values.paths]
     zero, is_cut = engine.optimizer, any(unit.pieces.layout and unit.pieces.layout.stage == 3 for unit in units)
     if is_cut:
         zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
@@ -111,29 +121,96 @@ def _optimizer_of(engine: Any) -> ZeroOptimizer:
     return inner
 
 
-def _group_of(units: Iterable[Unit]) -> dist.ProcessGroup | None:
-    layouts = [unit.pieces.layout for unit in units]
-    group = next((layout.group for layout in layouts if layout is not None), None)
-    return dist.group.WORLD if group is None and dist.is_initialized() else group
+def _all_ranks() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], Any]:
-    """Return a dict from name to parameter, and the optimizer state, merged from all flat tensors of DeepSpeed.
+class _Values(NamedTuple):
+    """The parameters and the optimizer state of all ranks; this rank's values with their positions in whole tensors."""
 
-    Each `Unit` holds the part for one flat tensor. The leaves of the results are whole tensors, or this rank's shards.
+    params: dict[str, Any]
+    """A dict from name to parameter. A parameter that only other ranks hold is an empty `FlatPiece`."""
+    state: PyTree
+    """The state as nested dicts. A leaf that only other ranks hold is an empty `FlatPiece`."""
+    paths: list[tuple[Any, ...]]
+    """The path in ``state`` of each leaf of this rank's own state."""
+    tx: Transform | None
+    """The transform; None if it differs between ranks, because labels name the parameters of a rank."""
+
+    @classmethod
+    def of(cls, own: ZeroOptimizer, *, to_load: bool) -> _Values:
+        """Collect the values of this rank, and add the leaves of others. All ranks must call this together."""
+        new_name_of = global_names(own.model)
+        local_params: dict[str, Any] = {}
+        leaves_of_units: list[list[Any]] = []
+        units = own.all_units()
+        for unit in units:
+            unit_params, unit_leaves = unit.to_global(own.state, to_load=to_load)
+            for name, param in unit_params.items():
+                local_params[new_name_of.get(name, name)] = param
+            leaves_of_units.append(unit_leaves)
+        leaves = [_merged(column) for column in zip(*leaves_of_units, strict=True)]
+        paths: list[tuple[Any, ...]] = []
+        if units:  # a pipeline stage may have no parameters
+            local_paths = tree.paths(units[0].unflatten(leaves))
+            paths = [tuple(new_name_of.get(entry, entry) for entry in path) for path in local_paths]
+        local_state: dict[Any, Any] = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if leaf is not None}
+        identities = _of_all_ranks((own.tx.fingerprint, bool(new_name_of)))
+        is_same_transform = set(identities) == {(own.tx.fingerprint, False)}
+        tx = own.tx if is_same_transform else None
+        return cls(_with_leaves_of_others(local_params), _nested(_with_leaves_of_others(local_state)), paths, tx)
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, in their order."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
+    """Add an empty `FlatPiece` for each leaf that only other ranks hold. Mark whole leaves that not all ranks hold."""
+    specs = {key: Spec(tuple(leaf.shape), leaf.dtype) for key, leaf in leaves.items()}
+    specs_of_ranks: list[dict[Any, Spec]] = _of_all_ranks(specs)
+    all_leaves: dict[Any, Any] = {}
+    for rank_specs in specs_of_ranks:
+        for key, spec in rank_specs.items():
+            if key in all_leaves:
+                continue
+            is_on_all_ranks = all(key in other_specs for other_specs in specs_of_ranks)
+            leaf = leaves.get(key)
+            if leaf is None:
+                leaf = FlatPiece(spec.shape, 0, torch.empty(0, dtype=spec.dtype))
+            elif isinstance(leaf, Tensor) and not is_on_all_ranks:
+                leaf = FlatPiece.cut(leaf, 0, leaf.numel())
+            all_leaves[key] = leaf
+    return all_leaves
+
+
+def _nested(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
+    """Return a tree of nested dicts, in which leaves have the given paths.
+
+    >>> _nested({("momentum", "trace", "0.weight"): 1, ("count",): 2})
+    {'momentum': {'trace': {'0.weight': 1}}, 'count': 2}
     """
-    params: dict[str, Any] = {}
-    parts: list[list[Any]] = []
-    for unit in units:
-        some, leaves = unit.to_global(own.state)
-        params |= some
-        parts.append(leaves)
-    return params, units[0].unflatten([_merged(leaves) for leaves in zip(*parts, strict=True)])
+    root: dict[Any, Any] = {}
+    for path, leaf in leaf_of_path.items():
+        if not path:
+            return leaf  # a state that is a single leaf
+        level = root
+        for entry in path[:-1]:
+            level = level.setdefault(entry, {})
+        level[path[-1]] = leaf
+    return root
 
 
 def _merged(leaves: Iterable[Tensor | FlatPiece | None]) -> Tensor | FlatPiece | None:
     """Return the one value that is not None; of several step counts, return the largest."""
-    found = [leaf for leaf in leaves if leaf is not None]
-    if len(found) < 2:
-        return found[0] if found else None
-    return torch.stack([leaf for leaf in found if isinstance(leaf, Tensor)]).amax(0)
+    values = [leaf for leaf in leaves if leaf is not None]
+    if not values:
+        return None
+    if len(values) == 1:
+        return values[0]
+    return torch.stack([leaf for leaf in values if isinstance(leaf, Tensor)]).amax(0)

@@ -12,6 +12,7 @@ from torch import nn
 from muonfx.core import Transform
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
 from muonfx.engines.deepspeed.pieces import trained_parameters
+from muonfx.engines.deepspeed.rates import require_rates_by_group
 from muonfx.engines.parts import with_parts
 from muonfx.optimizer import muon
 
@@ -105,7 +106,7 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
 
     Raises:
         ValueError: the optimizer in the configuration has another type, or the optimizer is offloaded and
-            ``"zero_force_ds_cpu_optimizer"`` is true.
+            ``"zero_force_ds_cpu_optimizer"`` is true, or the scheduler has one rate for groups with different rates.
         TypeError: "params" has an argument that `muonfx.Muon` does not have; the message lists its arguments.
         ModuleNotFoundError: DeepSpeed is not installed.
 
@@ -123,6 +124,7 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
     given = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **given}
     require_own_step(given)
     made = Muon(model, **entry.get("params", {}))
+    require_rates_by_group(given, made.param_groups)
     import deepspeed
 
     return deepspeed.initialize(model=model, optimizer=made, config=given, **rest)

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from muonfx.core import Locality, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.hyperparams import hyperparams
-from muonfx.engines.deepspeed.pieces import Pieces, flats_of, locate, shape_of, stage_3_of, trained_parameters
+from muonfx.engines.deepspeed.experts import expert_group_name
+from muonfx.engines.deepspeed.pieces import (
+    flats_of,
+    local_shape_of,
+    locate,
+    stage_3_of,
+    trained_parameters,
+    whole_pieces,
+)
+from muonfx.engines.deepspeed.rates import GroupRates
+from muonfx.engines.deepspeed.tensor_parallel import tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.attachment import GroupOwner
 from muonfx.optimizer.groups import GroupNumbers, defaults_for_schedulers, routes_of, split_by_route
@@ -27,7 +37,7 @@ class ZeroOptimizer(GroupOwner):
     Raises:
         ValueError: at the first step, if DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as
             with ``round_robin_gradients``; the message names the parameter. At any step, if a parameter was frozen,
-            unfrozen, added or removed after the optimizer was made.
+            unfrozen, added or removed after the optimizer was made, or if a scheduler has given all groups one rate.
         RuntimeError: an engine has replaced this optimizer by another one, which steps on its groups.
 
     Example:
@@ -47,9 +57,10 @@ class ZeroOptimizer(GroupOwner):
                 f"{tx!r} reads the whole tree, and DeepSpeed steps one flat tensor at a time: use DeepSpeed's "
                 '"gradient_clipping" for clipping, and its loss scaler for skipping overflows'
             )
-        self.tx, self._model = tx, model
+        self.tx = tx
+        self.model = model
         self._params = trained_parameters(model)
-        self._like = {n: torch.empty(shape_of(x), dtype=x.dtype, device="meta") for n, x in self._params.items()}
+        self._like = {n: torch.empty(whole_shape_of(x), dtype=x.dtype, device="meta") for n, x in self._params.items()}
         tx.init(self._like)  # raises if the transform cannot handle the parameters
         routes = routes_of(lower(tx, self._like))
         if left_out := [name for name in self._like if name not in routes or routes[name].is_left_out]:
@@ -62,12 +73,18 @@ class ZeroOptimizer(GroupOwner):
         groups: list[dict[str, Any]] = []
         for part in split_by_route(list(self._params.items()), routes):
             route = routes[part[0][0]]
-            numbers = GroupNumbers(route.hyperparams)
-            self._numbers[tuple(name for name, _ in part)] = numbers
-            values = numbers.entries({name: defaults[name] for name in numbers.names})
-            groups.append({"label": route.label, "lr": 0.0, **values, "params": part})
+            for expert_group, pairs in _by_expert_group(part).items():
+                numbers = GroupNumbers(route.hyperparams)
+                self._numbers[tuple(name for name, _ in pairs)] = numbers
+                values = numbers.entries({name: defaults[name] for name in numbers.names})
+                group = {"label": route.label, "lr": 0.0, **values, "params": pairs}
+                if expert_group is not None:
+                    # With these entries ZeRO partitions the group among the ranks that have the same experts.
+                    group |= {"moe": True, "name": expert_group}
+                groups.append(group)
         super().__init__(groups, {})
         self.defaults.update(defaults_for_schedulers(self.param_groups))
+        self._rates = GroupRates(self.param_groups)
         for group in self.param_groups:
             # If two keys of a group set one number, later reads compare both with this one to find the changed key.
             self._numbers[tuple(group["param_names"])].read(group)
@@ -80,6 +97,7 @@ class ZeroOptimizer(GroupOwner):
             with torch.enable_grad():
                 loss = closure()
         self._require_same_trained()
+        self._rates.check(self.param_groups)
         is_first = not self._units
         units = [(group, self._units_of(group["param_names"], group["params"])) for group in self.param_groups]
         # A real step on zeros would advance the count of AdamW and decay the weights.
@@ -95,13 +113,13 @@ class ZeroOptimizer(GroupOwner):
         """Return whether this is the step with zero gradients that DeepSpeed takes only to allocate the state."""
         own = set(self._params.values())
         given = [param for group in self.param_groups for param in group["params"]]
-        are_copies = all(unit.pieces.layout is None for unit in self._units.values()) and own.isdisjoint(given)
+        are_copies = not any(unit.pieces.is_flat for unit in self._units.values()) and own.isdisjoint(given)
         return are_copies and not any(param.grad is None or bool(param.grad.any()) for param in given)
 
     def _require_same_trained(self) -> None:
         """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed."""
         # DeepSpeed's flat tensors contain the parameters from construction only.
-        now, own = ({param: name for name, param in x.items()} for x in (trained_parameters(self._model), self._params))
+        now, own = ({param: name for name, param in x.items()} for x in (trained_parameters(self.model), self._params))
         for these, others, when in ((now, own, "requires grad now, but did not"), (own, now, "required grad")):
             if changed := [name for param, name in these.items() if param not in others]:
                 raise ValueError(
@@ -136,15 +154,18 @@ class ZeroOptimizer(GroupOwner):
                     held.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
 
     def _units_of(self, names: Sequence[str], given: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
-        if [tuple(x.shape) for x in given] == [tuple(self._like[name].shape) for name in names]:
-            if given and given[0] not in self._units:
-                self._units[given[0]] = Unit(self.tx, self._like, Pieces(tuple(names), given), self.state)
-            return [self._units[x] for x in given[:1]]  # stage 0
         params = {name: self._params[name] for name in names}
+        tensor_group = tensor_group_of(self.model.modules())
+        if [tuple(x.shape) for x in given] == [local_shape_of(param) for param in params.values()]:  # stage 0
+            if given and given[0] not in self._units:
+                pieces = whole_pieces(dict(zip(names, given, strict=True)), params, self._like, tensor_group)
+                self._units[given[0]] = Unit(self.tx, self._like, pieces, self.state)
+            return [self._units[x] for x in given[:1]]
         flats = [flat for flat in given if without_grads or flat.grad is not None]
         for flat in flats:
             if flat not in self._units:
-                self._units[flat] = Unit(self.tx, self._like, locate(flat, params, self._like), self.state)
+                pieces = locate(flat, params, self._like, tensor_group)
+                self._units[flat] = Unit(self.tx, self._like, pieces, self.state)
         return [self._units[flat] for flat in flats]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -167,3 +188,11 @@ class ZeroOptimizer(GroupOwner):
             for key, value in state_dict["state"].get(place, {}).items():
                 if isinstance(value, Tensor):  # undo the cast to the parameter's dtype by torch
                     self.state[param][key] = value.to(param.device, copy=True)
+
+
+def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:
+    """Divide (name, parameter) pairs: None for the parameters that are not experts', else by expert group."""
+    divided: dict[str | None, list[tuple[str, Tensor]]] = {}
+    for name, param in pairs:
+        divided.setdefault(expert_group_name(param), []).append((name, param))
+    return divided

@@ -11,12 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonfx.sharding.cut import Intervals, Whole
+from muonfx.engines.deepspeed.tensor_parallel import block_group_of, tensor_shards_of
+from muonfx.sharding.cut import Cut, Intervals, Listed, Whole
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards import FlatPiece, Piece, ShardPiece
 from muonfx.tree import Spec
 
-__all__ = ["Located", "Pieces", "flats_of", "locate", "shape_of", "stage_3_of", "trained_parameters"]
+__all__ = [
+    "Located",
+    "Pieces",
+    "flats_of",
+    "locate",
+    "local_shape_of",
+    "stage_3_of",
+    "trained_parameters",
+    "whole_pieces",
+]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -26,8 +36,8 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def shape_of(param: Tensor) -> tuple[int, ...]:
-    """Return the global shape of a parameter, which DeepSpeed may have partitioned."""
+def local_shape_of(param: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter that ZeRO may have partitioned: under AutoTP, of this rank's rows or columns."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -55,52 +65,122 @@ class Pieces(NamedTuple):
     flat: list[Tensor]
     """A list of the flat tensor; at stage 0, a list of whole parameters, in the order of ``names``."""
     layout: Layout | None = None
-    """The layout (which rank holds which shard of each parameter); None at stage 0."""
+    """The layout (which rank holds which shard of each parameter); None if this rank holds all of them whole."""
     at: Mapping[str, Located] = {}
     """A dict from parameter name to the position of this rank's shard; empty at stage 0."""
     shapes: Mapping[str, tuple[int, ...]] = {}
     """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
+    saved_elsewhere: frozenset[str] = frozenset()
+    """The parameters whose shards overlap with those of other tensor-parallel ranks, which save the same values."""
 
-    def as_leaf(self, name: str, value: Tensor) -> Tensor | FlatPiece:
-        """Return ``value``, the shard of a parameter or of its state, as a `FlatPiece`; at stage 0, unchanged."""
+    @property
+    def is_flat(self) -> bool:
+        """True if ``flat`` is one flat tensor; False at stage 0, where it lists parameters."""
+        return bool(self.at)
+
+    def as_leaf(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatPiece:
+        """Return ``value``, the shard of a parameter or of its state, with its position; unchanged if it is whole.
+
+        To save, an empty shard is returned if another rank saves the values.
+        """
         if self.layout is None:
             return value
-        return FlatPiece(self.layout.specs[name].shape, self.at[name].begin, value.reshape(-1))
+        shape = self.layout.specs[name].shape
+        piece = self.layout.piece(name)
+        if not self.is_flat:
+            if piece == Piece.whole(shape):
+                return value
+            piece = piece.interval_of_shard(0, piece.numel)  # the same elements, flattened
+        if name in self.saved_elsewhere and not to_load:
+            return FlatPiece(shape, 0, value.new_empty(0))
+        if piece.start is None:
+            return ShardPiece(shape, 0, value.reshape(-1), piece)
+        return FlatPiece(shape, piece.start, value.reshape(-1))
 
     def views(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared."""
-        if self.layout is None:
+        if not self.is_flat:
             return dict(zip(self.names, flat, strict=True))
         return {n: flat[0].narrow(0, at.start, at.length).view(self.shapes[n]) for n, at in self.at.items()}
 
 
-def locate(flat: Tensor, params: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Pieces:
+def locate(
+    flat: Tensor, params: Mapping[str, Tensor], like: Mapping[str, Tensor], tensor_group: dist.ProcessGroup | None
+) -> Pieces:
     """Find where the shards of ``params`` are in a flat tensor of ZeRO stage 1, 2 or 3.
 
-    ``like`` has all parameters of the model by name, as meta tensors. All ranks of the flat tensor call this together.
+    ``like`` has all parameters of the model by name, as meta tensors of their whole shapes. ``tensor_group`` is the
+    tensor-parallel group, if there is one. All ranks with parts of these parameters call this together.
     """
     engine = stage_3_of(params.values())
     cut = _cut_buffer(flat, params) if engine is None else _cut_parameters(flat, params, engine)
-    # The layout has all other parameters as replicated ones; this flat tensor holds no data of theirs.
-    specs = {name: Spec(tuple(x.shape), flat.dtype if name in cut.cuts else x.dtype) for name, x in like.items()}
-    size, rank = dist.get_world_size(cut.group), dist.get_rank(cut.group)
-    cuts = {name: cut.cuts.get(name) or Whole(spec.shape, size) for name, spec in specs.items()}
-    layout = Layout("flat", specs, cuts, size, rank, cut.group, stage=2 if engine is None else 3)
+    if tensor_group is not None:
+        cut = _cut_shards(cut, params, like, tensor_group)
+    dtypes = dict.fromkeys(params, flat.dtype)
+    layout = _layout(cut.cuts, like, dtypes, cut.group, stage=2 if engine is None else 3)
     shapes = {name: layout.piece(name).shape for name in cut.at}
-    pieces = Pieces(tuple(cut.at), [flat], layout, cut.at, shapes)
-    found: list[str | None] = [None] * size
-    dist.all_gather_object(found, _differing(pieces, params), group=cut.group)
-    if wrong := [name for name in found if name is not None]:
-        raise _misplaced(wrong[0])
+    pieces = Pieces(tuple(cut.at), [flat], layout, cut.at, shapes, cut.saved_elsewhere)
+    misplaced_names: list[str | None] = [None] * layout.size
+    misplaced_name = cut.misplaced_name or _differing(pieces, params)
+    dist.all_gather_object(misplaced_names, misplaced_name, group=cut.group)
+    for name in misplaced_names:
+        if name is not None:
+            raise _misplaced(name)
     return pieces
+
+
+def whole_pieces(
+    local: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    like: Mapping[str, Tensor],
+    tensor_group: dist.ProcessGroup | None,
+) -> Pieces:
+    """Return the `Pieces` of stage 0, where each rank holds its parameters unflattened: whole, or as AutoTP's shards.
+
+    ``local`` has the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
+    """
+    names = tuple(local)
+    tensors = list(local.values())
+    if tensor_group is None:
+        return Pieces(names, tensors)
+    size = dist.get_world_size(tensor_group)
+    cuts: dict[str, Cut] = {}
+    for name, param in params.items():
+        shards = tensor_shards_of(name, param, local_shape_of(param), size)
+        if shards is not None:
+            cuts[name] = Listed(like[name].shape, shards)
+    dtypes = {name: tensor.dtype for name, tensor in local.items()}
+    return Pieces(names, tensors, _layout(cuts, like, dtypes, tensor_group, stage=None))
+
+
+def _layout(
+    cuts: Mapping[str, Cut],
+    like: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    group: dist.ProcessGroup,
+    *,
+    stage: int | None,
+) -> Layout:
+    """Return the layout of one flat tensor. Parameters without a cut are not in it, and count as replicated."""
+    specs: dict[str, Spec] = {}
+    all_cuts: dict[str, Cut] = {}
+    size = dist.get_world_size(group)
+    for name, param in like.items():
+        specs[name] = Spec(tuple(param.shape), dtypes.get(name, param.dtype))
+        all_cuts[name] = cuts.get(name) or Whole(param.shape, size)
+    return Layout("flat", specs, all_cuts, size, dist.get_rank(group), group, stage)
 
 
 class _Cut(NamedTuple):
     """Which interval of each parameter each rank holds, and where this rank's intervals are in its flat tensor."""
 
-    cuts: dict[str, Intervals]
+    cuts: dict[str, Cut]
     at: dict[str, Located]
     group: dist.ProcessGroup
+    misplaced_name: str | None = None
+    """The first parameter for which DeepSpeed's mapping is wrong, to be raised on all ranks alike."""
+    saved_elsewhere: frozenset[str] = frozenset()
+    """See `Pieces`."""
 
 
 def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
@@ -121,14 +201,20 @@ def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
     found: list[Any] = [None] * size
     dist.all_gather_object(found, own, group=group)
     borders = tuple(rank * length for rank in range(size + 1))
-    cuts: dict[str, Intervals] = {}
+    cuts: dict[str, Cut] = {}
+    misplaced_names: list[str] = []
     for name, param in params.items():
+        shape = local_shape_of(param)
+        cuts[name] = Intervals(shape, 0, borders)
+        if not prod(shape):  # AutoTP gives a rank no rows if there are fewer heads than ranks
+            continue
         parts = [(rank, pieces[name]) for rank, pieces in enumerate(found) if pieces[name].length]
         starts = {rank * length + part.start - part.begin for rank, part in parts}
-        if len(starts) != 1 or sum(part.length for _, part in parts) != prod(shape_of(param)):
-            raise _misplaced(name)
-        cuts[name] = Intervals(shape_of(param), starts.pop(), borders)
-    return _Cut(cuts, own, group)
+        if len(starts) != 1 or sum(part.length for _, part in parts) != prod(shape):
+            misplaced_names.append(name)
+            continue
+        cuts[name] = Intervals(shape, starts.pop(), borders)
+    return _Cut(cuts, own, group, misplaced_names[0] if misplaced_names else None)
 
 
 def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> _Cut:
@@ -141,12 +227,54 @@ def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> 
     found = _Cut({}, {}, group)
     offset = 0
     for param in members:
-        name, part, numel = name_of[id(param)], int(param.ds_tensor.ds_numel), prod(shape_of(param))
-        found.cuts[name] = Intervals(shape_of(param), 0, tuple(part * one for one in range(size + 1)))
+        name, part, numel = name_of[id(param)], int(param.ds_tensor.ds_numel), prod(local_shape_of(param))
+        found.cuts[name] = Intervals(local_shape_of(param), 0, tuple(part * one for one in range(size + 1)))
         begin = min(rank * part, numel)
         found.at[name] = Located(offset, min(part, numel - begin), begin)
         offset += part
     return found
+
+
+def _cut_shards(
+    cut: _Cut, params: Mapping[str, Tensor], like: Mapping[str, Tensor], tensor_group: dist.ProcessGroup
+) -> _Cut:
+    """Compose the partition by ZeRO, of this tensor-parallel rank's shards, with the partition by AutoTP."""
+    group = block_group_of(cut.group, tensor_group)
+    tensor_rank = dist.get_rank(tensor_group)
+    intervals_of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(intervals_of_ranks, (tensor_rank, dict(cut.at)), group=group)
+    cuts: dict[str, Cut] = {}
+    overlapping: set[str] = set()
+    for name, param in params.items():
+        shape = tuple(like[name].shape)
+        shards = tensor_shards_of(name, param, local_shape_of(param), dist.get_world_size(tensor_group))
+        pieces: list[Piece] = []
+        for other_tensor_rank, located in intervals_of_ranks:
+            start = located[name].begin
+            stop = start + located[name].length
+            if shards is None:
+                pieces.append(Piece.interval(shape, start, stop))
+            else:
+                pieces.append(shards[other_tensor_rank].interval_of_shard(start, stop))
+        cuts[name] = Listed(shape, pieces)
+        if shards is None and _do_overlap(pieces):
+            overlapping.add(name)
+    # If AutoTP has split other parameters unevenly, the flat tensors of tensor-parallel ranks have different lengths,
+    # so a parameter that they all hold is cut at different places. An update needs no more than equal values where the
+    # shards overlap. A checkpoint needs shards without overlaps: those of one tensor-parallel rank.
+    saved_elsewhere = frozenset(overlapping) if tensor_rank else frozenset[str]()
+    return _Cut(cuts, cut.at, group, cut.misplaced_name, saved_elsewhere)
+
+
+def _do_overlap(pieces: Iterable[Piece]) -> bool:
+    """Return whether different intervals of one tensor overlap."""
+    end = 0
+    for piece in sorted({piece for piece in pieces if piece.numel}, key=lambda piece: piece.start or 0):
+        start = piece.start or 0
+        if start < end:
+            return True
+        end = start + piece.numel
+    return False
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:

@@ -70,7 +70,7 @@ class Unit:
             name = last if last in local and leaf.shape == local[last].shape else None
             key = path_of(path if name is None else path[:-1])
             self._leaves.append((key, name))
-            if name is not None and self.pieces.layout is not None:
+            if name is not None and self.pieces.is_flat:
                 shards.setdefault(key, {})[name] = leaf
             else:
                 for x in self.pieces.flat if name is None else [local[name]]:
@@ -111,7 +111,9 @@ class Unit:
 
     def _read(self, states: States) -> PyTree:
         """Return the state tree of the transform, built from the tensors in ``optimizer.state``."""
-        whole = dict(zip(self.pieces.names, self.pieces.flat, strict=True)) if self.pieces.layout is None else {}
+        whole: dict[str, Tensor] = {}
+        if not self.pieces.is_flat:
+            whole = dict(zip(self.pieces.names, self.pieces.flat, strict=True))
         found: list[Tensor | None] = []
         for entry in self._leaves:
             if entry is None:
@@ -152,14 +154,14 @@ class Unit:
             self._among_all(grads),
             state,
             self._among_all(params),
-            donate=Donation(updates=self.pieces.layout is not None, state=True),
+            donate=Donation(updates=self.pieces.is_flat, state=True),
         )
         pairs = [(params[name], updates[name]) for name in params if updates[name] is not None]
         if pairs:
             torch._foreach_add_([param for param, _ in pairs], [update for _, update in pairs])
         self._write(state, after, states)
 
-    def to_global(self, states: States) -> tuple[dict[str, Any], list[Any]]:
+    def to_global(self, states: States, *, to_load: bool) -> tuple[dict[str, Any], list[Any]]:
         """Return a dict from name to parameter, and a list of the leaves of the optimizer state.
 
         Each is a whole tensor or a shard with its position (`FlatPiece`); None for parameters of other flat tensors.
@@ -172,8 +174,11 @@ class Unit:
         leaves = tree.leaves(state)
         for place, (entry, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
             if entry is not None and entry[1] is not None and isinstance(leaf, Tensor):
-                leaves[place] = self.pieces.as_leaf(entry[1], leaf)
-        return {name: self.pieces.as_leaf(name, param) for name, param in params.items()}, leaves
+                leaves[place] = self.pieces.as_leaf(entry[1], leaf, to_load=to_load)
+        params_with_positions = {
+            name: self.pieces.as_leaf(name, param, to_load=to_load) for name, param in params.items()
+        }
+        return params_with_positions, leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
         """Return the optimizer state as a tree, built from a list of its leaves."""
@@ -188,8 +193,10 @@ class Unit:
             view.copy_((leaf.data if isinstance(leaf, FlatPiece) else leaf).view(view.shape))
         # Copied, since each unit advances its step counters in place.
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        held = self.to_global(states)[1]
-        after = self.unflatten([None if old is None else new for old, new in zip(held, own, strict=True)])
+        held = self.to_global(states, to_load=True)[1]
+        own = [None if old is None else new for old, new in zip(held, own, strict=True)]
         if self.pieces.layout is not None:
-            after = from_global(self._transform(), after, self._among_all(views))
+            after = from_global(self._transform(), self.unflatten(own), self._among_all(views))
+        else:
+            after = self.unflatten([leaf.whole if isinstance(leaf, FlatPiece) else leaf for leaf in own])
         self._write(self._read(states), after, states)

@@ -1,0 +1,93 @@
+"""Detect a scheduler of DeepSpeed that replaces the learning rates of all groups by one number."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["GroupRates", "require_rates_by_group"]
+
+_RATE_KEYS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
+"""The parameters of DeepSpeed's schedulers that set a learning rate, as one number or as a list with one a group."""
+
+
+class GroupRates:
+    """Compares the learning rates of the groups at each step with those from construction.
+
+    DeepSpeed's schedulers write one number, such as ``warmup_max_lr``, into every group, so that AdamW would train with
+    the rate of Muon. A scheduler that scales the rates, or has a list with one rate for each group, is accepted.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._requested = [(str(group["label"]), float(group["lr"])) for group in groups]
+        distinct_rates = {rate for _, rate in self._requested}
+        self._is_settled = len(distinct_rates) < 2
+        self._rate_of_group: dict[tuple[str, ...], float] = {}
+        """The rates in this step, by the parameter names of the group: DeepSpeed steps on one group at a time."""
+        self._common_rate: float | None = None
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if a scheduler has given all groups the same learning rate.
+
+        A rate that is equal in all groups, and not above any requested rate, may be the start of a warmup. It is
+        reported as a warning; the error is raised if a later rate is equal in all groups, too.
+        """
+        if self._is_settled:
+            return
+        for group in groups:
+            self._rate_of_group[tuple(group["param_names"])] = float(group["lr"])
+        if len(self._rate_of_group) < len(self._requested):
+            return  # the other groups of this step follow
+        rates = set(self._rate_of_group.values())
+        self._rate_of_group.clear()
+        if len(rates) > 1:
+            self._is_settled = True  # the scheduler has a rate for each group
+            return
+        rate = rates.pop()
+        if rate == 0.0:  # the usual start of a warmup
+            return
+        message = _message(self._requested, f"the learning rate {rate:g} in all groups")
+        has_changed = self._common_rate not in (None, rate)
+        is_above_a_request = rate > min(requested for _, requested in self._requested)
+        if has_changed or is_above_a_request:
+            raise ValueError(message)
+        if self._common_rate is None:
+            warnings.warn(message, stacklevel=4)
+        self._common_rate = rate
+
+
+def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if the scheduler in a DeepSpeed configuration has one number for groups with different rates.
+
+    >>> scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}
+    >>> groups = [{"label": "muon", "lr": 0.02}, {"label": "adamw", "lr": 3e-4}]
+    >>> require_rates_by_group({"scheduler": scheduler}, groups)
+    Traceback (most recent call last):
+    ValueError: param_groups: found "warmup_max_lr": 0.02 in DeepSpeed's config, ... "warmup_max_lr": [0.02, 0.0003]...
+    """
+    requested = [(str(group["label"]), float(group["lr"])) for group in groups]
+    scheduler: Mapping[str, Any] = config.get("scheduler") or {}
+    params: dict[str, Any] = dict(scheduler.get("params") or {})
+    if scheduler.get("type") == "WarmupDecayLR":
+        params.setdefault("warmup_max_lr", 0.001)  # DeepSpeed's default, also for all groups
+    if len({rate for _, rate in requested}) < 2:
+        return
+    for key in _RATE_KEYS:
+        value = params.get(key)
+        is_one_number = isinstance(value, int | float)
+        # The Trainer replaces "auto" by its learning_rate.
+        if is_one_number or value == "auto":
+            raise ValueError(_message(requested, f'"{key}": {json.dumps(value)} in DeepSpeed\'s config', key))
+
+
+def _message(requested: Sequence[tuple[str, float]], problem: str, key: str = "warmup_max_lr") -> str:
+    rates_by_label = ", ".join(f"{label} {rate:g}" for label, rate in requested)
+    rates = [rate for _, rate in requested]
+    return (
+        f"param_groups: found {problem}, expected a rate for each group: the optimizer was made with {rates_by_label}. "
+        'A single number in DeepSpeed\'s "scheduler" replaces the rates of all groups. Write a number for each group: '
+        f'"{key}": {rates}. Or use a scheduler that scales the rates: WarmupCosineLR, or, in the Trainer, its own: '
+        'remove "scheduler" from the config. To train all groups at one rate, make the optimizer with this rate'
+    )

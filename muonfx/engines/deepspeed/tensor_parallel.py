@@ -1,0 +1,115 @@
+"""Read how DeepSpeed's AutoTP has partitioned the parameters over its tensor-parallel group.
+
+AutoTP replaces linear layers by layers that hold some rows or columns of the weight. The parameter stays the same
+object with a smaller shape, and has a dict of metadata for DeepSpeed's universal checkpoints. A partitioned dim is
+split as a whole (``partition_sizes``), or, in fused layers, part by part (``sub_param_shard_widths``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muonfx.sharding.shards import Piece, Span
+
+__all__ = ["block_group_of", "tensor_group_of", "tensor_shards_of", "whole_shape_of"]
+
+METADATA = "ds_autotp_universal_checkpoint_meta"
+"""The attribute of a parameter in which AutoTP describes its partition."""
+
+
+def whole_shape_of(param: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter before ZeRO stage 3 and AutoTP partitioned it."""
+    metadata: dict[str, Any] = getattr(param, METADATA, None) or {}
+    shape = metadata.get("logical_shape") or getattr(param, "ds_shape", param.shape)
+    return tuple(shape)
+
+
+def tensor_group_of(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
+    """Return the tensor-parallel group of a model's layers; None if no layer is partitioned."""
+    for module in modules:
+        if getattr(module, "is_tp_parallel", False):
+            return module.mp_group  # type: ignore[return-value]
+    return None
+
+
+def tensor_shards_of(name: str, param: Tensor, local_shape: Sequence[int], size: int) -> tuple[Piece, ...] | None:
+    """Return the shard of each tensor-parallel rank, as a `Piece`; None if every rank holds the whole parameter.
+
+    Args:
+        name: the name of the parameter, for errors.
+        param: the parameter.
+        local_shape: its shape on this rank, before ZeRO partitions it.
+        size: the number of tensor-parallel ranks.
+
+    Raises:
+        ValueError: the partition is not described, or its shards overlap; the message names the parameter.
+    """
+    is_marked = getattr(param, "tensor_model_parallel", False)
+    metadata: dict[str, Any] = getattr(param, METADATA, None) or {}
+    if metadata.get("replicated") or not (is_marked or metadata):
+        return None
+    dim = metadata.get("partition_dim")
+    widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
+    if widths is None and metadata.get("partition_sizes") is not None:
+        widths = [metadata["partition_sizes"]]
+    if dim is None or widths is None:
+        raise _undescribed(name, metadata)
+    shape = whole_shape_of(param)
+    shards: list[Piece] = []
+    for rank in range(size):
+        spans: list[list[Span]] = [[(0, length)] for length in shape]
+        spans[dim] = _spans_of_rank(widths, rank)
+        shards.append(Piece.grid(spans))
+    if sum(shard.numel for shard in shards) != Piece.whole(shape).numel:
+        raise _undescribed(name, metadata)
+    if tuple(local_shape) not in {shard.shape for shard in shards}:
+        raise _undescribed(name, metadata)
+    return tuple(shards)
+
+
+def _spans_of_rank(widths: Sequence[Sequence[int]], rank: int) -> list[Span]:
+    """Return the indices of one rank along the partitioned dim. ``widths[part][rank]`` is the width of its shard.
+
+    >>> _spans_of_rank([(2, 2), (1, 1), (1, 1)], 1)  # query, key and value of a fused projection, on two ranks
+    [(2, 4), (5, 6), (7, 8)]
+    """
+    spans: list[Span] = []
+    part_start = 0
+    for shard_widths in widths:
+        start = part_start + sum(shard_widths[:rank])
+        spans.append((start, start + shard_widths[rank]))
+        part_start += sum(shard_widths)
+    return spans
+
+
+def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of all ranks that hold parts of the same parameters: all tensor-parallel groups of a data group.
+
+    All of these ranks must call this together.
+    """
+    tensor_ranks = dist.get_process_group_ranks(tensor_group)
+    groups_of_ranks: list[Any] = [None] * dist.get_world_size(data_group)
+    dist.all_gather_object(groups_of_ranks, tensor_ranks, group=data_group)
+    ranks = sorted({rank for group_ranks in groups_of_ranks for rank in group_ranks})
+    if ranks == sorted(tensor_ranks):
+        return tensor_group
+    if len(ranks) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _undescribed(name: str, metadata: dict[str, Any]) -> ValueError:
+    conversion: dict[str, Any] = metadata.get("conversion") or {}
+    reason = conversion.get("unsupported_reason") or "its metadata does not describe disjoint shards"
+    return ValueError(
+        f"{name!r}: found a partition by DeepSpeed's AutoTP that cannot be gathered ({reason}), expected rows or "
+        'columns of each rank: exclude this layer in "tensor_parallel", or train with another optimizer. '
+        "Nothing was changed"
+    )
