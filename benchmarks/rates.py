@@ -1,0 +1,430 @@
+"""Which two learning rates of ``mfx.Muon`` to try first, given the one rate at which AdamW trains best.
+
+There are four settings: training from scratch and fine-tuning, each for two model sizes. The model, the text and the
+batches are those of ``examples/train_gpt.py``. Fine-tuning continues from a model that AdamW trained on the same text,
+and its text is English: the topics of Python's ``help``.
+
+The rule and how it is chosen were fixed before any run:
+
+1. In each setting, search the best single rate of AdamW, `a`, over powers of the square root of two, with one seed.
+2. Train ``mfx.Muon`` with every pair ``(m * a, k * a)``, m in `MATRIX_FACTORS` for hidden matrices and k in
+   `REST_FACTORS` for all other parameters. If the best pair is at an edge, neighbors are added until it is not. On
+   the larger model only pairs with a regret of at most `DISTANT` on the smaller one are tried, with their neighbors.
+3. The *regret* of a pair is its loss minus that of the best pair in the same setting. The rule is the pair whose
+   largest regret is least: over the two sizes from scratch, over the two sizes of fine-tuning, and over all four.
+   One pair is the rule for both if its largest regret is at most `ONE_RULE` above those of the two separate pairs.
+4. To try next: the pair that, together with those before it, leaves the least largest regret.
+5. Pairs near the best, the rule's, AdamW's best rates and the rates of earlier pages are repeated with three seeds.
+
+Run ``python -m benchmarks.rates``. Finished runs are kept in ``results/rates_quality.json`` and not repeated. A run
+takes about ten seconds of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import muonfx as mfx
+from benchmarks.measure import RESULTS, machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the examples are scripts, not a package
+
+from gpt import GPT
+from text import Corpus, is_validation, read_corpus
+
+PATH = RESULTS / "rates_quality.json"
+WEIGHTS = Path(__file__).parents[1] / "runs" / "rates"
+"""Folder of the pretrained weights. They are trained again if they are missing."""
+
+SEEDS = (0, 1, 2)
+DEPTH, CONTEXT, BATCH = 4, 128, 8
+WIDTHS = {"0.23 M": 64, "0.85 M": 128}
+SCRATCH, FINETUNE = "from scratch", "fine-tuning"
+STEPS = {SCRATCH: 120, FINETUNE: 40}
+
+PRETRAINING_STEPS = 300
+PRETRAINING_SEED = 1000
+PRETRAINING_RATES = (0.005, 0.06)
+"""AdamW's tuned rates in examples/README.md."""
+
+MATRIX_FACTORS = (1, 2, 4)
+REST_FACTORS = (1, 2, 4, 8, 16)
+ONE_RULE = 0.01
+"""Nats. About half the difference between two seeds."""
+
+DISTANT = 0.06
+"""Nats. A pair with a larger regret on the smaller model is not tried on the larger one."""
+
+ADAMW, TWO_RATES, MUON = "AdamW, one rate", "AdamW, two rates", "mfx.Muon"
+ADAMW_START = {SCRATCH: 0.005, FINETUNE: 0.001}
+EARLIER = {
+    "the former pages of engines": (0.02, 3e-4),
+    "the former README": (0.01, 0.01),
+    "the former default": (0.002, 0.002),
+}
+"""Rates that the documentation gave before this study: of hidden matrices, of all other parameters."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task and a model size."""
+
+    task: str
+    size: str
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.size}"
+
+
+SETTINGS = tuple(Setting(task, size) for size in WIDTHS for task in STEPS)
+
+
+@cache
+def code() -> Corpus:
+    """Return the source of Python's standard library."""
+    return read_corpus(None)
+
+
+@cache
+def prose() -> Corpus:
+    """Return the topics of Python's ``help``; a tenth of them, by a hash of their names, is for validation."""
+    texts = {False: bytearray(), True: bytearray()}
+    names: dict[bool, list[str]] = {False: [], True: []}
+    for name in sorted(topics):
+        texts[is_validation(name)] += topics[name].encode()
+        names[is_validation(name)].append(name)
+    digest = hashlib.sha256(texts[False] + b"\0" + texts[True]).hexdigest()[:16]
+    train, validation = (torch.frombuffer(texts[split], dtype=torch.uint8) for split in (False, True))
+    return Corpus(train, validation, names[False], names[True], digest)
+
+
+def text_of(task: str) -> Corpus:
+    """Return the text of a task."""
+    return code() if task == SCRATCH else prose()
+
+
+@cache
+def compiled_model(width: int) -> tuple[GPT, Callable[[Tensor, Tensor], Tensor]]:
+    """Return a model and its compiled loss. Every run of this width loads its initial weights into this model."""
+    model = GPT(width=width, depth=DEPTH, context=CONTEXT, seed=0)
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    return model, torch.compile(loss)
+
+
+def initial_weights(setting: Setting, seed: int) -> dict[str, Tensor]:
+    """Return the weights from which a run starts."""
+    width = WIDTHS[setting.size]
+    if setting.task == SCRATCH:
+        return GPT(width=width, depth=DEPTH, context=CONTEXT, seed=seed).state_dict()
+    path = WEIGHTS / f"width-{width}.pt"
+    if not path.exists():
+        pretrain(width, path)
+    return torch.load(path, weights_only=True)
+
+
+def pretrain(width: int, path: Path) -> None:
+    """Train a model on code with AdamW and save its weights."""
+    model, _ = compiled_model(width)
+    model.load_state_dict(GPT(width=width, depth=DEPTH, context=CONTEXT, seed=PRETRAINING_SEED).state_dict())
+    optimizer = make_optimizer(TWO_RATES, model, *PRETRAINING_RATES)
+    fit(width, optimizer, code(), PRETRAINING_STEPS, PRETRAINING_SEED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), path)
+
+
+def make_optimizer(contender: str, model: nn.Module, matrix_rate: float, rest_rate: float) -> torch.optim.Optimizer:
+    """Return the optimizer of a contender. AdamW with one rate has twice the same rate."""
+    if contender == MUON:
+        # Products in fp32, so that the result does not depend on the products that a machine is fast at.
+        polar = mfx.orthogonalize(dtype=torch.float32)
+        return mfx.Muon(model, lr=matrix_rate, adamw_lr=rest_rate, weight_decay=0.1, orthogonalize=polar)
+    labels = mfx.default_labels(model)
+    matrices = [param for name, param in model.named_parameters() if labels[name] == "muon"]
+    rest = [param for name, param in model.named_parameters() if labels[name] != "muon"]
+    groups = [{"params": matrices, "lr": matrix_rate}, {"params": rest, "lr": rest_rate}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def rate_factor(step: int, steps: int) -> float:
+    """Return the factor of the schedule: linear warmup over a twentieth, constant, linear decay over the second half.
+
+    >>> [rate_factor(step, 40) for step in (0, 1, 20, 30)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    warmup = (step + 1) / (steps / 20)
+    decay = (steps - step) / (steps / 2)
+    return min(1.0, warmup, decay)
+
+
+def fit(width: int, optimizer: torch.optim.Optimizer, text: Corpus, steps: int, seed: int) -> None:
+    """Train the model of this width in place."""
+    model, loss_of = compiled_model(width)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, steps))
+    for step in range(steps):
+        inputs, targets = text.batch(seed, step, BATCH, CONTEXT)
+        loss_of(inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, text: Corpus) -> float:
+    """Return the mean loss of 128 windows of the validation text."""
+    losses = []
+    for inputs, targets in text.validation_batches(8, 16, CONTEXT):
+        losses.append(F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item())
+    return fmean(losses)
+
+
+def train(setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int) -> float:
+    """Train one model and return its validation loss. A diverged run has the loss of a uniform guess or more."""
+    torch.manual_seed(seed)
+    model, _ = compiled_model(WIDTHS[setting.size])
+    model.load_state_dict(initial_weights(setting, seed))
+    optimizer = make_optimizer(contender, model, matrix_rate, rest_rate)
+    text = text_of(setting.task)
+    fit(WIDTHS[setting.size], optimizer, text, STEPS[setting.task], seed)
+    return validation_loss(model, text)
+
+
+def rounded(rate: float) -> float:
+    """Return a rate with three significant digits.
+
+    >>> rounded(0.005 * 2**0.5)
+    0.00707
+    """
+    return float(f"{rate:.3g}")
+
+
+Pair = tuple[float, float]
+"""Factors of AdamW's rate: for hidden matrices, for all other parameters."""
+
+
+class Study:
+    """The finished runs, in memory and in a file, and the runs that are still needed."""
+
+    def __init__(self, path: Path = PATH, deadline: float = float("inf")) -> None:
+        self.path, self.deadline = path, deadline
+        self.texts = {SCRATCH: code().digest, FINETUNE: prose().digest}
+        self.rows: list[dict[str, Any]] = []
+        self.adamw_rates: dict[str, float] = {}
+        if not path.exists():
+            return
+        results = json.loads(path.read_text())
+        if results["texts"] != self.texts:
+            raise SystemExit(
+                f"{path}: texts: found {results['texts']}, expected {self.texts}: the texts are part of the Python "
+                f"installation; move the file away, or use the Python that wrote it"
+            )
+        self.rows = results["rows"]
+        self.adamw_rates = results["adamw_rates"]
+
+    def write(self) -> None:
+        """Write the file; the previous one stays intact if this fails."""
+        results = {"machine": machine(), "texts": self.texts, "adamw_rates": self.adamw_rates, "rows": self.rows}
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(results, indent=1) + "\n")
+        temporary.replace(self.path)
+
+    def loss(self, setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int = 0) -> float:
+        """Return the loss of a run, which is trained if it is missing."""
+        run = {
+            "setting": str(setting),
+            "contender": contender,
+            "lr": rounded(matrix_rate),
+            "rest_lr": rounded(rest_rate),
+            "seed": seed,
+        }
+        for row in self.rows:
+            if row.items() >= run.items():
+                return float(row["loss"])
+        if time.monotonic() > self.deadline:
+            raise SystemExit("the time is over; the same command continues")
+        loss = train(setting, contender, run["lr"], run["rest_lr"], seed)
+        self.rows.append(run | {"loss": loss})
+        self.write()
+        print(*run.values(), f"{loss:.4f}", flush=True)
+        return loss
+
+    def pair_loss(self, setting: Setting, pair: Pair, seed: int = 0) -> float:
+        """Return the loss of ``mfx.Muon`` at multiples of AdamW's best rate."""
+        rate = self.adamw_rates[str(setting)]
+        return self.loss(setting, MUON, pair[0] * rate, pair[1] * rate, seed)
+
+
+def search_adamw(study: Study, setting: Setting) -> None:
+    """Search AdamW's best single rate over powers of two, then over those of its square root."""
+
+    def loss_at(rate: float) -> float:
+        return study.loss(setting, ADAMW, rate, rate)
+
+    smaller = Setting(setting.task, next(iter(WIDTHS)))
+    best = study.adamw_rates.get(str(smaller), ADAMW_START[setting.task])
+    for factor in (2, 0.5):
+        while loss_at(best * factor) < loss_at(best):
+            best = best * factor
+    best = min((best, best * 2**0.5, best / 2**0.5), key=loss_at)
+    study.adamw_rates[str(setting)] = rounded(best)
+    study.write()
+
+
+def neighbors(pair: Pair) -> list[Pair]:
+    """Return the pairs with one factor doubled or halved.
+
+    >>> neighbors((2, 8))
+    [(4, 8), (1.0, 8), (2, 16), (2, 4.0)]
+    """
+    m, k = pair
+    return [(2 * m, k), (m / 2, k), (m, 2 * k), (m, k / 2)]
+
+
+GRID: tuple[Pair, ...] = tuple((m, k) for m in MATRIX_FACTORS for k in REST_FACTORS)
+
+
+def search_muon(study: Study, setting: Setting) -> None:
+    """Train with the pairs of the grid, then with neighbors of the best pair until all its neighbors are known."""
+    pairs = list(GRID)
+    smaller = Setting(setting.task, next(iter(WIDTHS)))
+    if setting != smaller:
+        regret = regrets(study, smaller, (0,))
+        pairs = [pair for pair in GRID if regret[pair] <= DISTANT]
+    while True:
+        best = min(pairs, key=lambda pair: study.pair_loss(setting, pair))
+        missing = [pair for pair in neighbors(best) if pair not in pairs]
+        if not missing:
+            return
+        pairs += missing
+
+
+def search_two_rates(study: Study, setting: Setting) -> None:
+    """Search AdamW's two rates over powers of two, one after the other, starting from four times `a` for the rest."""
+    rate = study.adamw_rates[str(setting)]
+    best: Pair = (1, 4)
+
+    def loss_at(pair: Pair) -> float:
+        return study.loss(setting, TWO_RATES, pair[0] * rate, pair[1] * rate)
+
+    while (better := min([best, *neighbors(best)], key=loss_at)) != best:
+        best = better
+
+
+def losses(study: Study, setting: Setting, contender: str) -> dict[Pair, dict[int, float]]:
+    """Return the losses by pair of rates and seed."""
+    by_rates: dict[Pair, dict[int, float]] = {}
+    for row in study.rows:
+        if (row["setting"], row["contender"]) == (str(setting), contender):
+            by_rates.setdefault((row["lr"], row["rest_lr"]), {})[row["seed"]] = row["loss"]
+    return by_rates
+
+
+def best_rates(study: Study, setting: Setting, contender: str, seeds: Iterable[int]) -> Pair:
+    """Return the rates of the least mean loss over the seeds, among those that ran with all of them."""
+    means: dict[Pair, float] = {}
+    for rates, by_seed in losses(study, setting, contender).items():
+        if all(seed in by_seed for seed in seeds):
+            means[rates] = fmean(by_seed[seed] for seed in seeds)
+    return min(means, key=lambda rates: means[rates])
+
+
+def regrets(study: Study, setting: Setting, seeds: tuple[int, ...]) -> dict[Pair, float]:
+    """Return the regret of every pair of the grid that ran with all seeds, in one setting."""
+    rate = study.adamw_rates[str(setting)]
+    by_rates = losses(study, setting, MUON)
+    best = by_rates[best_rates(study, setting, MUON, seeds)]
+    least = fmean(best[seed] for seed in seeds)
+    found: dict[Pair, float] = {}
+    for m, k in GRID:
+        by_seed = by_rates.get((rounded(m * rate), rounded(k * rate)), {})
+        if all(seed in by_seed for seed in seeds):
+            found[m, k] = fmean(by_seed[seed] for seed in seeds) - least
+    return found
+
+
+def ranked(study: Study, settings: Iterable[Setting], seeds: tuple[int, ...]) -> dict[Pair, float]:
+    """Return the largest regret of each pair over the settings, least first."""
+    by_setting = [regrets(study, setting, seeds) for setting in settings]
+    largest: dict[Pair, float] = {}
+    for pair in GRID:
+        if all(pair in regret for regret in by_setting):
+            largest[pair] = max(regret[pair] for regret in by_setting)
+    return dict(sorted(largest.items(), key=lambda item: item[1]))
+
+
+def order_to_try(study: Study, settings: Iterable[Setting], first: Pair, count: int = 3) -> list[tuple[Pair, float]]:
+    """Return pairs to try one after the other, and the largest regret of the best of those tried, with one seed."""
+    by_setting = [regrets(study, setting, (0,)) for setting in settings]
+    candidates = [pair for pair in GRID if all(pair in regret for regret in by_setting)]
+
+    def largest_regret(tried: list[Pair]) -> float:
+        return max(min(regret[pair] for pair in tried) for regret in by_setting)
+
+    tried = [first]
+    order = [(first, largest_regret(tried))]
+    while len(order) < count:
+        pair = min(candidates, key=lambda pair: largest_regret([*tried, pair]))
+        tried.append(pair)
+        order.append((pair, largest_regret(tried)))
+    return order
+
+
+def groups_of_settings() -> dict[str, tuple[Setting, ...]]:
+    """Return the settings of each rule: from scratch, fine-tuning, and all."""
+    groups = {task: tuple(setting for setting in SETTINGS if setting.task == task) for task in STEPS}
+    return groups | {"all": SETTINGS}
+
+
+def confirm(study: Study, near: int) -> None:
+    """Repeat with all seeds: the rules and the `near` next pairs, each setting's best rates, and earlier rates."""
+    pairs: list[Pair] = []
+    for settings in groups_of_settings().values():
+        pairs += list(ranked(study, settings, (0,)))[:near]
+    for setting in SETTINGS:
+        adamw = study.adamw_rates[str(setting)]
+        rates = [(MUON, *best_rates(study, setting, MUON, (0,)))]
+        rates += [(MUON, m * adamw, k * adamw) for m, k in dict.fromkeys(pairs)]
+        rates += [(MUON, *earlier) for earlier in EARLIER.values()]
+        rates += [(ADAMW, factor * adamw, factor * adamw) for factor in (1, 2**0.5, 0.5**0.5)]
+        rates += [(TWO_RATES, *best_rates(study, setting, TWO_RATES, (0,)))]
+        for contender, matrix_rate, rest_rate in rates:
+            for seed in SEEDS:
+                study.loss(setting, contender, matrix_rate, rest_rate, seed)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the missing runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
+    parser.add_argument("--near", type=int, default=3, help="pairs to repeat with three seeds, for each rule")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    study = Study(deadline=time.monotonic() + 60 * options.minutes)
+    for setting in SETTINGS:
+        search_adamw(study, setting)
+        search_muon(study, setting)
+    for setting in SETTINGS:
+        search_two_rates(study, setting)
+    confirm(study, options.near)
+
+
+if __name__ == "__main__":
+    main()
