@@ -1,8 +1,9 @@
 """Which two learning rates of ``mfx.Muon`` to try first, given the one rate at which AdamW trains best.
 
-There are four settings: training from scratch and fine-tuning, each for two model sizes. The model, the text and the
-batches are those of ``examples/train_gpt.py``. Fine-tuning continues from a model that AdamW trained on the same text,
-and its text is English: the topics of Python's ``help``.
+There are five settings: training from scratch and fine-tuning, each for two sizes of a GPT, and a vision transformer
+from scratch. The GPT, its text and its batches are those of ``examples/train_gpt.py``, whose embedding starts with a
+standard deviation of 1; the vision transformer has the usual 0.02. Fine-tuning continues from a GPT that AdamW trained
+on the same text, and its text is English: the topics of Python's ``help``.
 
 The rule and how it is chosen were fixed before any run:
 
@@ -11,7 +12,7 @@ The rule and how it is chosen were fixed before any run:
    `REST_FACTORS` for all other parameters. If the best pair is at an edge, neighbors are added until it is not. On
    the larger model only pairs with a regret of at most `DISTANT` on the smaller one are tried, with their neighbors.
 3. The *regret* of a pair is its loss minus that of the best pair in the same setting. The rule is the pair whose
-   largest regret is least: over the two sizes from scratch, over the two sizes of fine-tuning, and over all four.
+   largest regret is least: over the settings from scratch, over those of fine-tuning, and over all.
    One pair is the rule for both if its largest regret is at most `ONE_RULE` above those of the two separate pairs.
 4. To try next: the pair that, together with those before it, leaves the least largest regret.
 5. Pairs near the best, the rule's, AdamW's best rates and the rates of earlier pages are repeated with three seeds.
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import muonfx as mfx
+from benchmarks.digits import Digits, ViT
 from benchmarks.measure import RESULTS, machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the examples are scripts, not a package
@@ -53,31 +55,42 @@ WEIGHTS = Path(__file__).parents[1] / "runs" / "rates"
 
 SEEDS = (0, 1, 2)
 DEPTH, CONTEXT, BATCH = 4, 128, 8
-WIDTHS = {"0.23 M": 64, "0.85 M": 128}
+VIT_BATCH = 32
+WIDTHS = {"GPT, 0.23 M": 64, "GPT, 0.85 M": 128}
+SMALL, LARGE = WIDTHS
+VIT = "ViT, 0.09 M"
 SCRATCH, FINETUNE = "from scratch", "fine-tuning"
-STEPS = {SCRATCH: 120, FINETUNE: 40}
+STEPS = {SCRATCH: 200, FINETUNE: 40}
 
 PRETRAINING_STEPS = 300
 PRETRAINING_SEED = 1000
 PRETRAINING_RATES = (0.005, 0.06)
 """AdamW's tuned rates in examples/README.md."""
 
-MATRIX_FACTORS = (1, 2, 4)
-REST_FACTORS = (1, 2, 4, 8, 16)
+MATRIX_FACTORS = (1, 2)
+REST_FACTORS = (1, 2, 4, 8)
 ONE_RULE = 0.01
 """Nats. About half the difference between two seeds."""
 
-DISTANT = 0.06
+DISTANT = 0.075
 """Nats. A pair with a larger regret on the smaller model is not tried on the larger one."""
 
 ADAMW, TWO_RATES, MUON = "AdamW, one rate", "AdamW, two rates", "mfx.Muon"
 ADAMW_START = {SCRATCH: 0.005, FINETUNE: 0.001}
+
 EARLIER = {
     "the former pages of engines": (0.02, 3e-4),
     "the former README": (0.01, 0.01),
     "the former default": (0.002, 0.002),
 }
 """Rates that the documentation gave before this study: of hidden matrices, of all other parameters."""
+
+
+RULES: dict[str, tuple[float, float]] = {SCRATCH: (1, 4), FINETUNE: (1, 1)}
+"""PLACEHOLDER"""
+
+LARGEST = 0.01
+"""The documentation gives no larger rate for matrices under the default scaling."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,14 @@ class Setting:
         return f"{self.task}, {self.size}"
 
 
-SETTINGS = tuple(Setting(task, size) for size in WIDTHS for task in STEPS)
+SETTINGS = (
+    Setting(SCRATCH, SMALL),
+    Setting(SCRATCH, VIT),
+    Setting(FINETUNE, SMALL),
+    Setting(FINETUNE, LARGE),
+    Setting(SCRATCH, LARGE),
+)
+"""In the order of their cost."""
 
 
 @cache
@@ -113,39 +133,55 @@ def prose() -> Corpus:
     return Corpus(train, validation, names[False], names[True], digest)
 
 
-def text_of(task: str) -> Corpus:
-    """Return the text of a task."""
-    return code() if task == SCRATCH else prose()
+@cache
+def digits() -> Digits:
+    """Return the images of the vision transformer."""
+    return Digits()
+
+
+def data_of(setting: Setting) -> Corpus | Digits:
+    """Return the text or the images of a setting."""
+    if setting.size == VIT:
+        return digits()
+    return code() if setting.task == SCRATCH else prose()
+
+
+def new_model(size: str, seed: int) -> nn.Module:
+    """Return a model with the initial weights of a seed."""
+    if size == VIT:
+        return ViT(width=48, depth=3, seed=seed)
+    return GPT(width=WIDTHS[size], depth=DEPTH, context=CONTEXT, seed=seed)
 
 
 @cache
-def compiled_model(width: int) -> tuple[GPT, Callable[[Tensor, Tensor], Tensor]]:
-    """Return a model and its compiled loss. Every run of this width loads its initial weights into this model."""
-    model = GPT(width=width, depth=DEPTH, context=CONTEXT, seed=0)
+def model_and_loss(size: str) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+    """Return a model and its loss. Every run of this size loads its initial weights into this model."""
+    model = new_model(size, 0)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
+    if size == VIT:
+        return model, loss
     return model, torch.compile(loss)
 
 
 def initial_weights(setting: Setting, seed: int) -> dict[str, Tensor]:
     """Return the weights from which a run starts."""
-    width = WIDTHS[setting.size]
     if setting.task == SCRATCH:
-        return GPT(width=width, depth=DEPTH, context=CONTEXT, seed=seed).state_dict()
-    path = WEIGHTS / f"width-{width}.pt"
+        return new_model(setting.size, seed).state_dict()
+    path = WEIGHTS / f"width-{WIDTHS[setting.size]}.pt"
     if not path.exists():
-        pretrain(width, path)
+        pretrain(setting.size, path)
     return torch.load(path, weights_only=True)
 
 
-def pretrain(width: int, path: Path) -> None:
-    """Train a model on code with AdamW and save its weights."""
-    model, _ = compiled_model(width)
-    model.load_state_dict(GPT(width=width, depth=DEPTH, context=CONTEXT, seed=PRETRAINING_SEED).state_dict())
+def pretrain(size: str, path: Path) -> None:
+    """Train a GPT on code with AdamW and save its weights."""
+    model, _ = model_and_loss(size)
+    model.load_state_dict(new_model(size, PRETRAINING_SEED).state_dict())
     optimizer = make_optimizer(TWO_RATES, model, *PRETRAINING_RATES)
-    fit(width, optimizer, code(), PRETRAINING_STEPS, PRETRAINING_SEED)
+    fit(size, optimizer, code(), PRETRAINING_STEPS, PRETRAINING_SEED)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), path)
 
@@ -174,12 +210,13 @@ def rate_factor(step: int, steps: int) -> float:
     return min(1.0, warmup, decay)
 
 
-def fit(width: int, optimizer: torch.optim.Optimizer, text: Corpus, steps: int, seed: int) -> None:
-    """Train the model of this width in place."""
-    model, loss_of = compiled_model(width)
+def fit(size: str, optimizer: torch.optim.Optimizer, data: Corpus | Digits, steps: int, seed: int) -> None:
+    """Train the model of this size in place."""
+    model, loss_of = model_and_loss(size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, steps))
+    batch = VIT_BATCH if size == VIT else BATCH
     for step in range(steps):
-        inputs, targets = text.batch(seed, step, BATCH, CONTEXT)
+        inputs, targets = data.batch(seed, step, batch, CONTEXT)
         loss_of(inputs, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -188,23 +225,23 @@ def fit(width: int, optimizer: torch.optim.Optimizer, text: Corpus, steps: int, 
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, text: Corpus) -> float:
-    """Return the mean loss of 128 windows of the validation text."""
+def validation_loss(model: nn.Module, data: Corpus | Digits) -> float:
+    """Return the mean loss of 128 windows of the validation text, or of all validation images."""
     losses = []
-    for inputs, targets in text.validation_batches(8, 16, CONTEXT):
-        losses.append(F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item())
+    for inputs, targets in data.validation_batches(8, 16, CONTEXT):
+        losses.append(F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).item())
     return fmean(losses)
 
 
 def train(setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int) -> float:
-    """Train one model and return its validation loss. A diverged run has the loss of a uniform guess or more."""
+    """Train one model and return its validation loss."""
     torch.manual_seed(seed)
-    model, _ = compiled_model(WIDTHS[setting.size])
+    model, _ = model_and_loss(setting.size)
     model.load_state_dict(initial_weights(setting, seed))
     optimizer = make_optimizer(contender, model, matrix_rate, rest_rate)
-    text = text_of(setting.task)
-    fit(WIDTHS[setting.size], optimizer, text, STEPS[setting.task], seed)
-    return validation_loss(model, text)
+    data = data_of(setting)
+    fit(setting.size, optimizer, data, STEPS[setting.task], seed)
+    return validation_loss(model, data)
 
 
 def rounded(rate: float) -> float:
@@ -273,19 +310,33 @@ class Study:
 
 
 def search_adamw(study: Study, setting: Setting) -> None:
-    """Search AdamW's best single rate over powers of two, then over those of its square root."""
+    """Search AdamW's best single rate over powers of two, then over those of its square root.
+
+    On the larger model the search starts from the best rate of the smaller one, with the square root.
+    """
 
     def loss_at(rate: float) -> float:
         return study.loss(setting, ADAMW, rate, rate)
 
-    smaller = Setting(setting.task, next(iter(WIDTHS)))
-    best = study.adamw_rates.get(str(smaller), ADAMW_START[setting.task])
-    for factor in (2, 0.5):
-        while loss_at(best * factor) < loss_at(best):
-            best = best * factor
-    best = min((best, best * 2**0.5, best / 2**0.5), key=loss_at)
+    if setting.size == LARGE:
+        best = climb(study.adamw_rates[str(Setting(setting.task, SMALL))], 2**0.5, loss_at)
+    else:
+        best = climb(ADAMW_START[setting.task], 2, loss_at)
+        best = min((best, best * 2**0.5, best / 2**0.5), key=loss_at)
     study.adamw_rates[str(setting)] = rounded(best)
     study.write()
+
+
+def climb(rate: float, ratio: float, loss_at: Callable[[float], float]) -> float:
+    """Multiply or divide a rate by a ratio as long as the loss falls, and return the best rate.
+
+    >>> climb(1.0, 2.0, lambda rate: abs(rate - 5))
+    4.0
+    """
+    for factor in (ratio, 1 / ratio):
+        while loss_at(rate * factor) < loss_at(rate):
+            rate = rate * factor
+    return rate
 
 
 def neighbors(pair: Pair) -> list[Pair]:
@@ -299,15 +350,18 @@ def neighbors(pair: Pair) -> list[Pair]:
 
 
 GRID: tuple[Pair, ...] = tuple((m, k) for m in MATRIX_FACTORS for k in REST_FACTORS)
+"""The pairs that are tried first."""
+
+PAIRS: tuple[Pair, ...] = tuple((m, k) for m in (0.5, 1, 2, 4, 8) for k in (0.5, 1, 2, 4, 8, 16))
+"""The pairs that a rule may have: those of the grid and their neighbors."""
 
 
 def search_muon(study: Study, setting: Setting) -> None:
     """Train with the pairs of the grid, then with neighbors of the best pair until all its neighbors are known."""
     pairs = list(GRID)
-    smaller = Setting(setting.task, next(iter(WIDTHS)))
-    if setting != smaller:
-        regret = regrets(study, smaller, (0,))
-        pairs = [pair for pair in GRID if regret[pair] <= DISTANT]
+    if setting.size == LARGE:
+        regret = regrets(study, Setting(setting.task, SMALL), (0,))
+        pairs = [pair for pair in regret if regret[pair] <= DISTANT]
     while True:
         best = min(pairs, key=lambda pair: study.pair_loss(setting, pair))
         missing = [pair for pair in neighbors(best) if pair not in pairs]
@@ -347,13 +401,13 @@ def best_rates(study: Study, setting: Setting, contender: str, seeds: Iterable[i
 
 
 def regrets(study: Study, setting: Setting, seeds: tuple[int, ...]) -> dict[Pair, float]:
-    """Return the regret of every pair of the grid that ran with all seeds, in one setting."""
+    """Return the regret of every pair that ran with all seeds, in one setting."""
     rate = study.adamw_rates[str(setting)]
     by_rates = losses(study, setting, MUON)
     best = by_rates[best_rates(study, setting, MUON, seeds)]
     least = fmean(best[seed] for seed in seeds)
     found: dict[Pair, float] = {}
-    for m, k in GRID:
+    for m, k in PAIRS:
         by_seed = by_rates.get((rounded(m * rate), rounded(k * rate)), {})
         if all(seed in by_seed for seed in seeds):
             found[m, k] = fmean(by_seed[seed] for seed in seeds) - least
@@ -364,7 +418,7 @@ def ranked(study: Study, settings: Iterable[Setting], seeds: tuple[int, ...]) ->
     """Return the largest regret of each pair over the settings, least first."""
     by_setting = [regrets(study, setting, seeds) for setting in settings]
     largest: dict[Pair, float] = {}
-    for pair in GRID:
+    for pair in PAIRS:
         if all(pair in regret for regret in by_setting):
             largest[pair] = max(regret[pair] for regret in by_setting)
     return dict(sorted(largest.items(), key=lambda item: item[1]))
@@ -373,7 +427,7 @@ def ranked(study: Study, settings: Iterable[Setting], seeds: tuple[int, ...]) ->
 def order_to_try(study: Study, settings: Iterable[Setting], first: Pair, count: int = 3) -> list[tuple[Pair, float]]:
     """Return pairs to try one after the other, and the largest regret of the best of those tried, with one seed."""
     by_setting = [regrets(study, setting, (0,)) for setting in settings]
-    candidates = [pair for pair in GRID if all(pair in regret for regret in by_setting)]
+    candidates = [pair for pair in PAIRS if all(pair in regret for regret in by_setting)]
 
     def largest_regret(tried: list[Pair]) -> float:
         return max(min(regret[pair] for pair in tried) for regret in by_setting)
@@ -400,30 +454,36 @@ def confirm(study: Study, near: int) -> None:
         pairs += list(ranked(study, settings, (0,)))[:near]
     for setting in SETTINGS:
         adamw = study.adamw_rates[str(setting)]
-        rates = [(MUON, *best_rates(study, setting, MUON, (0,)))]
+        rates = [(ADAMW, adamw, adamw)]
         rates += [(MUON, m * adamw, k * adamw) for m, k in dict.fromkeys(pairs)]
-        rates += [(MUON, *earlier) for earlier in EARLIER.values()]
-        rates += [(ADAMW, factor * adamw, factor * adamw) for factor in (1, 2**0.5, 0.5**0.5)]
-        rates += [(TWO_RATES, *best_rates(study, setting, TWO_RATES, (0,)))]
-        for contender, matrix_rate, rest_rate in rates:
-            for seed in SEEDS:
-                study.loss(setting, contender, matrix_rate, rest_rate, seed)
+        rates += [(MUON, *best_rates(study, setting, MUON, (0,)))]
+        repeat(study, setting, rates)
+    for setting in SETTINGS:
+        repeat(study, setting, [(MUON, *earlier) for earlier in EARLIER.values()])
+
+
+def repeat(study: Study, setting: Setting, rates: Iterable[tuple[str, float, float]]) -> None:
+    """Run each contender at its rates with all seeds."""
+    for contender, matrix_rate, rest_rate in rates:
+        for seed in SEEDS:
+            study.loss(setting, contender, matrix_rate, rest_rate, seed)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the missing runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
-    parser.add_argument("--near", type=int, default=3, help="pairs to repeat with three seeds, for each rule")
+    parser.add_argument("--near", type=int, default=1, help="pairs to repeat with three seeds, for each rule")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     study = Study(deadline=time.monotonic() + 60 * options.minutes)
     for setting in SETTINGS:
         search_adamw(study, setting)
         search_muon(study, setting)
+    confirm(study, options.near)
     for setting in SETTINGS:
         search_two_rates(study, setting)
-    confirm(study, options.near)
+        repeat(study, setting, [(TWO_RATES, *best_rates(study, setting, TWO_RATES, (0,)))])
 
 
 if __name__ == "__main__":
