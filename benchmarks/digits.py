@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +18,8 @@ class Digits:
     digest = "scikit-learn's digits"
 
     def __init__(self) -> None:
+        from sklearn.datasets import load_digits  # only this study needs it
+
         pixels, digits = load_digits(return_X_y=True)
         self.images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
         self.digits = torch.tensor(digits)
@@ -67,20 +68,29 @@ class ViT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention with a fused projection, then an MLP."""
+    """Attention, then an MLP. Query, key and value are separate matrices for Muon."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)})
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
-        qkv = self.attn["qkv"](self.norm1(x)).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
+        normed = self.norm1(x)
+        query = self.split_heads(self.query(normed))
+        key = self.split_heads(self.key(normed))
+        value = self.split_heads(self.value(normed))
         mixed = F.scaled_dot_product_attention(query, key, value)
-        x = x + self.attn["proj"](mixed.transpose(1, 2).flatten(-2))
+        x = x + self.proj(mixed.transpose(1, 2).flatten(-2))
         return x + self.mlp(self.norm2(x))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, width) to (batch, heads, tokens, width / heads)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -1,9 +1,9 @@
 """Which two learning rates of ``mfx.Muon`` to try first, given the one rate at which AdamW trains best.
 
-There are five settings: training from scratch and fine-tuning, each for two sizes of a GPT, and a vision transformer
-from scratch. The GPT, its text and its batches are those of ``examples/train_gpt.py``, whose embedding starts with a
-standard deviation of 1; the vision transformer has the usual 0.02. Fine-tuning continues from a GPT that AdamW trained
-on the same text, and its text is English: the topics of Python's ``help``.
+There are four settings: training from scratch and fine-tuning, each for two model sizes. The model, the text and the
+batches are those of ``examples/train_gpt.py``. Fine-tuning continues from a model that AdamW trained on the same text,
+and its text is English: the topics of Python's ``help``. A fifth setting only checks the rule on another kind of model:
+a vision transformer, whose weights start with the usual standard deviation of 0.02. (The GPT's embedding has 1.)
 
 The rule and how it is chosen were fixed before any run:
 
@@ -12,8 +12,8 @@ The rule and how it is chosen were fixed before any run:
    `REST_FACTORS` for all other parameters. If the best pair is at an edge, neighbors are added until it is not. On
    the larger model only pairs with a regret of at most `DISTANT` on the smaller one are tried, with their neighbors.
 3. The *regret* of a pair is its loss minus that of the best pair in the same setting. The rule is the pair whose
-   largest regret is least: over the settings from scratch, over those of fine-tuning, and over all.
-   One pair is the rule for both if its largest regret is at most `ONE_RULE` above those of the two separate pairs.
+   largest regret is least: over the two sizes from scratch, over the two sizes of fine-tuning, and over all four.
+   One pair is the rule for both if in both its largest regret is at most `ONE_RULE` above that of the separate pair.
 4. To try next: the pair that, together with those before it, leaves the least largest regret.
 5. Pairs near the best, the rule's, AdamW's best rates and the rates of earlier pages are repeated with three seeds.
 
@@ -24,6 +24,7 @@ takes about ten seconds of one thread.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import sys
@@ -86,8 +87,8 @@ EARLIER = {
 """Rates that the documentation gave before this study: of hidden matrices, of all other parameters."""
 
 
-RULES: dict[str, tuple[float, float]] = {SCRATCH: (1, 4), FINETUNE: (1, 1)}
-"""PLACEHOLDER"""
+RULES: dict[str, tuple[float, float]] = {SCRATCH: (1, 4), FINETUNE: (4, 2)}
+"""What the results lead to: factors of AdamW's rate, for hidden matrices and for the rest. A test compares."""
 
 LARGEST = 0.01
 """The documentation gives no larger rate for matrices under the default scaling."""
@@ -104,14 +105,10 @@ class Setting:
         return f"{self.task}, {self.size}"
 
 
-SETTINGS = (
-    Setting(SCRATCH, SMALL),
-    Setting(SCRATCH, VIT),
-    Setting(FINETUNE, SMALL),
-    Setting(FINETUNE, LARGE),
-    Setting(SCRATCH, LARGE),
-)
-"""In the order of their cost."""
+SETTINGS = (Setting(SCRATCH, SMALL), Setting(FINETUNE, SMALL), Setting(FINETUNE, LARGE), Setting(SCRATCH, LARGE))
+"""The settings that the rule is chosen from."""
+
+CHECK = Setting(SCRATCH, VIT)
 
 
 @cache
@@ -257,31 +254,60 @@ Pair = tuple[float, float]
 """Factors of AdamW's rate: for hidden matrices, for all other parameters."""
 
 
-class Study:
-    """The finished runs, in memory and in a file, and the runs that are still needed."""
+def rates_of(pair: Pair, adamw_rate: float) -> Pair:
+    """Return the two rates of a pair of factors.
 
-    def __init__(self, path: Path = PATH, deadline: float = float("inf")) -> None:
+    >>> rates_of((2, 8), 0.00707)
+    (0.0141, 0.0566)
+    """
+    return rounded(pair[0] * adamw_rate), rounded(pair[1] * adamw_rate)
+
+
+class Study:
+    """The finished runs, in memory and in a file, and the runs that are still needed.
+
+    To read the results only, give ``check_texts=False``: the texts are then not compared with those of this machine.
+    """
+
+    def __init__(self, path: Path = PATH, deadline: float = float("inf"), *, check_texts: bool = True) -> None:
         self.path, self.deadline = path, deadline
-        self.texts = {SCRATCH: code().digest, FINETUNE: prose().digest}
+        self.texts: dict[str, str] = {}
+        if check_texts:
+            self.texts = {SCRATCH: code().digest, FINETUNE: prose().digest}
         self.rows: list[dict[str, Any]] = []
         self.adamw_rates: dict[str, float] = {}
-        if not path.exists():
-            return
-        results = json.loads(path.read_text())
-        if results["texts"] != self.texts:
+        self.read()
+        if check_texts and self.rows:
+            self.require_texts()
+
+    def require_texts(self) -> None:
+        """Raise SystemExit if the results are those of other texts."""
+        texts = json.loads(self.path.read_text())["texts"]
+        if texts != self.texts:
             raise SystemExit(
-                f"{path}: texts: found {results['texts']}, expected {self.texts}: the texts are part of the Python "
+                f"{self.path}: texts: found {texts}, expected {self.texts}: the texts are part of the Python "
                 f"installation; move the file away, or use the Python that wrote it"
             )
-        self.rows = results["rows"]
-        self.adamw_rates = results["adamw_rates"]
 
-    def write(self) -> None:
-        """Write the file; the previous one stays intact if this fails."""
-        results = {"machine": machine(), "texts": self.texts, "adamw_rates": self.adamw_rates, "rows": self.rows}
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(results, indent=1) + "\n")
-        temporary.replace(self.path)
+    def read(self) -> None:
+        """Read the results that the file has; another process may have added some."""
+        if self.path.exists():
+            results = json.loads(self.path.read_text())
+            self.rows = results["rows"]
+            self.adamw_rates = results["adamw_rates"]
+
+    def add(self, row: dict[str, Any] | None = None, adamw_rates: dict[str, float] | None = None) -> None:
+        """Add a result to the file; the previous file stays intact if this fails."""
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may share the runs
+            self.read()
+            if row is not None:
+                self.rows.append(row)
+            self.adamw_rates.update(adamw_rates or {})
+            results = {"machine": machine(), "texts": self.texts, "adamw_rates": self.adamw_rates, "rows": self.rows}
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(results, indent=1) + "\n")
+            temporary.replace(self.path)
 
     def loss(self, setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int = 0) -> float:
         """Return the loss of a run, which is trained if it is missing."""
@@ -298,8 +324,7 @@ class Study:
         if time.monotonic() > self.deadline:
             raise SystemExit("the time is over; the same command continues")
         loss = train(setting, contender, run["lr"], run["rest_lr"], seed)
-        self.rows.append(run | {"loss": loss})
-        self.write()
+        self.add(run | {"loss": loss})
         print(*run.values(), f"{loss:.4f}", flush=True)
         return loss
 
@@ -323,8 +348,7 @@ def search_adamw(study: Study, setting: Setting) -> None:
     else:
         best = climb(ADAMW_START[setting.task], 2, loss_at)
         best = min((best, best * 2**0.5, best / 2**0.5), key=loss_at)
-    study.adamw_rates[str(setting)] = rounded(best)
-    study.write()
+    study.add(adamw_rates={str(setting): rounded(best)})
 
 
 def climb(rate: float, ratio: float, loss_at: Callable[[float], float]) -> float:
@@ -352,6 +376,9 @@ def neighbors(pair: Pair) -> list[Pair]:
 GRID: tuple[Pair, ...] = tuple((m, k) for m in MATRIX_FACTORS for k in REST_FACTORS)
 """The pairs that are tried first."""
 
+EQUAL: tuple[Pair, ...] = ((1, 1), (2, 2))
+"""One rate for all parameters, which is what ``adamw_lr=None`` means; the default rate follows from these."""
+
 PAIRS: tuple[Pair, ...] = tuple((m, k) for m in (0.5, 1, 2, 4, 8) for k in (0.5, 1, 2, 4, 8, 16))
 """The pairs that a rule may have: those of the grid and their neighbors."""
 
@@ -361,7 +388,7 @@ def search_muon(study: Study, setting: Setting) -> None:
     pairs = list(GRID)
     if setting.size == LARGE:
         regret = regrets(study, Setting(setting.task, SMALL), (0,))
-        pairs = [pair for pair in regret if regret[pair] <= DISTANT]
+        pairs = [pair for pair in regret if regret[pair] <= DISTANT or pair in EQUAL]
     while True:
         best = min(pairs, key=lambda pair: study.pair_loss(setting, pair))
         missing = [pair for pair in neighbors(best) if pair not in pairs]
@@ -408,7 +435,7 @@ def regrets(study: Study, setting: Setting, seeds: tuple[int, ...]) -> dict[Pair
     least = fmean(best[seed] for seed in seeds)
     found: dict[Pair, float] = {}
     for m, k in PAIRS:
-        by_seed = by_rates.get((rounded(m * rate), rounded(k * rate)), {})
+        by_seed = by_rates.get(rates_of((m, k), rate), {})
         if all(seed in by_seed for seed in seeds):
             found[m, k] = fmean(by_seed[seed] for seed in seeds) - least
     return found
@@ -441,25 +468,38 @@ def order_to_try(study: Study, settings: Iterable[Setting], first: Pair, count: 
     return order
 
 
+def chosen_rules(study: Study) -> dict[str, Pair]:
+    """Return the rule from scratch and the rule of fine-tuning, which is one pair for both if it costs little."""
+    groups = groups_of_settings()
+    common = next(iter(ranked(study, groups["all"], (0,))))
+    rules: dict[str, Pair] = {}
+    costs_little = True
+    for task in STEPS:
+        regret_of = ranked(study, groups[task], (0,))
+        rules[task] = next(iter(regret_of))
+        costs_little &= regret_of[common] <= regret_of[rules[task]] + ONE_RULE
+    if costs_little:
+        return dict.fromkeys(STEPS, common)
+    return rules
+
+
 def groups_of_settings() -> dict[str, tuple[Setting, ...]]:
     """Return the settings of each rule: from scratch, fine-tuning, and all."""
     groups = {task: tuple(setting for setting in SETTINGS if setting.task == task) for task in STEPS}
     return groups | {"all": SETTINGS}
 
 
-def confirm(study: Study, near: int) -> None:
-    """Repeat with all seeds: the rules and the `near` next pairs, each setting's best rates, and earlier rates."""
+def confirm(study: Study, setting: Setting, near: int) -> None:
+    """Repeat with all seeds: the rules and the `near` next pairs, the setting's best rates, and earlier rates."""
     pairs: list[Pair] = []
     for settings in groups_of_settings().values():
         pairs += list(ranked(study, settings, (0,)))[:near]
-    for setting in SETTINGS:
-        adamw = study.adamw_rates[str(setting)]
-        rates = [(ADAMW, adamw, adamw)]
-        rates += [(MUON, m * adamw, k * adamw) for m, k in dict.fromkeys(pairs)]
-        rates += [(MUON, *best_rates(study, setting, MUON, (0,)))]
-        repeat(study, setting, rates)
-    for setting in SETTINGS:
-        repeat(study, setting, [(MUON, *earlier) for earlier in EARLIER.values()])
+    adamw = study.adamw_rates[str(setting)]
+    rates = [(ADAMW, adamw, adamw)]
+    rates += [(MUON, m * adamw, k * adamw) for m, k in dict.fromkeys(pairs)]
+    rates += [(MUON, *best_rates(study, setting, MUON, (0,)))]
+    rates += [(MUON, *earlier) for earlier in EARLIER.values()]
+    repeat(study, setting, rates)
 
 
 def repeat(study: Study, setting: Setting, rates: Iterable[tuple[str, float, float]]) -> None:
@@ -474,16 +514,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--near", type=int, default=1, help="pairs to repeat with three seeds, for each rule")
+    parser.add_argument("--only", default="", help="a word of the settings to run; several processes may share them")
+    parser.add_argument("--part", choices=("search", "confirm", "two-rates"), help="run only this part")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     study = Study(deadline=time.monotonic() + 60 * options.minutes)
-    for setting in SETTINGS:
-        search_adamw(study, setting)
-        search_muon(study, setting)
-    confirm(study, options.near)
-    for setting in SETTINGS:
-        search_two_rates(study, setting)
-        repeat(study, setting, [(TWO_RATES, *best_rates(study, setting, TWO_RATES, (0,)))])
+    settings = [setting for setting in (*SETTINGS, CHECK) if options.only in str(setting)]
+    for setting in settings:
+        if options.part in (None, "search"):
+            search_adamw(study, setting)
+            search_muon(study, setting)
+    for setting in settings:
+        if options.part in (None, "confirm"):
+            confirm(study, setting, options.near)
+    for setting in settings:
+        if options.part in (None, "two-rates"):
+            search_two_rates(study, setting)
+            repeat(study, setting, [(TWO_RATES, *best_rates(study, setting, TWO_RATES, (0,)))])
+    print("finished; python -m benchmarks.rates_table writes the page")
 
 
 if __name__ == "__main__":
