@@ -14,8 +14,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
-ALLOWANCE = re.compile(r"<!-- rates: (?P<reason>\S.*?) -->")
-"""A comment directly above a block, such as ``<!-- rates: found by the search above -->``: its rates are exempt."""
+ALLOWANCE = re.compile(r"(?:<!--|#) not checked: (?P<reason>\S.*)")
+"""A comment directly above a block, ``<!-- not checked: the reason -->``, or in it, ``# not checked: the reason``."""
 
 COMMENTS = r"(?P<comments>(?:^ *<!-- [^\n]*-->\n\s*)*)"
 FENCE = re.compile(
@@ -52,7 +52,7 @@ def of_markdown(page: str, text: str) -> Iterator[Snippet]:
     for match in FENCE.finditer(text):
         indent = match["indent"]
         lines = [line.removeprefix(indent) for line in match["text"].splitlines()]
-        allowance = ALLOWANCE.search(match["comments"])
+        allowance = ALLOWANCE.search(match["comments"] + match["text"])
         yield Snippet(
             page,
             text[: match.start("text")].count("\n") + 1,
@@ -63,8 +63,7 @@ def of_markdown(page: str, text: str) -> Iterator[Snippet]:
     prose = FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     for number, line in enumerate(prose.splitlines(), 1):
         for match in INLINE.finditer(line):
-            allowance = ALLOWANCE.search(line)
-            yield Snippet(page, number, "inline", match["text"], allowance["reason"] if allowance else "")
+            yield Snippet(page, number, "inline", match["text"])
 
 
 def of_notebook(path: Path) -> Iterator[Snippet]:
@@ -74,7 +73,9 @@ def of_notebook(path: Path) -> Iterator[Snippet]:
         if cell.cell_type == "markdown":
             yield from of_markdown(page, cell.source)
         elif cell.cell_type == "code":
-            yield Snippet(page, 1, "python", MAGIC.sub("", cell.source))
+            allowance = ALLOWANCE.search(cell.source)
+            reason = allowance["reason"] if allowance else ""
+            yield Snippet(page, 1, "python", MAGIC.sub("", cell.source), reason)
 
 
 def of_docstrings(path: Path) -> Iterator[Snippet]:
