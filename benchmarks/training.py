@@ -61,17 +61,14 @@ RATES = {
 """Learning rates of hidden matrices by model size, for every candidate but AdamW."""
 
 ADAM_RATES = (0.0025, 0.0035, 0.005, 0.007)
-ONE_RATE = "AdamW, one rate"
-ONE_RATES = (0.0025, 0.005, 0.01)
 
-CANDIDATES = ("polar_express_4", "polar_express_5", BASELINE, "keller", "quintic", "AdamW", ONE_RATE)
-"""Presets of ``muonfx.polar``, torch's own Muon, and AdamW for all parameters, with `REST_RATE` as all others or with
-one rate for all parameters. The last has three seeds."""
+CANDIDATES = ("polar_express_4", "polar_express_5", BASELINE, "keller", "quintic", "AdamW")
+"""Presets of ``muonfx.polar``, torch's own Muon, and AdamW for all parameters."""
 
 
 def hidden_transform(candidate: str) -> mfx.Transform:
     """Return the transforms of hidden matrices before the learning rate."""
-    if candidate in ("AdamW", ONE_RATE):
+    if candidate == "AdamW":
         return mfx.scale_by_adam(0.9, 0.95)
     return mfx.chain(
         mfx.momentum(0.95, nesterov=True),
@@ -91,19 +88,10 @@ def runs() -> Iterator[dict[str, Any]]:
     for size in SIZES:
         for seed in SEEDS:
             for candidate in CANDIDATES:
-                for rate in rates_of(size, candidate, seed):
+                if candidate == "AdamW" and size != LARGE:
+                    continue
+                for rate in ADAM_RATES if candidate == "AdamW" else RATES[size]:
                     yield {"size": size, "candidate": candidate, "rate": rate, "seed": seed}
-
-
-def rates_of(size: str, candidate: str, seed: int) -> tuple[float, ...]:
-    """Return the rates that a candidate runs with. AdamW runs on the larger model only."""
-    if candidate not in ("AdamW", ONE_RATE):
-        return RATES[size]
-    if size != LARGE:
-        return ()
-    if candidate == "AdamW":
-        return ADAM_RATES
-    return ONE_RATES if seed < 3 else ()
 
 
 def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]:
@@ -113,10 +101,9 @@ def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]
     model = GPT(width=own.width, depth=own.depth, context=own.context, seed=seed)
     forward = torch.compile(model)
     labels = mfx.default_labels(model, muon="hidden", other="rest")
-    rest_rate = rate if candidate == ONE_RATE else REST_RATE
     hidden, rest = (
         mfx.warmup_stable_decay_schedule(peak, STEPS // 20, STEPS // 2, STEPS, start=peak / (STEPS // 20))
-        for peak in (rate, rest_rate)
+        for peak in (rate, REST_RATE)
     )
     tx: Any = TorchMuon(labels, hidden, rest, weight_decay=0.1, max_norm=1.0)
     if candidate != BASELINE:
