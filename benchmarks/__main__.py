@@ -27,6 +27,7 @@ from benchmarks import (
     planner,
     plots,
     polar,
+    rates_table,
     report,
     sharding,
     sharding_timeline,
@@ -118,6 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         plots.draw_parts()
         report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
         plots.draw_training()
+        report.rewrite(rates_table.PAGE, rates_table.SECTIONS)
         report.rewrite(standings.PAGE, standings.SECTIONS)
         standings.draw_track()
         sharding_timeline.draw()

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import rates
 from benchmarks.report import BASELINE, GATHERED, curves, judged, load, shape_name
 
 if TYPE_CHECKING:  # matplotlib is optional
@@ -94,9 +95,15 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
     return path
 
 
+REST_RATE = 0.06
+"""The rate of embeddings, head and vectors in the study of the coefficients, for every candidate."""
 DRAWN = {BASELINE: "#2a9d8f", "polar_express_4": "#d0702c", "polar_express_5": "#5b6ee1"}
 """Colours of the candidates in the plot of losses over learning rates."""
-HEADLINE = {"AdamW": ("AdamW", "#d0702c"), BASELINE: (BASELINE, "#2a9d8f"), "polar_express_5": ("mfx.Muon", "#5b6ee1")}
+HEADLINE = {
+    "AdamW": ("AdamW, two rates", "#d0702c"),
+    BASELINE: (BASELINE, "#2a9d8f"),
+    "polar_express_5": ("mfx.Muon", "#5b6ee1"),
+}
 """Label and colour of the candidates in the plot of the README."""
 
 
@@ -111,12 +118,55 @@ def draw_training() -> None:
         axes.set_title(f"{size} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
     all_axes[0, 0].set_ylabel("validation loss, nats per byte", color=GREY)
     _write(plt, figure, all_axes[0, 0], TRAINING_PICTURE, columns=3)
-    figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
-    _losses(axes, curves(found, sizes[-1]), HEADLINE)
-    axes.set_ylabel("validation loss, nats per byte", color=GREY)
-    axes.set_xlabel("peak learning rate", color=GREY)  # under AdamW, of all parameters
-    axes.set_title(f"GPT, {sizes[-1]} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
-    _write(plt, figure, axes, HEADLINE_PICTURE, columns=3)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained", width_ratios=(1, 1.15))
+    _losses(left, curves(found, sizes[-1]), HEADLINE)
+    left.set_ylabel("validation loss, nats per byte", color=GREY)
+    left.set_xlabel(f"rate of the matrices; of all other parameters: {REST_RATE:g}", color=GREY)
+    left.set_title(f"GPT, {sizes[-1]} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
+    _one_rate_and_two(right)
+    _write(plt, figure, left, HEADLINE_PICTURE, columns=3)
+
+
+def _one_rate_and_two(axes: Axes) -> None:
+    """Draw the losses of AdamW with one rate and with two, and of ``mfx.Muon``, with every seed as a dot."""
+    study = rates.Study(check_texts=False)
+    setting = rates.SETTINGS[0]
+    adamw_rate = study.adamw_rates[str(setting)]
+    contenders = {
+        "AdamW, one rate": (rates.ADAMW, (adamw_rate, adamw_rate), HEADLINE["AdamW"][1]),
+        "AdamW, two rates": (
+            rates.TWO_RATES,
+            rates.best_rates(study, setting, rates.TWO_RATES, rates.SEEDS),
+            HEADLINE["AdamW"][1],
+        ),
+        "mfx.Muon, first try": (
+            rates.MUON,
+            rates.rates_of(rates.RULES[setting.task], adamw_rate),
+            HEADLINE["polar_express_5"][1],
+        ),
+        "mfx.Muon, best found": (
+            rates.MUON,
+            rates.best_rates(study, setting, rates.MUON, rates.SEEDS),
+            HEADLINE["polar_express_5"][1],
+        ),
+    }
+    names = []
+    for row, (name, (contender, pair, color)) in enumerate(contenders.items()):
+        losses = list(rates.losses(study, setting, contender)[pair].values())
+        axes.plot(losses, [row] * len(losses), "o", color=color, alpha=0.4, markersize=5)
+        mean = sum(losses) / len(losses)
+        axes.plot([mean], [row], "D", color=color, markersize=7)
+        axes.annotate(
+            f"{mean:.2f}", (mean, row), xytext=(0, 8), textcoords="offset points", ha="center", color=GREY, fontsize=9
+        )
+        names.append(f"{name}\n{pair[0]:g}, {pair[1]:g}")
+    axes.set_yticks(range(len(names)), names, fontsize=8.5, color=GREY)
+    axes.set_ylim(len(names) - 0.5, -0.7)
+    axes.margins(x=0.1)
+    axes.set_xlabel("validation loss, nats per byte", color=GREY)
+    title = "GPT, 0.23 M parameters, 200 steps, 3 seeds: rates of matrices, of the rest"
+    axes.set_title(title, loc="right", fontsize=10, color=GREY)
+    _colour(axes)
 
 
 def _losses(axes: Axes, by_name: dict[str, dict[float, list[float]]], drawn: dict[str, tuple[str, str]]) -> None:

@@ -66,8 +66,8 @@ def muon(
     """Muon: orthogonalized momentum with decoupled weight decay. All parameters must be matrices.
 
     Args:
-        learning_rate: a number or a schedule. With ``lr_scaling="match_rms_adamw"``, learning rates of AdamW are
-            suitable; with "original", 0.02 is usual.
+        learning_rate: a number or a schedule. With ``lr_scaling="match_rms_adamw"``, start from the best rate of AdamW:
+            the same from scratch, four times as much for fine-tuning. With "original", 0.02 is usual.
         decay: decay rate of the momentum, a number or a schedule.
         nesterov: use Nesterov momentum.
         orthogonalize: the transform that orthogonalizes the momentum, such as ``orthogonalize(coefficients="keller")``.
@@ -79,9 +79,9 @@ def muon(
     Follows Keller Jordan's Muon and Moonlight (arXiv 2502.16982). ``torch.optim.Muon(lr, weight_decay)`` is
     ``muon(lr, weight_decay=weight_decay, orthogonalize=orthogonalize(coefficients="keller"), lr_scaling="original")``.
 
-    >>> muon(0.02)  # doctest: +NORMALIZE_WHITESPACE
+    >>> muon(0.001)  # doctest: +NORMALIZE_WHITESPACE
     chain(momentum(), orthogonalize(), scale_by_shape(), add_decayed_weights(),
-          scale_by_learning_rate(learning_rate=0.02))
+          scale_by_learning_rate(learning_rate=0.001))
     """
     return chain(
         momentum(decay, nesterov=nesterov),
@@ -115,7 +115,7 @@ def normuon(
 
     Follows NorMuon (arXiv 2510.05491).
 
-    >>> list(normuon(0.02).init({"w": torch.zeros(4, 4)}))[:3]
+    >>> list(normuon(0.001).init({"w": torch.zeros(4, 4)}))[:3]
     ['momentum', 'orthogonalize', 'normalize_neurons']
     """
     tx = muon(learning_rate, decay=decay, orthogonalize=orthogonalize, weight_decay=weight_decay, mask=mask)
@@ -262,9 +262,11 @@ def muon_with_adamw(
     and a weight decay for each role. Then the labels are the roles, and Muon's label is "hidden" instead of "muon".
 
     Args:
-        learning_rate: Muon's learning rate, a number or a schedule.
+        learning_rate: Muon's learning rate, a number or a schedule. The default is twice the usual default of AdamW,
+            which was the best multiple for one rate that serves all parameters.
         adamw_learning_rate: AdamW's learning rate, a number or a schedule, or a dict from role to either. None uses
-            Muon's learning rate, which is suitable with ``lr_scaling="match_rms_adamw"``.
+            Muon's learning rate. Two rates are better: if the best rate of AdamW alone is ``a``, try ``a`` and
+            ``4 * a`` first from scratch, and ``4 * a`` and ``2 * a`` for fine-tuning.
         decay: decay rate of Muon's momentum.
         orthogonalize: the transform that orthogonalizes, as in `muon`. Its view (a `MatrixView`) divides parameters
             into matrices. For all parameters that it does not mention, the views in ``labels`` are used, if ``labels``
@@ -288,11 +290,11 @@ def muon_with_adamw(
             second.
 
     >>> from muonfx.select import default_labels_by_name
-    >>> tx = muon_with_adamw(0.02, 3e-4, labels=default_labels_by_name)
+    >>> tx = muon_with_adamw(0.001, 0.004, labels=default_labels_by_name)
     >>> params = {"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}
     >>> list(tx.init(params))
     ['adamw', 'muon']
-    >>> tx = muon_with_adamw(0.02, {"embedding": 0.3}, labels=default_labels_by_name(params, roles=True))
+    >>> tx = muon_with_adamw(0.001, {"embedding": 0.3}, labels=default_labels_by_name(params, roles=True))
     >>> list(tx.init(params))
     ['embedding', 'hidden']
     """
@@ -347,7 +349,7 @@ def muonclip(
 
     >>> from muonfx.select import default_labels_by_name
     >>> heads = AttentionHeads("*.attn", heads=2)
-    >>> tx = muonclip(heads, 0.02, labels=default_labels_by_name)
+    >>> tx = muonclip(heads, 0.001, 0.004, labels=default_labels_by_name)
     >>> names = "h.0.attn.q_proj.weight", "h.0.attn.k_proj.weight", "wte.weight"
     >>> list(tx.init({name: torch.zeros(4, 4) for name in names}))
     ['partition', 'qk_clip']

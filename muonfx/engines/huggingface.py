@@ -22,7 +22,7 @@ class TrainingArguments(Protocol):
 
     >>> from types import SimpleNamespace
     >>> args: TrainingArguments = SimpleNamespace(
-    ...     learning_rate=0.01,
+    ...     learning_rate=0.001,
     ...     weight_decay=0.1,
     ...     adam_beta1=0.9,
     ...     adam_beta2=0.95,
@@ -42,9 +42,9 @@ class TrainingArguments(Protocol):
 class MuonFactory:
     """Makes the Muon optimizer for a Trainer, which calls ``MuonFactory()(model, **arguments)``.
 
-    >>> optimizer = MuonFactory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=0.01)
+    >>> optimizer = MuonFactory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=0.001, adamw_lr=0.004)
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
-    [('muon', 0.01), ('adamw', 0.01)]
+    [('muon', 0.001), ('adamw', 0.004)]
     """
 
     def __call__(
@@ -96,9 +96,9 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
 
     >>> from types import SimpleNamespace
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
-    >>> args = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, **adamw, deepspeed_plugin=None)
-    >>> muon(args, adamw_lr=1e-3)[1]
-    {'lr': 0.01, 'weight_decay': 0.1, 'betas': (0.9, 0.95), 'eps': 1e-08, 'deepspeed_config': None, 'adamw_lr': 0.001}
+    >>> args = SimpleNamespace(learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None)
+    >>> muon(args, adamw_lr=4e-3)[1]
+    {'lr': 0.001, 'weight_decay': 0.1, 'betas': (0.9, 0.95), 'eps': 1e-08, 'deepspeed_config': None, 'adamw_lr': 0.004}
     """
     deepspeed_config: Mapping[str, Any] | None = None
     if args.deepspeed_plugin is not None:  # also if ``accelerate launch`` selects DeepSpeed
@@ -129,11 +129,11 @@ class MuonMixin:
         ...     def create_optimizer(self):
         ...         return self.optimizer_cls_and_kwargs
         >>> class MuonTrainer(MuonMixin, Trainer):
-        ...     muon_options = {"adamw_lr": 1e-3}
+        ...     muon_options = {"adamw_lr": 4e-3}
         >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
-        >>> args = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, **adamw, deepspeed_plugin=None)
+        >>> args = SimpleNamespace(learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None)
         >>> MuonTrainer(args).create_optimizer()[1]["adamw_lr"]
-        0.001
+        0.004
     """
 
     muon_options: ClassVar[Mapping[str, Any]] = {}

@@ -17,7 +17,7 @@ __all__ = ["muon"]
 
 # The result is untyped, since torchtitan is imported only when it is needed.
 def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
-    """Return Muon for a training configuration of torchtitan: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
+    """Return Muon for a configuration of torchtitan: ``Trainer.Config(optimizer=muon(lr=3e-4, adamw_lr=1.2e-3))``.
 
     torchtitan's own optimizers container accepts only a fixed list of optimizers. This function configures another
     container, with one `muonfx.Muon` for each model part; the types of modules decide which parameters Muon trains.
@@ -38,7 +38,7 @@ def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float
     Raises:
         ModuleNotFoundError: torchtitan is not installed.
 
-    >>> config = muon(lr=0.02, adamw_lr=3e-4)  # doctest: +SKIP
+    >>> config = muon(lr=3e-4, adamw_lr=1.2e-3)  # doctest: +SKIP
     >>> optimizers = config.build(model_parts=[model])  # doctest: +SKIP
     """
     return _container().Config(lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay, options=options)

@@ -78,7 +78,7 @@ class Diagnosis(Shown):
     attribute ``rows`` has a `ParameterDiagnosis` for each parameter that has a gradient.
 
     >>> import muonfx as mfx
-    >>> tx, params = mfx.muon(0.02), {"blocks.0.up": torch.eye(4)}
+    >>> tx, params = mfx.muon(2e-3), {"blocks.0.up": torch.eye(4)}
     >>> mfx.diagnose((tx, tx.init(params), params, params)).rows[0].role
     'blocks.*.up'
     """
@@ -152,7 +152,7 @@ def diagnose(
     Example:
         >>> import muonfx as mfx
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
-        >>> optimizer = mfx.Muon(model, lr=0.02)
+        >>> optimizer = mfx.Muon(model, lr=1e-3, adamw_lr=4e-3)
         >>> model(torch.eye(8)).square().sum().backward()
         >>> [row.name for row in mfx.diagnose(optimizer).rows if row.spectrum is not None]
         ['0.weight', '1.weight']

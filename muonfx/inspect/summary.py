@@ -169,7 +169,7 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     >>> import torch
     >>> import muonfx as mfx
     >>> params = {"wte": torch.zeros(16, 8), "fc": torch.zeros(8, 8)}
-    >>> tx = mfx.muon_with_adamw(0.02, 1e-3, labels={"wte": "adamw", "fc": "muon"})
+    >>> tx = mfx.muon_with_adamw(1e-3, 4e-3, labels={"wte": "adamw", "fc": "muon"})
     >>> mfx.summary(tx.init(params), params)
     leaf                    shape   dtype       bytes
     adamw.scale_by_adam                      1.01 KiB

@@ -109,9 +109,9 @@ class TransformOptimizer(FollowingOptimizer):
     Example:
         >>> import muonfx as mfx
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
-        >>> optimizer = TransformOptimizer(model, mfx.muon_with_adamw(0.02, 1e-3, labels=mfx.default_labels(model)))
+        >>> optimizer = TransformOptimizer(model, mfx.muon_with_adamw(1e-3, 4e-3, labels=mfx.default_labels(model)))
         >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
-        [('muon', 0.02), ('adamw', 0.001)]
+        [('muon', 0.001), ('adamw', 0.004)]
         >>> model(torch.arange(8)).square().sum().backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[model[1].weight])

@@ -48,7 +48,9 @@ class Muon(TransformOptimizer):
     Args:
         params: a model (recommended), its ``named_parameters()``, a dict from names to tensors, or groups of these.
             Tensors need no names if ``model`` is given.
-        lr: the learning rate of Muon. It is multiplied by a factor for the shape of each matrix (``lr_scaling``).
+        lr: the learning rate of Muon. It is multiplied by a factor for the shape of each matrix (``lr_scaling``). If
+            the best rate of AdamW alone is ``a``, try ``lr=a, adamw_lr=4 * a`` first from scratch, and
+            ``lr=4 * a, adamw_lr=2 * a`` for fine-tuning.
         weight_decay: the decoupled weight decay of Muon's parameters.
         momentum: the decay of Muon's moving average of gradients (Nesterov momentum).
         orthogonalize: the transform that orthogonalizes this average. It sets the options of the iteration and the view
@@ -58,7 +60,7 @@ class Muon(TransformOptimizer):
             transposed weights of known layers are divided. To treat one of them as a single matrix, give it the pattern
             "out in -> out in".
         lr_scaling: the factor for the shape of each matrix, as in `muonfx.scale_by_shape`. The default
-            "match_rms_adamw" gives updates of the size of AdamW's, so both can use one learning rate.
+            "match_rms_adamw" gives updates of the size of AdamW's, so rates of that size are suitable.
         adamw_lr: the learning rate of AdamW, or a dict with a rate for each kind of parameter, such as
             ``{"embedding": 0.3, "head": 0.004, "vector": 0.01}``. With a dict, the labels are these kinds, called
             roles in ``muonfx.default_labels(model, roles=True)``. ``param_groups`` then has a group for each role, and
@@ -78,7 +80,7 @@ class Muon(TransformOptimizer):
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
-        >>> optimizer = Muon(model, lr=0.01, weight_decay=0.1)
+        >>> optimizer = Muon(model, lr=0.001, adamw_lr=0.004, weight_decay=0.1)
         >>> scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
         >>> model(torch.arange(8)).square().sum().backward()
         >>> optimizer.step()

@@ -174,7 +174,7 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     >>> import torch
     >>> import muonfx as mfx
     >>> params = {"up": torch.zeros(64, 16), "down": torch.zeros(16, 64)}
-    >>> ax = mfx.plot.plot_plan(mfx.sharding.plan_for(mfx.muon(0.1), mfx.sharding.zero(params, 2)))
+    >>> ax = mfx.plot.plot_plan(mfx.sharding.plan_for(mfx.muon(2e-3), mfx.sharding.zero(params, 2)))
     >>> [label.get_text() for label in ax.get_yticklabels()]
     ['rank 0', 'rank 1']
     """

@@ -138,7 +138,7 @@ def sharded(
         >>> import muonfx as mfx
         >>> params = {"w": torch.zeros(4, 4), "b": torch.zeros(4)}
         >>> layout = mfx.sharding.zero(params, 1, partition="flat")
-        >>> tx = sharded(mfx.muon_with_adamw(0.1, labels={"w": "muon", "b": "adamw"}), layout)
+        >>> tx = sharded(mfx.muon_with_adamw(2e-3, labels={"w": "muon", "b": "adamw"}), layout)
         >>> local = layout.shard(params)
         >>> updates, state = tx.update(mfx.tree.map(torch.ones_like, local), tx.init(local), local)
         >>> layout.gather(updates)["w"].shape

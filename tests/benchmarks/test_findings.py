@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import rates_table, report
 from benchmarks.track import standings
 
 PAGES = {
@@ -14,6 +14,7 @@ PAGES = {
     report.PARTS_PAGE: report.PARTS_SECTIONS,
     report.TRAINING_PAGE: report.TRAINING_SECTIONS,
     standings.PAGE: standings.SECTIONS,
+    rates_table.PAGE: rates_table.SECTIONS,
 }
 
 

@@ -45,9 +45,9 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
 
     >>> import muonfx as mfx
     >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
-    >>> made = optimizer(model, mfx.muon_with_adamw(0.02, 1e-3, labels=mfx.default_labels(model)))
+    >>> made = optimizer(model, mfx.muon_with_adamw(1e-3, 4e-3, labels=mfx.default_labels(model)))
     >>> [(group["label"], group["lr"]) for group in made.param_groups]
-    [('muon', 0.02), ('adamw', 0.001)]
+    [('muon', 0.001), ('adamw', 0.004)]
     """
     return ZeroOptimizer(model, tx)
 

@@ -5,7 +5,7 @@ LLaMA-Factory does not import third-party plugins, so this module is also its la
     python -m muonfx.engines.llamafactory sft config.yaml
     torchrun --nproc-per-node 8 -m muonfx.engines.llamafactory sft config.yaml
 
-The configuration file contains ``optim_config: {name: muonfx, lr: 0.02, adamw_lr: 0.0003}``.
+The configuration file contains ``optim_config: {name: muonfx, lr: 8.0e-5, adamw_lr: 4.0e-5}``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muo
     Raises:
         ValueError: the learning rate is missing.
 
-    >>> config = {"name": "muonfx", "lr": 0.02, "adamw_lr": 3e-4}
+    >>> config = {"name": "muonfx", "lr": 8e-5, "adamw_lr": 4e-5}
     >>> optimizer = muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config)
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
-    [('muon', 0.02), ('adamw', 0.0003)]
+    [('muon', 8e-05), ('adamw', 4e-05)]
     """
     options = {key: value for key, value in optim_config.items() if key != "name"}
     if (lr := options.pop("lr", given.get("learning_rate"))) is None:

@@ -262,7 +262,7 @@ class Plan:
 
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64)}, 2, partition="flat")
-    >>> plan = plan_for(mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout)
+    >>> plan = plan_for(mfx.muon(2e-3, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout)
     >>> plan.owners(), sum(plan.sent)
     ({'w': [0]}, 16384)
     """
@@ -346,7 +346,7 @@ def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu
 
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64), "v": torch.zeros(64, 32)}, 2)
-    >>> plan_for(mfx.muon(0.1), layout).owners()
+    >>> plan_for(mfx.muon(2e-3), layout).owners()
     {'v': [1], 'w': [0]}
     """
     require_transform("tx", tx)
