@@ -128,7 +128,7 @@ def grid(*, signed: bool) -> Grid:
     # Second moments of a block span many orders of magnitude. On log-normal blocks of 2048 with a standard deviation
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
     steps, roots, dtype = (127, 0, torch.int8) if signed else (255, 2, torch.uint8)
-    levels = _square(torch.arange(steps + 1, dtype=torch.float32) / steps, roots)
+    levels = _square(torch.arange(steps + 1, dtype=torch.float32, device="cpu") / steps, roots)
     return Grid(signed, dtype, tuple(levels.tolist()), roots)
 
 
@@ -141,7 +141,7 @@ def dynamic(*, signed: bool) -> Listed:
         cells = 2 ** (bits - zeros)
         levels += [10.0**-zeros * (0.1 + 0.9 * (cell + 0.5) / cells) for cell in range(cells)]
     # The published codebook has 1 but not -1; omitting the smallest level makes room for both.
-    kept = torch.tensor([0.0, *sorted(levels)[1:], 1.0], dtype=torch.float32)
+    kept = torch.tensor([0.0, *sorted(levels)[1:], 1.0], dtype=torch.float32, device="cpu")
     return Listed(signed, torch.int8 if signed else torch.uint8, tuple(kept.tolist()))
 
 
@@ -155,7 +155,7 @@ def float8(format: str, *, signed: bool) -> Float8:
     The unsigned codebook of "e4m3", for second moments, stores the square roots of magnitudes, for a wider range.
     """
     dtype, roots = FLOAT8[format], 1 if format == "e4m3" and not signed else 0
-    numbers = torch.arange(128, dtype=torch.uint8).view(dtype).to(torch.float32)
+    numbers = torch.arange(128, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32)
     levels = _square(numbers[numbers.isfinite()] / torch.finfo(dtype).max, roots)
     return Float8(signed, dtype, tuple(levels.tolist()), roots)
 

@@ -41,7 +41,9 @@ class Codec:
         shape, device = param.shape, param.device
         blocks = 0 if self.keeps(shape) else -(-prod(shape) // self.block)
         dtype = torch.float32 if self.keeps(shape) else self.book.dtype
-        return Encoded(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(blocks, device=device))
+        return Encoded(
+            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(blocks, dtype=torch.float32, device=device)
+        )
 
     def encode(self, values: Tensor, key: Tensor | None = None) -> Encoded:
         """Encode a tensor in eight bits. A 0-d int64 ``key`` seeds stochastic rounding; None rounds to nearest."""

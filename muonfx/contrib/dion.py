@@ -82,9 +82,10 @@ def scale_by_dion(
         left, _ = torch.linalg.qr(small @ s.basis)
         right = small.mT @ left
         lengths = ew.safe_sqrt(right.square().sum(-2, keepdim=True))
-        unit = torch.where(lengths > 0, right / torch.where(lengths > 0, lengths, 1.0), 0.0)
+        is_zero = lengths == 0
+        unit = torch.where(is_zero, 0.0, right / torch.where(is_zero, 1.0, lengths))
         trace = total - (1.0 - decay) * ((left @ right.mT) / power)
         # NaN stays visible in the update of its matrix. As in any running average, the matrix's state remains NaN.
-        return left @ unit.mT, DionState(trace, torch.where(lengths > 0, unit, s.basis))
+        return left @ unit.mT, DionState(trace, torch.where(is_zero, s.basis, unit))
 
     return DionState(Slot(dtype), MatrixSlot(first_basis, dtype)), step

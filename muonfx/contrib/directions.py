@@ -136,7 +136,8 @@ def _size(
     new = old + (1.0 - b2) * (square.clamp(max=torch.finfo(moment.dtype).max) - old)
     divisor = ew.safe_sqrt(new) + eps
     # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
-    alpha = torch.where(divisor > 0, norm(average).to(wide) / torch.where(divisor > 0, divisor, 1.0), 0.0)
+    is_unused = divisor == 0
+    alpha = torch.where(is_unused, 0.0, norm(average).to(wide) / torch.where(is_unused, 1.0, divisor))
     return new.to(moment.dtype), alpha * correction.to(wide)
 
 

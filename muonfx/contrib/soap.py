@@ -200,8 +200,8 @@ def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tens
     eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
     mean, largest = eigenvalues.mean(-1, keepdim=True), eigenvalues.amax(-1, keepdim=True)
     rms = norm(x) / (x.shape[-2] ** 0.5 * size)
-    damped = torch.where(largest > 0, eigenvalues + missing * mean + _SHIFT * largest, rms)
-    return x @ basis / (torch.where(damped > 0, damped, 1.0).sqrt() * size)
+    damped = torch.where(largest == 0, rms, eigenvalues + missing * mean + _SHIFT * largest)
+    return x @ basis / (torch.where(damped <= 0, 1.0, damped).sqrt() * size)
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ is ``None``, its parameter gets no update and the state of the parameter does no
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ from muonfx.core.recorded import Recorded
 from muonfx.core.schedules import Schedule, follow
 from muonfx.tree import PyTree, Structure
 from muonfx.tree.display import Report
+from muonfx.tree.tracing import autocast_is_on, outside_autocast
 
 V = TypeVar("V")
 
@@ -196,8 +198,9 @@ class Transform(Recorded):
 
     @Lazy
     def functions(self) -> definition.Functions:
-        """The functions ``(init, update)`` that the author of this transform wrote. They do not check their inputs."""
-        return definition.Functions(*self.built)
+        """The functions ``(init, update)`` of this transform, which do not check their inputs."""
+        init, update = self.built
+        return definition.Functions(functools.partial(outside_autocast, init), update)
 
     @of_structure
     def extras(self) -> Extras:
@@ -340,7 +343,10 @@ class Transform(Recorded):
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
         _, update = self.built
-        found = update(updates, state, params, **given)
+        if autocast_is_on():
+            found = outside_autocast(update, updates, state, params, **given)
+        else:
+            found = update(updates, state, params, **given)
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"{self.name}: its update must return (updates, state), found {type(found).__name__}")
         if not (self.structure.factory.definition.is_ours or torch.compiler.is_compiling()):

@@ -245,7 +245,7 @@ def sum_over_leaves(scalars: PyTree) -> Tensor:
     """Return the sum of a tree of equally shaped tensors, such as one squared norm for each leaf."""
     found = list(tree.tensors(scalars))
     if not found:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device=tree.device_of(scalars))
     return torch.stack([scalar.to(found[0].device) for scalar in found], dim=-1).sum(-1)
 
 

@@ -132,7 +132,7 @@ def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.devic
 
 
 def _tensor(value: object) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def check_numbers(value: Recorded) -> None:

@@ -23,7 +23,7 @@ from muonfx.core import checks
 from muonfx.core.definition import InitAndUpdate, make_factory
 from muonfx.core.recorded import Recorded
 from muonfx.tree import PyTree, device_of
-from muonfx.tree.tracing import is_wrapped
+from muonfx.tree.tracing import is_wrapped, on_device_of
 
 __all__ = [
     "Scalar",
@@ -84,8 +84,9 @@ class Schedule(Recorded):
         """Return the value at step ``count``; the first is 0. An int gives a float, a 0-d tensor gives a 0-d tensor."""
         function = self.built
         if isinstance(count, Tensor):
-            return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))
-        value = function(torch.tensor(float(count), dtype=torch.float64))
+            wide = torch.float32 if count.device.type == "mps" else torch.float64
+            return on_device_of(function, count.to(wide))
+        value = on_device_of(function, torch.tensor(float(count), dtype=torch.float64, device="cpu"))
         is_recorded = isinstance(value, Tensor) and (value.requires_grad or is_wrapped(value))
         return value if is_recorded else float(value)
 

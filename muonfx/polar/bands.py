@@ -66,8 +66,8 @@ def band(value: CoefficientsLike, lower: float = 0.01, *, steps: int | None = No
     """
     if not 0 < lower <= 1:
         raise ValueError(f"band: lower is {lower!r}, expected a number in (0, 1]")
-    even = torch.linspace(lower, 1.0, points, dtype=torch.float64)
-    below = torch.logspace(-7, 0, points // 2, dtype=torch.float64) * lower
+    even = torch.linspace(lower, 1.0, points, dtype=torch.float64, device="cpu")
+    below = torch.logspace(-7, 0, points // 2, dtype=torch.float64, device="cpu") * lower
     inside = scalar_polynomial(value, even, steps)
     outside = scalar_polynomial(value, below, steps)
     maximum = inside.max().item()

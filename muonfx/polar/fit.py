@@ -80,8 +80,8 @@ def best_quintic(low: float, high: float) -> Step:
     inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
     previous = math.inf
     for _ in range(100):
-        s = torch.tensor([low, *inner, high], dtype=torch.float64)
-        signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+        s = torch.tensor([low, *inner, high], dtype=torch.float64, device="cpu")
+        signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64, device="cpu")
         a, b, c, error = torch.linalg.solve(torch.stack([s, s**3, s**5, signs], dim=1), torch.ones_like(s)).tolist()
         if abs(error - previous) <= 1e-15:
             break

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.workspace import Workspace
-from muonfx.tree.tracing import is_differentiated, is_traced, is_watched
+from muonfx.tree.tracing import is_differentiated, is_traced, is_watched, outside_autocast
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
@@ -198,15 +198,6 @@ class Orthogonalizer:
             for i, y in zip(filled, done, strict=True):
                 results[i] = y
         return results
-
-
-def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-    """Call `function(x, ...)` with autocast off, because autocast would change the dtype of matrix products."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return function(x, *rest, **named)
-    with torch.autocast(kind, enabled=False):
-        return function(x, *rest, **named)
 
 
 def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[tuple[_Kind, list[int]]]:

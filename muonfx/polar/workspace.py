@@ -47,7 +47,7 @@ class Workspace:
         """
         if self._used > self.nbytes:
             self._memory = None  # freed first, so that old and new memory are never allocated together
-            self._memory = torch.empty(self._used, dtype=torch.uint8)
+            self._memory = torch.empty(self._used, dtype=torch.uint8, device="cpu")
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -57,5 +57,5 @@ class Workspace:
         start, size = self._used, math.prod(shape) * dtype.itemsize
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self._memory is None or self._used > self.nbytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return self._memory[start : start + size].view(dtype).view(shape)

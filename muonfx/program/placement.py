@@ -64,7 +64,7 @@ def device_of(*values: PyTree) -> torch.device:
     devices = (leaf.device for some in values if some is not None for leaf in tree.tensors(some))
     first = next(devices, None)
     if first is None:
-        return torch.get_default_device()
+        return tree.device_of(None)
     return first if first.type != "meta" else next((device for device in devices if device.type != "meta"), first)
 
 

@@ -23,7 +23,7 @@ Sum = Callable[[PyTree], Tensor]
 
 @transform(locality=Locality.ELEMENT)
 def clip_by_value(limit: ScalarOrSchedule):
-    """Clamp every element of the updates to [-limit, limit]. NaN stays NaN.
+    """Clamp every element of the updates to [-limit, limit]. A NaN or an infinite element becomes NaN.
 
     Args:
         limit: the largest magnitude, positive.
@@ -36,7 +36,7 @@ def clip_by_value(limit: ScalarOrSchedule):
     {'w': tensor([-1.0000,  0.5000])}
     """
     limit = checks.positive("limit", limit)
-    return of_lists(lambda leaves, _: ew.clamp(leaves, -limit, limit))
+    return of_lists(lambda leaves, _: ew.kept_visible(ew.clamp(leaves, -limit, limit), leaves))
 
 
 @transform(locality=Locality.LEAF, reads_params=False)

@@ -309,6 +309,8 @@ def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu
     b2 = checks.in_unit_interval("b2", b2)
 
     def step(u: Leaf, s: LionState):
-        return s.mu.lerp(u, 1.0 - b1).sign(), LionState(s.mu.lerp(u, 1.0 - b2))
+        mean = s.mu.lerp(u, 1.0 - b1)
+        out = mean.sign().add(mean, alpha=0.0)  # the sign of NaN would be 0; zero times NaN or infinity is NaN
+        return out, LionState(s.mu.lerp(u, 1.0 - b2))
 
     return LionState(Slot(mu_dtype, "mu_dtype")), step

@@ -44,7 +44,7 @@ def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
             gram = m @ m.mT
             distance = torch.linalg.vector_norm(gram - torch.eye(len(gram), dtype=m.dtype, device=m.device))
             errors.append((distance / len(gram) ** 0.5).to(device))
-    return torch.stack(errors).mean() if errors else torch.zeros((), device=device)
+    return torch.stack(errors).mean() if errors else torch.zeros((), dtype=torch.float32, device=device)
 
 
 Metric = Literal["norm", "rms", "orthogonality_error"]

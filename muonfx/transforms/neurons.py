@@ -95,9 +95,12 @@ def _normalize(u: Tensor, old: Tensor, decay: float | Tensor, eps: float | Tenso
     moment = old + (1.0 - decay) * (mean_square - old)
     # The root of a row that has always been zero has no derivative, and 0 / (0 + eps) is 0 in any case.
     divisor = ew.safe_sqrt(moment) + eps
-    normalized = torch.where(divisor > 0, u / torch.where(divisor > 0, divisor, 1.0), 0.0)
+    # Compared with zero by `==`: a NaN then takes the usual way and stays visible.
+    is_unused = divisor == 0
+    normalized = torch.where(is_unused, 0.0, u / torch.where(is_unused, 1.0, divisor))
     again = normalized * unit_power(normalized)
-    before, after = (x.square().sum(dim=(-2, -1), keepdim=True) for x in (small, again))
-    nonzero = (after > 0) & (before > 0)
-    ratio = torch.where(nonzero, before, 1.0) / torch.where(nonzero, after, 1.0)
-    return torch.where(nonzero, again * ratio.sqrt() / power, normalized), moment
+    before = small.square().sum(dim=(-2, -1), keepdim=True)
+    after = again.square().sum(dim=(-2, -1), keepdim=True)
+    is_zero = (after == 0) | (before == 0)
+    ratio = torch.where(is_zero, 1.0, before) / torch.where(is_zero, 1.0, after)
+    return torch.where(is_zero, normalized, again * ratio.sqrt() / power), moment

@@ -76,7 +76,7 @@ def scale(factor: ScalarOrSchedule):
 
 @transform(locality=Locality.ELEMENT, position="sets_size")
 def scale_by_sign():
-    """Replace every element of the updates by its sign: -1, 0 or 1. NaN stays NaN.
+    """Replace every element of the updates by its sign: -1, 0 or 1. A NaN or an infinite element becomes NaN.
 
     Follows signSGD (arXiv 1802.04434) and Optax's ``scale_by_sign``.
 
@@ -84,7 +84,7 @@ def scale_by_sign():
     >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.core.EmptyState())[0]
     {'w': tensor([ 1.,  0., -1.])}
     """
-    return of_lists(lambda leaves, reuse: ew.apply("sign", leaves, reuse=reuse))
+    return of_lists(lambda leaves, _: ew.kept_visible(ew.apply("sign", leaves), leaves))
 
 
 @transform(locality=Locality.ELEMENT, position="learning_rate", short_names={"lr": "learning_rate"})

@@ -71,7 +71,7 @@ def _numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
         return list(values)
     if {x.dtype for x in xs} not in ({torch.float32}, {torch.float64}):
         return list(values)
-    return list(torch.tensor(values, dtype=torch.float64).to(xs[0].dtype).unbind())
+    return list(torch.tensor(values, dtype=torch.float64, device="cpu").to(xs[0].dtype).unbind())
 
 
 def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
@@ -341,6 +341,14 @@ def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return [x.clamp(scalar_like(low, x), scalar_like(high, x)) for x in xs]
     return [x.clamp(low, high) for x in xs]
+
+
+def kept_visible(bounded: Tensors, xs: Tensors) -> Tensors:
+    """Replace elements of new tensors ``bounded`` by NaN where the element of ``xs`` that they come from is not finite.
+
+    A bounded function such as the sign would otherwise turn an overflow into an ordinary number.
+    """
+    return add(bounded, xs, 0.0, reuse=True)  # zero times a number that is not finite is NaN
 
 
 def norms(xs: Tensors) -> Tensors:

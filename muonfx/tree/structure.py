@@ -314,13 +314,16 @@ def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
 
 
 def device_of(tree: PyTree) -> torch.device:
-    """Return the device of a tree's first tensor, or the default device if it has no tensors.
+    """Return the device of a tree's first tensor. If it has no tensors: the default device, or the CPU if this is meta.
 
     >>> device_of({"w": torch.zeros(2, device="meta")})
     device(type='meta')
     """
     first = next(tensors(tree), None)
-    return torch.get_default_device() if first is None else first.device
+    if first is not None:
+        return first.device
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default  # a count on the meta device has no value
 
 
 def spec(tree: PyTree) -> PyTree:

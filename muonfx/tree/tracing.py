@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., object])
 Number = TypeVar("Number", int, float)
+T = TypeVar("T")
 
 _C = cast("Any", torch._C)
 _SYMBOLS = frozenset({torch.SymInt, torch.SymFloat})
@@ -27,6 +28,31 @@ _SYMBOLS = frozenset({torch.SymInt, torch.SymFloat})
 
 functorch_is_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Return True inside ``vmap``, ``grad``, ``jvp`` or another transform of ``torch.func``."""
+
+
+def on_device_of(function: Callable[[Tensor], T], x: Tensor) -> T:
+    """Return ``function(x)``, in which new tensors are on the device of ``x`` even if a default device is set."""
+    if torch.compiler.is_compiling() or not _C._len_torch_function_stack():  # a default device is a mode on this stack
+        return function(x)
+    with x.device:
+        return function(x)
+
+
+autocast_is_on: Callable[[], bool] = _C._is_any_autocast_enabled
+"""Return True inside ``torch.autocast`` for any type of device."""
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
+
+
+def outside_autocast(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function with autocast off, because autocast changes the dtype of matrix products and sums."""
+    if not autocast_is_on():
+        return function(*args, **kwargs)
+    for kind in _AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return outside_autocast(function, *args, **kwargs)  # it may be on for another type of device
+    return function(*args, **kwargs)
 
 
 def is_wrapped(x: Tensor) -> bool:
