@@ -11,6 +11,8 @@ import subprocess
 import sys
 from typing import Any
 
+import torch
+
 from muonfx.testing.examples import Example, history
 from muonfx.testing.violation import values_within
 
@@ -29,7 +31,12 @@ class OtherProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(paths)},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums of large tensors depend on it
+            },
         )
         atexit.register(self._process.kill)
 
@@ -37,13 +44,17 @@ class OtherProcess:
         """Run a transform on examples in order, and return the pairs (updates, state) of each.
 
         Raises:
-            RuntimeError: the other process raised an error; the message contains it.
+            RuntimeError: the other process raised an error, which the message contains, or has ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump((tx, examples), self._process.stdin)
-        self._process.stdin.flush()
-        answer = pickle.load(self._process.stdout)
+        try:
+            pickle.dump((tx, examples), self._process.stdin)
+            self._process.stdin.flush()
+            answer = pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError) as error:
+            other_process.cache_clear()  # the next law starts another
+            raise RuntimeError("another process has ended before it returned its results") from error
         if isinstance(answer, str):
             raise RuntimeError(f"another process raised {answer}")
         return answer

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -104,22 +104,22 @@ def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: l
 
 @contextmanager
 def _another_seed() -> Generator[None]:
-    before = random.getstate()
+    state_of_python = random.getstate()
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1234)
         random.seed(1234)
         try:
             yield
         finally:
-            random.setstate(before)
+            random.setstate(state_of_python)
 
 
 @contextmanager
 def _another_time() -> Generator[None]:
     """Move the clocks of the module `time` by about 11 days and 7 seconds."""
-    with mock.patch.multiple(
-        time, **{name: _later(getattr(time, name)) for name in ("time", "monotonic", "perf_counter", "process_time")}
-    ):
+    with ExitStack() as stack:
+        for name in ("time", "monotonic", "perf_counter", "process_time"):
+            stack.enter_context(mock.patch.object(time, name, _later(getattr(time, name))))
         yield
 
 

@@ -93,25 +93,29 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
     """
     together = updates_of(tx, params, steps)
     for place, name in enumerate(tree.names(params)):
-
-        def alone(values: PyTree, place: int = place) -> PyTree:
-            leaves, treedef = tree.flatten(values)
-            return tree.unflatten(treedef, [leaf if at == place else None for at, leaf in enumerate(leaves)])
-
-        results = updates_of(tx, alone(params), [alone(grads) for grads in steps])
-        expected = [alone(updates) for updates in together]
+        results = updates_of(tx, _alone(params, place), [_alone(grads, place) for grads in steps])
+        expected = [_alone(updates, place) for updates in together]
         require_same(f"updates of {name!r}, without the other leaves,", results, expected, "among them")
 
+    try:
+        tx.init(_with_others(params, 2))
+    except (KeyError, TypeError, ValueError):  # it accepts certain names only
+        return
     for copies in (2, 3):
-        trees = {f"copy{number}": number for number in range(copies)}
-
-        def repeated(values: PyTree, trees: dict[str, int] = trees) -> PyTree:
-            return {name: tree.map(lambda leaf, by=number: leaf.roll(by), values) for name, number in trees.items()}
-
-        try:
-            tx.init(repeated(params))
-        except (KeyError, TypeError, ValueError):  # it accepts certain names only
-            return
-        results = updates_of(tx, repeated(params), [repeated(grads) for grads in steps])
+        results = updates_of(tx, _with_others(params, copies), [_with_others(grads, copies) for grads in steps])
         first = [updates["copy0"] for updates in results]
         require_same(f"updates beside {copies - 1} others of each shape", first, together, "without them")
+
+
+def _alone(values: PyTree, place: int) -> PyTree:
+    """Return a tree in which all leaves but leaf number ``place`` are None."""
+    leaves, treedef = tree.flatten(values)
+    return tree.unflatten(treedef, [leaf if index == place else None for index, leaf in enumerate(leaves)])
+
+
+def _with_others(values: PyTree, copies: int) -> PyTree:
+    """Return ``{"copy0": values, "copy1": ...}``, where later trees have leaves of the same shapes and other values."""
+    trees: dict[str, PyTree] = {}
+    for number in range(copies):
+        trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)
+    return trees

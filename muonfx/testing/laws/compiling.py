@@ -81,16 +81,17 @@ def _steady(example: Example) -> Example:
 def _one_leaf_for_each_rank(example: Example) -> Example:
     """Return the example in float64 with one leaf of each number of dims, because compiling more takes longer."""
     params, steps = example.precise()
-    chosen: dict[int, tuple[int, int]] = {}
-    for place, leaf in enumerate(tree.leaves(params)):
-        largest = chosen.get(leaf.ndim)
-        if largest is None or leaf.numel() > largest[0]:
-            chosen[leaf.ndim] = (leaf.numel(), place)
-    places = {place for _, place in chosen.values()}
+    leaves, treedef = tree.flatten(params)
+    largest_of_rank: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        largest = leaves[largest_of_rank.setdefault(leaf.ndim, place)]
+        if leaf.numel() > largest.numel():
+            largest_of_rank[leaf.ndim] = place
+    chosen = set(largest_of_rank.values())
 
     def reduced(values: PyTree) -> PyTree:
-        leaves, treedef = tree.flatten(values)
-        return tree.unflatten(treedef, [leaf if place in places else None for place, leaf in enumerate(leaves)])
+        pairs = enumerate(tree.leaves(values))
+        return tree.unflatten(treedef, [leaf if place in chosen else None for place, leaf in pairs])
 
     return Example(reduced(params), [reduced(grads) for grads in steps])
 
