@@ -77,7 +77,10 @@ def _of_parameters(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[
     tx = widened(tx)
 
     def function(vector: Tensor) -> Tensor:
-        return _joined([updates for updates, _ in history(tx, _split_like(vector, params), steps)])
+        given_params = _split_like(vector, params)
+        # The gradients depend on the parameters too, as those of a loss do.
+        given_steps = [tree.map(lambda g, p: g + 0.1 * p, grads, given_params) for grads in steps]
+        return _joined([updates for updates, _ in history(tx, given_params, given_steps)])
 
     return function, _joined(params)
 
