@@ -103,11 +103,15 @@ def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
     return _strategy(_suitable_ranks(tx))
 
 
-def _suitable_ranks(tx: Transform) -> tuple[int, int]:
-    """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4)."""
+def _require_transform(tx: object) -> None:
     if not isinstance(tx, Transform):
         name = getattr(tx, "__name__", type(tx).__name__)
         raise TypeError(f"found {tx!r}, expected a Transform: call a factory to get one, as in {name}()")
+
+
+def _suitable_ranks(tx: Transform) -> tuple[int, int]:
+    """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4)."""
+    _require_transform(tx)
     errors: list[str] = []
     for shapes, ranks in ((_GENERAL, (0, 4)), (_MATRICES, (2, 4))):
         params, steps = Example.of(shapes, steps=1)
@@ -232,6 +236,7 @@ def check_transform(
     >>> list(report.held)
     ['update_remembers_nothing', 'identity_is_neutral']
     """
+    _require_transform(tx)
     chosen = _chosen(laws)
     skipped = {law.name for law in _chosen(skip)}
     left_out: dict[str, str] = {}

@@ -182,11 +182,23 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     >>> import muonfx as mfx
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    example = Example(params, steps)
-    negative = example.map(lambda leaf: -3.0 * leaf)
-    expected = [history(tx, *example), history(tx, *negative)]
-    second, first = other_process().histories(tx, [negative, example])
-    require_same("(updates, state) in another process", [first, second], expected, "in this process")
+    examples = _renamed(tx, Example(params, steps))
+    examples += [example.map(lambda leaf: -3.0 * leaf) for example in examples]
+    expected = [history(tx, *example) for example in examples]
+    results = other_process().histories(tx, examples[::-1])
+    require_same("(updates, state) in another process", results[::-1], expected, "in this process")
+
+
+def _renamed(tx: Transform, example: Example) -> list[Example]:
+    """Return an example, and the same with longer names, so that sets of names have several orders."""
+    renamed = [example]
+    for prefix in ("a", "b", "model"):
+        renamed.append(Example({prefix: example.params}, [{prefix: grads} for grads in example.steps]))
+    try:
+        tx.init(renamed[1].params)
+    except (KeyError, TypeError, ValueError):  # it accepts certain names only
+        return [example]
+    return renamed
 
 
 def _settings() -> dict[str, Any]:
@@ -216,12 +228,19 @@ def settings_stay_as_they_were(tx: Transform, params: PyTree, steps: list[PyTree
     >>> import muonfx as mfx
     >>> settings_stay_as_they_were(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    before = _settings()
-    state = tx.init(params)
-    _require_settings("init", before)
-    for step, grads in enumerate(steps):
-        _, state = tx.update(grads, state, params)
-        _require_settings(f"update, at step {step},", before)
+    with ExitStack() as stack:
+        # Rare settings, because the usual ones may be those that the transform has set at an earlier call.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.resetwarnings()
+        for mode in ("the default dtype bfloat16", "torch.no_grad", "deterministic algorithms"):
+            stack.enter_context(TORCH_MODES[mode]())
+        stack.enter_context(_another_seed())
+        before = _settings()
+        state = tx.init(params)
+        _require_settings("init", before)
+        for step, grads in enumerate(steps):
+            _, state = tx.update(grads, state, params)
+            _require_settings(f"update, at step {step},", before)
 
 
 def _require_settings(what: str, before: dict[str, Any]) -> None:

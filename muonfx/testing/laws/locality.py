@@ -72,7 +72,7 @@ def enlarged(example: Example) -> Example:
     return example.map(large)
 
 
-@law(unless=wider_than(Locality.ELEMENT), share=0.2)
+@law(on=also_in_its_dtypes, unless=wider_than(Locality.ELEMENT), share=0.2)
 def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that an elementwise transform (locality ELEMENT) updates each element independently of all others.
 
@@ -81,8 +81,7 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    for example in also_in_its_dtypes(Example(params, steps)):
-        check_elements(tx, *example)
+    check_elements(tx, params, steps)
 
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
@@ -131,8 +130,8 @@ def _shuffled(leaf: Tensor) -> Tensor:
     return leaf.reshape(-1)[order].reshape(leaf.shape)
 
 
-def _batched(example: Example) -> Example:
-    """Return an example in which a batch of two matrices replaces each leaf of fewer than three dims."""
+def _batched(example: Example) -> list[Example]:
+    """Return examples in which a batch of two matrices replaces each leaf of fewer than three dims."""
 
     def widen(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:
@@ -140,10 +139,10 @@ def _batched(example: Example) -> Example:
         matrix = leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
         return torch.stack([matrix, (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)])
 
-    return example.dense().map(widen)
+    return also_in_its_dtypes(example.dense().map(widen))
 
 
-@law(unless=wider_than(Locality.MATRIX), share=0.2)
+@law(on=_batched, unless=wider_than(Locality.MATRIX), share=0.2)
 def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform with locality MATRIX updates each matrix in the last two dims independently of others.
 
@@ -154,11 +153,10 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     >>> tx = mfx.orthogonalize(view=mfx.MatrixView("... out in -> ... out in"))
     >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
-    for example in also_in_its_dtypes(_batched(Example(params, steps))):
-        _check_halves("batch", tx, *example)
+    _check_halves("batch", tx, params, steps)
 
 
-@law(unless=wider_than(Locality.LEAF), share=0.2)
+@law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.2)
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform with locality LEAF or less updates each leaf independently, even if others are None.
 
@@ -169,8 +167,7 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
         "other leaves have other values": (lambda p: 5.0 * p + 1.0, lambda g: 7.0 * g - 3.0),
         "other gradients are None": (lambda p: p, _absent),
     }
-    for example in also_in_its_dtypes(Example(params, steps)):
-        check_leaves(tx, *example, cases | OTHERS_ABSENT)
+    check_leaves(tx, params, steps, cases | OTHERS_ABSENT)
 
 
 def _absent(leaf: Tensor) -> None:

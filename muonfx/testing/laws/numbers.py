@@ -162,7 +162,7 @@ def _every_other_zero(grads: PyTree) -> PyTree:
 def _require_finite(when: str, results: list[tuple[PyTree, PyTree]]) -> None:
     for step, result in enumerate(results):
         for name, leaf in tree.named_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.double().isfinite().all():
                 raise Breach(f"step {step}, (updates, state) {name!r}", f"found {shown(leaf)} for {when}")
 
 
@@ -225,10 +225,20 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
             wide_steps = [tree.map(lambda g: g.double(), grads) for grads in narrow_steps]
             results = updates_of(tx, tree.map(lambda p: p.float(), params), narrow_steps)
             expected = updates_of(widened(tx), tree.map(lambda p: p.float().double(), params), wide_steps)
-            tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
+            tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype], _declared_rounding(tx, dtype))
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
             wide_results = [tree.map(lambda leaf: leaf.double(), updates) for updates in results]
             require_close(what, wide_results, expected, "in float64", tolerance)
+
+
+def _declared_rounding(tx: Transform, dtype: torch.dtype) -> float:
+    """Return the tolerance of the narrowest dtype to which a part declares that it rounds updates of this dtype."""
+    tolerance = 0.0
+    for part in within(tx):
+        rounds_to = part.declaration.rounds_to
+        if rounds_to is not None:
+            tolerance = max(tolerance, TOLERANCES[rounds_to(part, dtype, torch.device("cpu"))])
+    return tolerance
 
 
 A_LONG_RUN = 10_000_000
