@@ -7,7 +7,6 @@ a derivative have probability zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +14,11 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.recorded import Recorded
 from muonfx.testing.examples import Example, history
 from muonfx.testing.law import law, without_torchs_own_warnings
 from muonfx.testing.laws.batching import _has_no_numbers
-from muonfx.testing.violation import Breach
+from muonfx.testing.violation import Breach, widened
 from muonfx.tree import PyTree
-
-
-def widened(value: Any) -> Any:
-    """Return a transform with float64 for every floating dtype in its arguments, to compare derivatives."""
-    if isinstance(value, Recorded):
-        return value.replace(**{name: widened(argument) for name, argument in value.arguments.items()})
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
-    if type(value) in (tuple, list):
-        return type(value)(map(widened, value))
-    if type(value) is dict:
-        return {key: widened(item) for key, item in value.items()}
-    return value
 
 
 def _state_is_narrow(tx: Transform) -> str | None:

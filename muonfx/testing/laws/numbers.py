@@ -12,9 +12,8 @@ from muonfx.core import Locality, Transform
 from muonfx.core.contract import within
 from muonfx.testing.examples import Example, copied_tree, history, updates_of
 from muonfx.testing.law import law
-from muonfx.testing.laws.calculus import widened
 from muonfx.testing.laws.locality import wider_than
-from muonfx.testing.violation import TOLERANCES, Breach, is_close, require_close, shown, tolerance_of
+from muonfx.testing.violation import TOLERANCES, Breach, is_close, require_close, shown, tolerance_of, widened
 from muonfx.tree import PyTree
 
 
