@@ -19,7 +19,7 @@ from muonfx import tree
 from muonfx.testing.violation import shown
 from muonfx.tree import PyTree
 
-__all__ = ["DTYPES", "Example", "Pair", "params_and_grads", "trees"]
+__all__ = ["DTYPES", "Example", "Pair", "params_and_grads", "standard_examples", "trees"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The floating dtypes of generated tensors; failing examples shrink to the first."""
@@ -113,6 +113,10 @@ class Example(NamedTuple):
         shifts = range(len(DTYPES)) if any(leaf is not None for leaf in leaves) else ()
         return [Example(turned(self.params, n), [turned(grads, n) for grads in self.steps]) for n in shifts]
 
+    def shortened(self, steps: int = 2) -> Example:
+        """Return the example with at most ``steps`` optimizer steps."""
+        return Example(self.params, self.steps[:steps])
+
     def prolonged(self, steps: int) -> Example:
         """Return the example with at least ``steps`` optimizer steps: its gradients are repeated in order."""
         return Example(self.params, [self.steps[i % len(self.steps)] for i in range(max(steps, len(self.steps)))])
@@ -161,6 +165,71 @@ def _of_half_rank(values: Tensor) -> Tensor:
     return (left[..., :kept] * falling) @ right[..., :kept, :]
 
 
+_SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "vector": (6,),
+    "empty": (0, 3),
+    "row": (1, 4),
+    "square": (4, 4),
+    "wide": (3, 5),
+    "tall": (5, 3),
+    "also_tall": (5, 3),
+    "stack": (2, 4, 3),
+    "kernel": (3, 2, 1, 2),
+}
+"""A leaf of every kind on which a mistake may depend: each number of dims, each orientation, and a shape twice."""
+
+
+def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
+    """Return examples with a leaf of every kind, which cover what drawn examples may miss.
+
+    The first are the most important ones: float32, bfloat16, noncontiguous leaves, and gradients of None.
+
+    Args:
+        ranks: the minimal and maximal number of dims of a leaf.
+
+    >>> params, steps = standard_examples()[0]
+    >>> params["tall"].shape, params["tall"].dtype, len(steps)
+    (torch.Size([5, 3]), torch.float32, 3)
+    """
+    shapes = {name: shape for name, shape in _SHAPES.items() if ranks[0] <= len(shape) <= ranks[1]}
+    whole = {dtype: Example.of(shapes, steps=3, dtype=dtype, seed=1) for dtype in DTYPES}
+    single = whole[torch.float32]
+    names = list(shapes)
+
+    def absent(grads: PyTree, step: int) -> PyTree:
+        """Return the gradients with None for every third leaf, another third at each step."""
+        return {name: None if (names.index(name) + step) % 3 == 0 else leaf for name, leaf in grads.items()}
+
+    def in_layouts(values: PyTree, shift: int) -> PyTree:
+        return {name: laid_out(leaf, LAYOUTS[(place + shift) % 4]) for place, (name, leaf) in enumerate(values.items())}
+
+    def narrow(values: PyTree) -> PyTree:
+        return {name: leaf.to(DTYPES[names.index(name) % len(DTYPES)]) for name, leaf in values.items()}
+
+    def nested(values: PyTree) -> PyTree:
+        leaves = list(values.values())
+        return {"layers": [{"b": leaves[0], "a": leaves[1]}, tuple(leaves[2:4])], "head": Pair(leaves[4], leaves[5:])}
+
+    def degenerate(leaf: Tensor) -> Tensor:
+        """Return zeros for vectors, and for matrices a matrix of half the rank."""
+        if leaf.ndim < 2 or not leaf.numel():
+            return torch.zeros_like(leaf)
+        return _of_half_rank(leaf.double()).to(leaf.dtype)
+
+    return [
+        single,
+        whole[torch.bfloat16],
+        Example(in_layouts(single.params, 0), [in_layouts(grads, step) for step, grads in enumerate(single.steps)]),
+        Example(single.params, [absent(grads, step) for step, grads in enumerate(single.steps)]),
+        whole[torch.float16],
+        Example(narrow(single.params), single.steps),
+        Example(nested(single.params), [nested(grads) for grads in single.steps]),
+        single.map(degenerate),
+        whole[torch.float64],
+    ]
+
+
 class Pair(NamedTuple):
     """A NamedTuple with two items, used as a container in generated trees."""
 
@@ -184,10 +253,14 @@ class _DrawnLeaf:
             values = _of_half_rank(values)
         elif self.fill == "zeros":
             values = values.zero_()
-        return _laid_out((values * 2.0**self.power).to(dtype or self.dtype), layout or self.layout)
+        return laid_out((values * 2.0**self.power).to(dtype or self.dtype), layout or self.layout)
 
 
-def _laid_out(values: Tensor, layout: str) -> Tensor:
+LAYOUTS = ("contiguous", "transposed", "gaps", "offset")
+"""The memory layouts of generated tensors; failing examples shrink to the first."""
+
+
+def laid_out(values: Tensor, layout: str) -> Tensor:
     """Return a tensor with the same values in a named memory layout, which sets its strides and storage offset."""
     if layout == "transposed" and values.ndim >= 2:
         return values.mT.contiguous().mT
@@ -212,7 +285,7 @@ def _plan_trees(
         _DrawnLeaf,
         st.lists(st.sampled_from(_SIDES), min_size=ranks[0], max_size=ranks[1]).map(tuple),
         st.sampled_from(tuple(dtypes)),
-        st.sampled_from(("contiguous", "transposed", "gaps", "offset") if layouts else ("contiguous",)),
+        st.sampled_from(LAYOUTS if layouts else ("contiguous",)),
         st.sampled_from(("normal", "normal", "lowrank", "zeros")),
         st.integers(-2, 2),
     )
@@ -220,17 +293,19 @@ def _plan_trees(
         leaf = st.one_of(leaf, leaf, leaf, st.none())
 
     def extend(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        named = st.dictionaries(st.sampled_from(_KEYS), children, min_size=1, max_size=3)
+        listed = st.lists(children, min_size=1, max_size=3)
         return st.one_of(
-            st.dictionaries(st.sampled_from(_KEYS), children, max_size=3),
-            st.lists(children, max_size=3),
-            st.lists(children, max_size=3).map(tuple),
+            named,
+            listed,
+            listed.map(tuple),
             st.builds(Pair, children, children),
             # An OrderedDict, as a ``state_dict()`` is, whose keys are not in sorted order.
-            st.dictionaries(st.sampled_from(_KEYS), children, max_size=3).map(
-                lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))
-            ),
-            st.dictionaries(st.integers(0, 11), children, max_size=3),
-            st.lists(children, max_size=2).map(deque),
+            named.map(lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))),
+            st.dictionaries(st.integers(0, 11), children, min_size=1, max_size=3),
+            st.lists(children, min_size=1, max_size=2).map(deque),
+            # Empty containers only here: an example without tensors tests little.
+            st.builds(dict),
         )
 
     # The root is a container, because None instead of a tree means a missing argument.

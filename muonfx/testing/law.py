@@ -69,9 +69,24 @@ def without_torchs_own_warnings() -> Generator[None]:
         yield
 
 
+def _check_one(function: Callable[..., None], tx: Transform, example: Example, options: dict[str, Any]) -> None:
+    """Check a law on a copy of one example, and raise every error as `LawViolation`."""
+    try:
+        function(tx, *example.clone(), **options)
+    except LawViolation:
+        raise
+    except Breach as breach:
+        raise LawViolation(function.__name__, tx, breach.leaf, breach.found, example) from None
+    except Exception as error:
+        # Tracers append pages of advice, so only the first paragraph is shown; the cause has the whole message.
+        first = " ".join(str(error).split("\n\n")[0].split())
+        found = f"raised {type(error).__name__}: {first}"
+        raise LawViolation(function.__name__, tx, None, found, example) from error
+
+
 def law(
     *,
-    on: Callable[[Example], Example] = Example.clone,
+    on: Callable[[Example], Example | list[Example]] = Example.clone,
     unless: Callable[[Transform], str | None] = lambda tx: None,
     share: float = 1.0,
 ) -> Callable[[Callable[..., None]], LawFunction]:
@@ -81,7 +96,8 @@ def law(
     such as an AssertionError, if the law does not hold.
 
     Args:
-        on: a function that prepares each generated example, for example by converting it to float64.
+        on: a function that prepares each generated example, for example by converting it to float64. If it returns a
+            list, the law is checked on each example of the list.
         unless: a function from a transform to the reason why the law does not apply to it, or to None.
         share: the fraction of the generated examples on which the law is checked.
 
@@ -107,18 +123,9 @@ def law(
     def decorate(function: Callable[..., None]) -> LawFunction:
         @functools.wraps(function)
         def checked(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
-            example = on(Example(params, list(steps)))
-            try:
-                function(tx, *example.clone(), **options)
-            except LawViolation:
-                raise
-            except Breach as breach:
-                raise LawViolation(function.__name__, tx, breach.leaf, breach.found, example) from None
-            except Exception as error:
-                # Tracers append pages of advice, so only the first paragraph is shown; the cause has the whole message.
-                first = " ".join(str(error).split("\n\n")[0].split())
-                found = f"raised {type(error).__name__}: {first}"
-                raise LawViolation(function.__name__, tx, None, found, example) from error
+            prepared = on(Example(params, list(steps)))
+            for example in prepared if isinstance(prepared, list) else [prepared]:
+                _check_one(function, tx, example, options)
 
         family = function.__module__.rpartition(".")[2]
         LAWS[function.__name__] = Law(function.__name__, checked, family, unless, share)

@@ -157,3 +157,16 @@ def values_within(value: Any) -> Iterator[Any]:
     if isinstance(inside, dict | tuple | list):
         for item in inside.values() if isinstance(inside, dict) else inside:
             yield from values_within(item)
+
+
+def widened(value: Any) -> Any:
+    """Return a transform with float64 for every floating dtype in its arguments, to compare derivatives."""
+    if isinstance(value, Recorded):
+        return value.replace(**{name: widened(argument) for name, argument in value.arguments.items()})
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    if type(value) in (tuple, list):
+        return type(value)(map(widened, value))
+    if type(value) is dict:
+        return {key: widened(item) for key, item in value.items()}
+    return value

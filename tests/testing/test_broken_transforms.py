@@ -1,6 +1,8 @@
 """The laws catch what they are for: each deliberate bug is reported under the right name, with a small example."""
 
+import io
 from collections import OrderedDict, deque
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -8,23 +10,35 @@ import torch
 
 import muonfx as mfx
 from muonfx import testing as kit
+from muonfx.testing import check, progress
 from tests.testing import broken
 
 CAUGHT_BY = {
-    "update_leaves_its_inputs_unchanged": "writes_to_its_gradients writes_to_its_state",
-    "update_remembers_nothing": "keeps_hidden_python_state draws_hidden_randomness",
-    "updates_look_like_the_gradients": "narrows_float64 takes_the_dtype_of_the_first_leaf",
+    "update_leaves_its_inputs_unchanged": (
+        "writes_to_its_gradients writes_to_its_state writes_to_tall_matrices_only "
+        "writes_to_the_data_of_bfloat16_parameters writes_to_its_gradients_at_the_second_step"
+    ),
+    "update_remembers_nothing": "keeps_hidden_python_state draws_hidden_randomness changes_after_many_calls",
+    "updates_look_like_the_gradients": (
+        "narrows_float64 takes_the_dtype_of_the_first_leaf promotes_updates_of_bfloat16 flattens_empty_leaves"
+    ),
     "state_keeps_its_structure_and_dtypes": "narrows_its_float64_state lets_its_state_drift counts_in_python",
     "outputs_share_no_storage_with_inputs": (
         "returns_its_state_as_updates keeps_the_parameters_themselves breaks_its_donation_promise"
     ),
-    "init_returns_a_state_that_needs_no_grad": "keeps_the_parameters_themselves keeps_the_graph_of_parameters",
-    "absent_leaves_are_left_alone": "forgets_absent_gradients decays_the_state_of_absent_gradients",
+    "init_returns_a_state_that_needs_no_grad": (
+        "keeps_the_parameters_themselves keeps_the_graph_of_parameters keeps_a_parameter_in_its_state"
+    ),
+    "absent_leaves_are_left_alone": (
+        "forgets_absent_gradients decays_the_state_of_absent_gradients treats_absent_gradients_as_zeros"
+    ),
     "vmap_over_gradients_equals_a_loop": "branches_on_values",
     "compiled_update_equals_eager": "branches_on_values",
-    "element_transforms_see_one_element": "is_not_elementwise",
-    "matrix_transforms_see_one_matrix": "is_not_matrixwise",
-    "leaf_transforms_see_one_leaf": "is_not_leafwise knows_how_many_leaves_there_are",
+    "element_transforms_see_one_element": (
+        "is_not_elementwise is_elementwise_for_three_steps is_not_elementwise_in_bfloat16"
+    ),
+    "matrix_transforms_see_one_matrix": "is_not_matrixwise is_not_matrixwise_unless_square",
+    "leaf_transforms_see_one_leaf": ("is_not_leafwise knows_how_many_leaves_there_are is_not_leafwise_for_scalars"),
     "tree_transforms_see_sums_over_leaves": "takes_sums_only_where_it_has_leaves sums_norms_instead_of_squares",
     "next_in_chain_may_write_to_updates": "breaks_its_donation_promise",
     "donation_keeps_to_what_is_donated": "donates_more_than_it_was_given",
@@ -40,11 +54,44 @@ CAUGHT_BY = {
     "large_leaves_are_as_small_ones": (
         "is_not_elementwise_where_leaves_are_large is_not_leafwise_where_leaves_are_large"
     ),
-    "order_of_dicts_means_nothing": "depends_on_the_order_of_a_dict",
+    "order_of_dicts_means_nothing": (
+        "depends_on_the_order_of_a_dict pairs_parameters_by_position pairs_its_state_by_position"
+    ),
     "rounding_first_changes_nothing": "says_that_it_rounds rounds_its_input_only",
     "stacks_are_as_their_matrices": "calls_its_rows_matrices",
     "resolving_changes_nothing": "resolves_to_something_else resolves_by_values",
     "own_work_is_of_its_own_locality": "normalizes_around hands_on_leaves_of_its_own",
+    # ambient modes
+    "modes_of_torch_change_nothing": (
+        "starts_in_the_default_dtype counts_on_the_default_device scales_only_where_grad_is_enabled "
+        "looks_at_inference_mode computes_constants_in_the_default_dtype reads_memory_that_it_never_wrote"
+    ),
+    "seeds_clocks_and_hashes_change_nothing": (
+        "reads_the_clock starts_from_the_seed_of_the_process differs_between_threads scales_by_the_hash_of_a_name"
+    ),
+    "settings_stay_as_they_were": "seeds_the_generator_of_torch silences_warnings",
+    "another_process_gives_the_same_bits": "keeps_the_first_norm_of_each_shape takes_names_in_the_order_of_a_set",
+    # representation
+    "strides_change_nothing": (
+        "reads_in_the_order_of_memory branches_on_contiguity looks_at_the_storage_offset "
+        "pairs_gradient_and_state_by_memory"
+    ),
+    "requires_grad_changes_no_value": (
+        "looks_whether_parameters_require_grad treats_parameters_of_a_module_in_another_way"
+    ),
+    "one_tensor_may_be_two_leaves": "drops_a_tensor_that_it_has_seen",
+    "leaves_of_the_state_share_no_storage": "has_two_moments_in_one_tensor shares_one_count_between_leaves",
+    # numbers
+    "a_nonfinite_gradient_changes_no_other_leaf": (
+        "spreads_nan_over_the_leaf spreads_nan_over_a_stack spreads_nan_over_the_tree"
+    ),
+    "a_nonfinite_gradient_stays_visible": ("hides_nan hides_infinity hides_nan_in_a_comparison gives_zeros_after_nan"),
+    "zero_gradients_give_finite_updates": "divides_zero_by_zero",
+    "large_and_small_gradients_give_finite_updates": "loses_small_gradients overflows_in_fourth_powers",
+    "narrow_gradients_are_computed_in_wider_dtypes": "squares_in_half_precision rounds_single_precision_to_half",
+    "counts_hold_ten_million_steps": "counts_in_half_precision counts_in_bfloat16 counts_in_eight_bits",
+    "a_leaf_has_the_same_bits_in_any_company": "depends_on_the_number_of_equal_shapes",
+    "derivatives_by_parameters_are_right": "cuts_the_graph_of_parameters",
 }
 """The broken transforms that each law finds."""
 
@@ -69,7 +116,9 @@ COMPILED = "compiled_update_equals_eager"
 @pytest.mark.parametrize(
     ("bug", "law"), [pytest.param(*pair, marks=[pytest.mark.slow] if pair[1] == COMPILED else []) for pair in PAIRS]
 )
-def test_a_bug_is_caught_by_each_law_that_forbids_it(bug: str, law: str):
+def test_a_bug_is_caught_by_each_law_that_forbids_it(bug: str, law: str, monkeypatch: pytest.MonkeyPatch):
+    # To shrink the example takes much longer than to find it, and has its own test.
+    monkeypatch.setattr(check, "_shrunk", lambda *arguments: None)
     tx = made(bug)
     violation = first_broken_law(tx, laws=[law], max_examples=25)
     for part in (law, repr(tx), violation.found, "on the example", "params"):
@@ -114,6 +163,39 @@ def test_laws_can_be_chosen_and_skipped_by_name_or_function():
 def test_an_unknown_law_is_an_error_that_lists_those_known():
     with pytest.raises(ValueError, match=r"found 'purity', expected names of laws: absent_leaves"):
         kit.check_transform(mfx.identity(), laws=["purity"])
+
+
+def test_each_planted_mistake_has_a_law_that_must_find_it():
+    planted = {name for name, value in vars(broken).items() if hasattr(value, "definition")}
+    assert planted | {"a_closure"} == {bug for bug, _ in PAIRS}
+    assert len(planted) >= 80
+
+
+def test_the_law_that_is_checked_is_reported_while_it_runs():
+    lines: list[str] = []
+    laws = ["identity_is_neutral", "update_remembers_nothing"]
+    kit.check_transform(mfx.identity(), laws=laws, max_examples=2, progress=lines.append)
+    expected = ["identity: law 1 of 2, update_remembers_nothing", "identity: law 2 of 2, identity_is_neutral"]
+    assert lines == expected
+
+
+def test_a_check_in_a_file_prints_a_line_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    seconds = iter(range(100))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds) * progress.SECONDS_BETWEEN_LINES)
+    kit.check_transform(mfx.identity(), laws=["identity_is_neutral"], max_examples=2)
+    assert capsys.readouterr().err == "identity: law 1 of 1, identity_is_neutral\n"
+    kit.check_transform(mfx.identity(), laws=["identity_is_neutral"], max_examples=2, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_check_on_a_terminal_replaces_one_line(monkeypatch: pytest.MonkeyPatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    kit.check_transform(mfx.identity(), laws=["identity_is_neutral"], max_examples=2)
+    assert terminal.getvalue() == "\ridentity: law 1 of 1, identity_is_neutral\x1b[K\r\x1b[K"
 
 
 def test_every_law_is_public_and_documented():
@@ -173,3 +255,37 @@ def test_drawn_trees_have_every_kind_of_leaf_and_node():
 def test_a_factory_that_was_not_called_is_reported():
     with pytest.raises(TypeError, match=r"expected a Transform: call a factory to get one, as in scale_by_sign\(\)"):
         kit.check_transform(mfx.scale_by_sign)  # pyright: ignore[reportArgumentType]
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "check-your-own.md"
+FAMILIES = {
+    "structure": "the state and the updates keep their form",
+    "purity": "results depend on inputs only, and inputs stay as they are",
+    "values": "a transform is defined by its factory and arguments",
+    "ambient": "modes of torch, seeds, clocks and other processes change nothing",
+    "representation": "equal values give equal results, however they are stored",
+    "algebra": "chains",
+    "donation": "`donate=True` changes no value and writes only to donated tensors",
+    "locality": "the declared `Locality` is true",
+    "declarations": "other declarations are true",
+    "batching": "leaves that are computed together have the results that they have alone",
+    "numbers": "NaN, infinities, zeros, magnitudes, narrow dtypes and counts",
+    "calculus": "derivatives, in float64",
+    "compiling": "one graph with the eager values",
+}
+"""What the laws of each family have in common, in the order in which they are checked."""
+
+
+def table_of_laws() -> str:
+    rows = ["| family | laws |", "| --- | --- |"]
+    for family, meaning in FAMILIES.items():
+        names = [f"`{law.name}`" for law in kit.LAWS.values() if law.family == family]
+        rows.append(f"| {family}: {meaning} | {', '.join(names)} |")
+    return "\n".join(rows)
+
+
+def test_the_page_lists_every_law():
+    assert FAMILIES.keys() == {law.family for law in kit.LAWS.values()}
+    assert table_of_laws() in PAGE.read_text(), f"docs/check-your-own.md should have this table:\n{table_of_laws()}"

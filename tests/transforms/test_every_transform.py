@@ -205,6 +205,8 @@ WITH_HEADS = {
 
 # Recording a graph is quick, compiling one is not.
 COMPILED = [name for name in kit.LAWS if kit.LAWS[name].family == "compiling" and name != "traced_update_equals_eager"]
+# The eigenvectors of a deficient matrix are those of its rounding.
+CHAOTIC = {"scale_by_soap": ["narrow_gradients_are_computed_in_wider_dtypes"]}
 EXAMPLES = max(6, settings.default.max_examples // 10)
 EVERY_CASE = [pytest.param(name, tx, id=f"{name}-{i}") for name, cases in CASES.items() for i, tx in enumerate(cases)]
 EVERY_CASE += [pytest.param(name, tx, id=f"{name}-heads") for name, tx in WITH_HEADS.items()]
@@ -255,8 +257,9 @@ def updates_dtype(name: str) -> Callable[[torch.dtype], torch.dtype] | None:
 
 @pytest.mark.parametrize(("name", "tx"), EVERY_CASE)
 def test_every_transform_obeys_every_law(name: str, tx: mfx.Transform):
+    skip = [*COMPILED, *CHAOTIC.get(name, [])]
     report = kit.check_transform(
-        tx, skip=COMPILED, params=suitable(tx), max_examples=EXAMPLES, updates_dtype=updates_dtype(name)
+        tx, skip=skip, params=suitable(tx), max_examples=EXAMPLES, updates_dtype=updates_dtype(name)
     )
     assert len(report.held) >= 20
 

@@ -10,11 +10,14 @@ example, a transform that does not accept a gradient of None breaks the law abou
 from muonfx.testing.laws.structure import *
 from muonfx.testing.laws.purity import *
 from muonfx.testing.laws.values import *
+from muonfx.testing.laws.ambient import *
+from muonfx.testing.laws.representation import *
 from muonfx.testing.laws.algebra import *
 from muonfx.testing.laws.donation import *
 from muonfx.testing.laws.locality import *
 from muonfx.testing.laws.declarations import *
 from muonfx.testing.laws.batching import *
+from muonfx.testing.laws.numbers import *
 from muonfx.testing.laws.calculus import *
 from muonfx.testing.laws.compiling import *
 # isort: on

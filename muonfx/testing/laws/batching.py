@@ -1,4 +1,7 @@
-"""Laws of batching: ``torch.func.vmap`` over gradients and states, or over the transform itself, equals a loop."""
+"""Laws of batching: leaves that are computed together have the results that they have alone.
+
+This holds for ``torch.func.vmap`` over gradients and states, or over the transform itself, and for leaves of one shape.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Transform
+from muonfx.compact import QuantizedDtype
+from muonfx.core import Locality, Transform
 from muonfx.core.hyperparams import stack
-from muonfx.testing.examples import history
+from muonfx.testing.examples import history, updates_of
 from muonfx.testing.law import law
-from muonfx.testing.violation import require_close, tolerance_of
+from muonfx.testing.laws.locality import wider_than
+from muonfx.testing.violation import require_close, require_same, tolerance_of, values_within
 from muonfx.tree import PyTree
 
 FACTORS = (1.0, -0.5, 3.0)
 
 
-@law(on=lambda example: example.precise().prolonged(3), share=0.25)
+@law(on=lambda example: example.precise().prolonged(3), share=0.15)
 def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``torch.func.vmap`` of `update` over a batch of gradients and states equals a loop.
 
@@ -45,7 +50,7 @@ def _has_no_numbers(tx: Transform) -> str | None:
     return None if tree.leaves(tx) else "it has no numeric arguments"
 
 
-@law(on=lambda example: example.precise().prolonged(3), unless=_has_no_numbers, share=0.25)
+@law(on=lambda example: example.precise().prolonged(3), unless=_has_no_numbers, share=0.15)
 def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``torch.func.vmap`` over transforms with different numeric arguments equals a loop over them.
 
@@ -66,3 +71,51 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
     found = torch.func.vmap(final)(stack(variants))
     what = "last step, vmapped [updates, state]"
     require_close(what, found, _stacked(expected), "in a loop", tolerance_of(tx, expected))
+
+
+def _rounds_at_random_or_reads_more(tx: Transform) -> str | None:
+    stochastic = [
+        value for value in values_within(tx) if isinstance(value, QuantizedDtype) and value.resolved.seed is not None
+    ]
+    if stochastic:
+        return "its state is rounded at random, by the place of the leaf"
+    return wider_than(Locality.LEAF)(tx)
+
+
+@law(on=lambda example: example.dense().shortened(), unless=_rounds_at_random_or_reads_more, share=0.1)
+def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that a leaf has the same bits alone as among others of its shape, at any place of the tree.
+
+    Layouts put different matrices on one rank, so a difference in the last bit would depend on the layout.
+
+    >>> import muonfx as mfx
+    >>> a_leaf_has_the_same_bits_in_any_company(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    together = updates_of(tx, params, steps)
+    for place, name in enumerate(tree.names(params)):
+        results = updates_of(tx, _alone(params, place), [_alone(grads, place) for grads in steps])
+        expected = [_alone(updates, place) for updates in together]
+        require_same(f"updates of {name!r}, without the other leaves,", results, expected, "among them")
+
+    try:
+        tx.init(_with_others(params, 2))
+    except (KeyError, TypeError, ValueError):  # it accepts certain names only
+        return
+    for copies in (2, 3):
+        results = updates_of(tx, _with_others(params, copies), [_with_others(grads, copies) for grads in steps])
+        first = [updates["copy0"] for updates in results]
+        require_same(f"updates beside {copies - 1} others of each shape", first, together, "without them")
+
+
+def _alone(values: PyTree, place: int) -> PyTree:
+    """Return a tree in which all leaves but leaf number ``place`` are None."""
+    leaves, treedef = tree.flatten(values)
+    return tree.unflatten(treedef, [leaf if index == place else None for index, leaf in enumerate(leaves)])
+
+
+def _with_others(values: PyTree, copies: int) -> PyTree:
+    """Return ``{"copy0": values, "copy1": ...}``, where later trees have leaves of the same shapes and other values."""
+    trees: dict[str, PyTree] = {}
+    for number in range(copies):
+        trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)
+    return trees

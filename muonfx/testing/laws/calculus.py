@@ -1,4 +1,4 @@
-"""Laws of calculus, in float64: derivatives with respect to gradients and hyperparameters, through several steps.
+"""Laws of calculus, in float64: derivatives by gradients, initial parameters and numbers, through several steps.
 
 Transforms that take signs or clip are differentiable almost everywhere. Examples avoid zero, and other points without
 a derivative have probability zero.
@@ -7,7 +7,6 @@ a derivative have probability zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +14,11 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.recorded import Recorded
 from muonfx.testing.examples import Example, history
 from muonfx.testing.law import law, without_torchs_own_warnings
 from muonfx.testing.laws.batching import _has_no_numbers
-from muonfx.testing.violation import Breach
+from muonfx.testing.violation import Breach, widened
 from muonfx.tree import PyTree
-
-
-def widened(value: Any) -> Any:
-    """Return a transform with float64 for every floating dtype in its arguments, to compare derivatives."""
-    if isinstance(value, Recorded):
-        return value.replace(**{name: widened(argument) for name, argument in value.arguments.items()})
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
-    if type(value) in (tuple, list):
-        return type(value)(map(widened, value))
-    if type(value) is dict:
-        return {key: widened(item) for key, item in value.items()}
-    return value
 
 
 def _state_is_narrow(tx: Transform) -> str | None:
@@ -73,6 +58,18 @@ def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[F
     return function, _joined(steps)
 
 
+def _of_parameters(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
+    tx = widened(tx)
+
+    def function(vector: Tensor) -> Tensor:
+        given_params = _split_like(vector, params)
+        # The gradients depend on the parameters too, as those of a loss do.
+        given_steps = [tree.map(lambda g, p: g + 0.1 * p, grads, given_params) for grads in steps]
+        return _joined([updates for updates, _ in history(tx, given_params, given_steps)])
+
+    return function, _joined(params)
+
+
 def _of_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
     leaves, treedef = tree.flatten(widened(tx))
     numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
@@ -91,7 +88,7 @@ def _smooth(example: Example) -> Example:
     return example.smooth(2)
 
 
-@law(on=_smooth, unless=_state_is_narrow, share=0.2)
+@law(on=_smooth, unless=_state_is_narrow, share=0.1)
 def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to all gradients, by finite differences.
 
@@ -101,7 +98,19 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     _check(gradcheck, *_of_gradients(tx, params, steps))
 
 
-@law(on=_smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.2)
+@law(on=_smooth, unless=_state_is_narrow, share=0.1)
+def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check the derivatives of two steps' updates with respect to the initial parameters, by finite differences.
+
+    `init` receives the parameters too, so a state that starts at the parameters keeps their graph.
+
+    >>> import muonfx as mfx
+    >>> derivatives_by_parameters_are_right(mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    _check(gradcheck, *_of_parameters(tx, params, steps))
+
+
+@law(on=_smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
 def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to all numeric arguments, by finite differences.
 
@@ -111,7 +120,7 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     _check(gradcheck, *_of_numbers(tx, params, steps))
 
 
-@law(on=_smooth, unless=_state_is_narrow, share=0.2)
+@law(on=_smooth, unless=_state_is_narrow, share=0.08)
 def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, for gradients and for hyperparameters.
 
@@ -139,7 +148,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
             raise Breach(None, found)
 
 
-@law(on=lambda example: example.smooth(1), unless=_state_is_narrow, share=0.1)
+@law(on=lambda example: example.smooth(1), unless=_state_is_narrow, share=0.05)
 def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the second derivatives of updates with respect to gradients, by finite differences of the first.
 

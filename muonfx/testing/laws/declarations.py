@@ -61,10 +61,11 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
         state = expected[1]
 
 
-@law()
+@law(on=lambda example: example.shortened().clone(), share=0.15)
 def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that the insertion order of dicts in the trees does not change the update of any leaf.
 
+    The order may differ between gradients, parameters and state, so a transform must pair their leaves by name.
     Checkpoints, ranks and ``torch.compile`` do not keep this order.
 
     >>> import muonfx as mfx
@@ -80,13 +81,25 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    found = history(tx, _reversed(params), [_reversed(grads) for grads in steps])
     expected = history(tx, params, steps)
-    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
-        by_name = [dict(tree.named_leaves(values)) for values in (one, other)]
-        tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
-        what = f"step {step}, with dicts in the other order, (updates, state)"
-        require_close(what, by_name[0], by_name[1], "in this order", tolerance)
+    tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
+    cases = {
+        "all dicts": (True, True, True),
+        "the gradients' dicts": (True, False, False),
+        "the parameters' dicts": (False, True, False),
+        "the state's dicts": (False, False, True),
+    }
+    for which, (of_grads, of_params, of_state) in cases.items():
+        case_params = _reversed(params) if of_params else params
+        state = tx.init(case_params)
+        for step, grads in enumerate(steps):
+            case_grads = _reversed(grads) if of_grads else grads
+            case_state = _reversed(state) if of_state else state
+            results = tx.update(case_grads, case_state, case_params)
+            by_name = [dict(tree.named_leaves(values)) for values in (results, expected[step])]
+            what = f"step {step}, with {which} in the other order, (updates, state)"
+            require_close(what, by_name[0], by_name[1], "in this order", tolerance)
+            state = results[1]
 
 
 def _reversed(values: PyTree) -> PyTree:
@@ -115,7 +128,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
     require_close("updates of flattened leaves", found, expected, "the whole's, flattened", tolerance_of(tx, whole))
 
 
-@law(on=lambda example: enlarged(precise(example)), share=0.1)
+@law(on=lambda example: enlarged(precise(example)), share=0.08)
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check leaves of several thousand elements: updates have the right shapes and obey the declared locality.
 
@@ -172,7 +185,7 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
         require_same(f"step {step}, updates, rounded", again, expected, "as they are: they have no more digits")
 
 
-@law(on=lambda example: _stacked(precise(example)), share=0.3)
+@law(on=lambda example: _stacked(precise(example)), share=0.2)
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that each matrix of a leaf is updated independently if `Transform.on_stacks` declares a stack of matrices.
 

@@ -30,7 +30,7 @@ def _comparison(tx: Transform, params: PyTree, steps: list[PyTree]) -> Compare:
     return same
 
 
-@law()
+@law(share=0.3)
 def donation_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``donate=True`` changes no update and no state, and that later steps keep earlier updates intact.
 
@@ -70,7 +70,7 @@ def _check_kept(what: str, tx: Transform, params: PyTree, steps: list[PyTree], d
             same(f"step {step}, {donate}: (updates, state)", (updates, state), expected[step], "without donation")
 
 
-@law()
+@law(share=0.3)
 def donation_keeps_to_what_is_donated(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that `update` overwrites only donated gradients or state, and never the parameters.
 
@@ -83,7 +83,7 @@ def donation_keeps_to_what_is_donated(tx: Transform, params: PyTree, steps: list
     _check_kept("update", tx, params, steps, donations)
 
 
-@law()
+@law(share=0.3)
 def next_in_chain_may_write_to_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that the next transform of a chain may overwrite the updates without changing the state or gradients.
 

@@ -43,7 +43,7 @@ class Witness:
                     raise Breach(f"{title} {name!r}", f"{when} has written its own values to it (its _version rose)")
 
 
-@law()
+@law(share=0.4)
 def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that `init` and `update` modify no tensor and no container of parameters, gradients or state.
 
@@ -79,7 +79,7 @@ def require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unl
             raise Breach(f"{what} {name!r}", found_is)
 
 
-@law()
+@law(share=0.4)
 def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that outputs of `init` and `update` share no storage with inputs, nor updates with the new state.
 
@@ -100,7 +100,7 @@ def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: l
         state = new_state
 
 
-@law()
+@law(share=0.4)
 def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that writing to the update of one leaf in place does not change the update of another leaf.
 
@@ -123,7 +123,7 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
                     raise Breach(f"updates {name!r}", f"overlaps the update {other!r}")
 
 
-@law()
+@law(share=0.3)
 def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that the same call returns the same bits every time, whatever calls were made before.
 
@@ -140,7 +140,7 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
     require_same("a second run's (updates, state)", history(tx, params, steps), first, "in the first run")
 
 
-@law()
+@law(share=0.3)
 def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that two runs that call one transform alternately have the same results as each run alone.
 

@@ -1,0 +1,262 @@
+"""Laws of ambient modes: settings of torch, Python and the process change no result, and no step changes a setting."""
+
+from __future__ import annotations
+
+import builtins
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.testing.examples import Example, history
+from muonfx.testing.law import law
+from muonfx.testing.laws.values import is_in_no_module
+from muonfx.testing.other_process import other_process, why_not_elsewhere
+from muonfx.testing.violation import Breach, require_same
+from muonfx.tree import PyTree
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _deterministic_algorithms() -> Generator[None]:
+    """Choose deterministic algorithms; torch then also fills new memory with NaN, which shows where it is read."""
+    before = torch.are_deterministic_algorithms_enabled()
+    before_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=before_warns)
+
+
+@contextmanager
+def _threads(number: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+Mode = Callable[[], AbstractContextManager[Any]]
+
+TORCH_MODES: dict[str, Mode] = {
+    "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
+    "the default dtype float64": lambda: _default_dtype(torch.float64),
+    "the default dtype bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "the default device meta": lambda: torch.device("meta"),
+    "torch.no_grad": torch.no_grad,
+    "torch.inference_mode": torch.inference_mode,
+    "deterministic algorithms": _deterministic_algorithms,
+    "another number of threads": lambda: _threads(torch.get_num_threads() + 1),
+}
+"""The modes of torch that a caller may have set, by name."""
+
+
+@law(on=lambda example: example.shortened().clone(), share=0.1)
+def modes_of_torch_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that `init` and `update` return the same bits under every mode of torch that the caller may have set.
+
+    The modes are autocast, other default dtypes and another default device, no_grad and inference mode, deterministic
+    algorithms, and another number of threads.
+
+    >>> import muonfx as mfx
+    >>> modes_of_torch_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    _check_modes(TORCH_MODES, tx, params, steps)
+
+
+def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Raise `Breach` (a failed law) if the initial state or a step has other bits under one of the modes."""
+    first_state = tx.init(params)
+    expected = history(tx, params, steps)
+    for name, mode in modes.items():
+        with mode():
+            state_in_mode = tx.init(params)
+        require_same(f"under {name}, the state from init", state_in_mode, first_state, "without it")
+        state = first_state
+        for step, grads in enumerate(steps):
+            with mode():
+                results = tx.update(grads, state, params)
+            require_same(f"step {step}, under {name}, (updates, state)", results, expected[step], "without it")
+            state = results[1]
+
+
+@contextmanager
+def _another_seed() -> Generator[None]:
+    state_of_python = random.getstate()
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(1234)
+        random.seed(1234)
+        try:
+            yield
+        finally:
+            random.setstate(state_of_python)
+
+
+@contextmanager
+def _another_time() -> Generator[None]:
+    """Move the clocks of the module `time` by about 11 days and 7 seconds."""
+    with ExitStack() as stack:
+        for name in ("time", "monotonic", "perf_counter", "process_time"):
+            stack.enter_context(mock.patch.object(time, name, _later(getattr(time, name))))
+        yield
+
+
+def _later(clock: Callable[[], float]) -> Callable[[], float]:
+    return lambda: clock() + 1_000_007.0
+
+
+@contextmanager
+def _another_hash() -> Generator[None]:
+    """Let ``hash`` return other integers for strings and for tuples, as in a process with another PYTHONHASHSEED.
+
+    A method ``__hash__`` that calls ``hash`` still gets the usual integers, so that dicts find their keys.
+    """
+    usual_hash = builtins.hash
+
+    def salted_hash(value: object) -> int:
+        depends_on_seed = isinstance(value, str | bytes | tuple | frozenset)
+        if not depends_on_seed or sys._getframe(1).f_code.co_name == "__hash__":
+            return usual_hash(value)
+        return usual_hash(("salt", value))
+
+    with mock.patch.object(builtins, "hash", salted_hash):
+        yield
+
+
+PROCESS_MODES: dict[str, Mode] = {
+    "another seed of random numbers": _another_seed,
+    "another time of the clock": _another_time,
+    "another hash of strings": _another_hash,
+}
+"""What differs between two processes that run the same step, by name."""
+
+
+@law(on=lambda example: example.shortened().clone(), share=0.1)
+def seeds_clocks_and_hashes_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that results do not depend on the seeds of random numbers, the clock, ``hash`` of a name, or the thread.
+
+    Ranks differ in these. Python's hash of a string is another in each process, unless PYTHONHASHSEED is set.
+
+    >>> import muonfx as mfx
+    >>> seeds_clocks_and_hashes_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    _check_modes(PROCESS_MODES, tx, params, steps)
+    expected = history(tx, params, steps)
+    with ThreadPoolExecutor(1) as pool:
+        in_thread = pool.submit(history, tx, params, steps).result()
+    require_same("(updates, state) in another thread", in_thread, expected, "in this thread")
+
+
+def _cannot_be_elsewhere(tx: Transform) -> str | None:
+    return is_in_no_module(tx) or why_not_elsewhere(tx)
+
+
+@law(on=lambda example: example.shortened().clone(), unless=_cannot_be_elsewhere, share=0.02)
+def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that another process, in which other steps came first, returns the same bits.
+
+    The other process has another hash of strings, so that sets of names have another order. No cache is shared with it.
+
+    >>> import muonfx as mfx
+    >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    examples = _renamed(tx, Example(params, steps))
+    examples += [example.map(lambda leaf: -3.0 * leaf) for example in examples]
+    expected = [history(tx, *example) for example in examples]
+    results = other_process().histories(tx, examples[::-1])
+    require_same("(updates, state) in another process", results[::-1], expected, "in this process")
+
+
+def _renamed(tx: Transform, example: Example) -> list[Example]:
+    """Return an example, and the same with longer names, so that sets of names have several orders."""
+    renamed = [example]
+    for prefix in ("a", "b", "model"):
+        renamed.append(Example({prefix: example.params}, [{prefix: grads} for grads in example.steps]))
+    try:
+        tx.init(renamed[1].params)
+    except (KeyError, TypeError, ValueError):  # it accepts certain names only
+        return [example]
+    return renamed
+
+
+def _settings() -> dict[str, Any]:
+    """Return the settings of torch and Python that a step must leave as they are, by name."""
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "the number of threads": torch.get_num_threads(),
+        "the precision of matrix products": torch.get_float32_matmul_precision(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "the filters of warnings": list(warnings.filters),
+        "the random numbers of Python": random.getstate(),
+        "the random numbers of torch": torch.get_rng_state().tolist(),
+    }
+
+
+@law(share=0.1)
+def settings_stay_as_they_were(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that `init` and `update` change no global setting, and draw no number from a global generator.
+
+    A step that calls ``torch.manual_seed`` would change the dropout of the model.
+
+    >>> import muonfx as mfx
+    >>> settings_stay_as_they_were(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    with ExitStack() as stack:
+        # Rare settings, because the usual ones may be those that the transform has set at an earlier call.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.resetwarnings()
+        for mode in ("the default dtype bfloat16", "torch.no_grad", "deterministic algorithms"):
+            stack.enter_context(TORCH_MODES[mode]())
+        stack.enter_context(_another_seed())
+        before = _settings()
+        state = tx.init(params)
+        _require_settings("init", before)
+        for step, grads in enumerate(steps):
+            _, state = tx.update(grads, state, params)
+            _require_settings(f"update, at step {step},", before)
+
+
+def _require_settings(what: str, before: dict[str, Any]) -> None:
+    for name, value in _settings().items():
+        if value != before[name]:
+            raise Breach(None, f"{what} has changed {name}")
+
+
+@law(share=0.2)
+def results_need_no_grad_if_inputs_need_none(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that updates and states do not require grad if neither gradients, parameters nor the state do.
+
+    >>> import muonfx as mfx
+    >>> results_need_no_grad_if_inputs_need_none(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    for step, results in enumerate(history(tx, params, steps)):
+        for name, leaf in tree.named_leaves(results):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise Breach(f"step {step}, (updates, state) {name!r}", "requires grad, but no input does")

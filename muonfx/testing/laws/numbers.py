@@ -1,0 +1,285 @@
+"""Laws of numbers: NaN and infinities, zeros, large and small magnitudes, narrow dtypes, and counts of steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Locality, Transform
+from muonfx.core.contract import within
+from muonfx.testing.examples import Example, copied_tree, history, updates_of
+from muonfx.testing.law import law
+from muonfx.testing.laws.locality import wider_than
+from muonfx.testing.violation import TOLERANCES, Breach, is_close, require_close, shown, tolerance_of, widened
+from muonfx.tree import PyTree
+
+
+def _filled(example: Example) -> Example:
+    """Return the example without None, in contiguous memory, with four steps."""
+    dense = example.dense().map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
+    return dense.prolonged(4)
+
+
+def _with_element(values: PyTree, place: int, element: float) -> PyTree:
+    """Return a tree of gradients in which one element of leaf number ``place`` is replaced: one of its first matrix."""
+    leaves, treedef = tree.flatten(values)
+    replaced = leaves[place].clone()
+    replaced.view(-1)[_index(replaced)] = element
+    return tree.unflatten(treedef, [*leaves[:place], replaced, *leaves[place + 1 :]])
+
+
+def _index(leaf: Tensor) -> int:
+    """Return the index of the replaced element in the flattened leaf, in the middle of the first matrix."""
+    matrix = math.prod(leaf.shape[-2:])
+    return matrix // 2
+
+
+def _beside(leaf: Tensor, locality: Locality) -> Tensor:
+    """Return the elements of a leaf that must not depend on its replaced element, by the declared locality."""
+    if locality is Locality.ELEMENT:
+        flat = leaf.reshape(-1)
+        return torch.cat([flat[: _index(leaf)], flat[_index(leaf) + 1 :]])
+    if locality is Locality.MATRIX and leaf.ndim >= 3:
+        return leaf.reshape(-1, *leaf.shape[-2:])[1:]
+    return leaf.new_zeros(0)
+
+
+@law(on=_filled, unless=wider_than(Locality.LEAF), share=0.1)
+def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that NaN or infinity in a gradient changes the updates of no other leaf, matrix or element.
+
+    What may change follows from the declared `Locality`. Transforms that read the whole tree are left out.
+
+    >>> import muonfx as mfx
+    >>> params, steps = mfx.testing.Example.of({"w": (2, 3), "b": (3,)})
+    >>> a_nonfinite_gradient_changes_no_other_leaf(mfx.momentum(), params, steps)
+    """
+    expected = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, expected, params)
+    for place, (name, leaf) in enumerate(tree.named_leaves(params)):
+        for element in (math.nan, math.inf) if leaf.numel() else ():
+            results = updates_of(tx, params, [_with_element(steps[0], place, element), *steps[1:]])
+            what = f"after {element} in the gradient of {name!r}, updates"
+            require_close(
+                what,
+                [_apart_from(place, updates, tx.locality) for updates in results],
+                [_apart_from(place, updates, tx.locality) for updates in expected],
+                "without it",
+                tolerance,
+            )
+
+
+def _apart_from(place: int, updates: PyTree, locality: Locality) -> dict[str, Tensor]:
+    """Return all updates by name; of leaf number ``place`` only the elements apart from the replaced element."""
+    by_name = dict(tree.named_leaves(updates))
+    name = list(by_name)[place]
+    return by_name | {name: _beside(by_name[name], locality)}
+
+
+def _skips_nonfinite(tx: Transform) -> str | None:
+    skips = any(part.factory.__name__ == "skip_nonfinite" for part in within(tx))
+    return "skip_nonfinite leaves out nonfinite gradients by design" if skips else None
+
+
+@law(on=_filled, unless=_skips_nonfinite, share=0.1)
+def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that NaN in a gradient gives nonfinite updates of its leaf, until the updates are the usual ones again.
+
+    So no step hides the fault by zeros. An infinity may also act as a very large number does, as in `clip_by_value`.
+    Leaves whose gradients do not change their updates, as in `set_to_zero`, are left out.
+
+    >>> import muonfx as mfx
+    >>> a_nonfinite_gradient_stays_visible(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    usual = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, usual, params)
+    for place, (name, leaf) in enumerate(tree.named_leaves(params)):
+        if not leaf.numel():
+            continue
+
+        def updates_with(element: float, place: int = place) -> list[Tensor]:
+            """Return the updates of this leaf at each step, if an element of its first gradient is replaced."""
+            changed = [_with_element(steps[0], place, element), *steps[1:]]
+            return [tree.leaves(updates)[place] for updates in updates_of(tx, params, changed)]
+
+        usual_here = [tree.leaves(updates)[place] for updates in usual]
+        opposite = updates_with(-2.0 * float(tree.leaves(steps[0])[place].view(-1)[_index(leaf)]) - 1.0)
+        if all(is_close(a, b, tolerance) for a, b in zip(opposite, usual_here, strict=True)):
+            continue
+        _require_visible(f"NaN in the gradient of {name!r}", updates_with(math.nan), [usual_here], tolerance)
+        large = updates_with(min(1e30, torch.finfo(leaf.dtype).max / 4))
+        infinite = updates_with(math.inf)
+        if not _all_close(infinite, large, tolerance):
+            _require_visible(f"infinity in the gradient of {name!r}", infinite, [usual_here, large], tolerance)
+
+
+def _all_close(results: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
+    return all(is_close(a, b, tolerance) for a, b in zip(results, expected, strict=True))
+
+
+def _require_visible(cause: str, results: list[Tensor], usual: list[list[Tensor]], tolerance: float) -> None:
+    """Raise `Breach` (a failed law) unless one update is nonfinite, and each finite update is a usual one."""
+    if all(update.isfinite().all() for update in results):
+        raise Breach(None, f"{cause} gives finite updates, first {shown(results[0])}: the fault is hidden")
+    for step, update in enumerate(results):
+        is_usual = any(is_close(update, steps[step], tolerance) for steps in usual)
+        if update.isfinite().all() and not is_usual:
+            raise Breach(f"step {step}", f"after {cause} at step 0, the update is {shown(update)}: the fault is hidden")
+
+
+@law(on=_filled, share=0.15)
+def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that updates and states are finite if gradients, or gradients and parameters, are zero.
+
+    This is also checked after a usual step, and for one leaf whose gradients are zero among others.
+
+    >>> import muonfx as mfx
+    >>> zero_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    zeros = tree.map(torch.zeros_like, params)
+    zero_steps = [tree.map(torch.zeros_like, grads) for grads in steps]
+    cases: dict[str, tuple[PyTree, list[PyTree]]] = {
+        "zero gradients": (params, zero_steps),
+        "zero gradients and parameters": (zeros, zero_steps),
+        "zero parameters": (zeros, steps),
+        "zero gradients after a usual one": (params, [steps[0], *zero_steps[1:]]),
+        "zero gradients for every other leaf": (params, [_every_other_zero(grads) for grads in steps]),
+    }
+    for when, (case_params, case_steps) in cases.items():
+        _require_finite(when, history(tx, case_params, case_steps))
+
+
+def _every_other_zero(grads: PyTree) -> PyTree:
+    leaves, treedef = tree.flatten(grads)
+    halved = [torch.zeros_like(leaf) if place % 2 else leaf for place, leaf in enumerate(leaves)]
+    return tree.unflatten(treedef, halved)
+
+
+def _require_finite(when: str, results: list[tuple[PyTree, PyTree]]) -> None:
+    for step, result in enumerate(results):
+        for name, leaf in tree.named_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.double().isfinite().all():
+                raise Breach(f"step {step}, (updates, state) {name!r}", f"found {shown(leaf)} for {when}")
+
+
+def _in_single(example: Example) -> Example:
+    """Return the example in float32, in contiguous memory, with four steps and normal values away from zero."""
+    return example.smooth(4).map(lambda leaf: leaf.float())
+
+
+MAGNITUDES = (1e-18, 1e18)
+"""Far below and above the gradients of training; their squares are still numbers of float32."""
+
+
+@law(on=_in_single, share=0.1)
+def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check float32 gradients with largest elements 1e-18 and 1e18: updates are finite, and are not lost to zero.
+
+    They may be lost beside large parameters, so for this the parameters have the same magnitude.
+
+    >>> import muonfx as mfx
+    >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    usual = history(tx, params, steps)
+    for magnitude in MAGNITUDES:
+        scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
+        _require_finite(f"gradients of {magnitude:g}", history(tx, params, scaled_steps))
+        results = history(tx, _of_magnitude(params, magnitude), scaled_steps)
+        _require_finite(f"gradients and parameters of {magnitude:g}", results)
+        for step, ((updates, _), (usual_updates, _)) in enumerate(zip(results, usual, strict=True)):
+            for (name, leaf), usual_leaf in zip(tree.named_leaves(updates), tree.leaves(usual_updates), strict=True):
+                if usual_leaf.any() and not leaf.any():
+                    raise Breach(f"step {step}, updates {name!r}", f"are zero for gradients of {magnitude:g}")
+
+
+def _of_magnitude(grads: PyTree, magnitude: float) -> PyTree:
+    """Return the gradients with largest elements of the given magnitude."""
+    largest = max((float(leaf.abs().max()) for leaf in tree.tensors(grads) if leaf.numel()), default=1.0)
+    return tree.map(lambda leaf: leaf * (magnitude / largest), grads)
+
+
+def _smooth(example: Example) -> Example:
+    return example.smooth(4)
+
+
+SIZES = {torch.float32: (1.0,), torch.bfloat16: (1.0, 1e-4, 1e4), torch.float16: (1.0, 1e-3, 1e2)}
+"""Sizes of gradients in each dtype. The squares of the last two are no numbers of float16."""
+
+
+@law(on=_smooth, share=0.1)
+def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that gradients in float32, bfloat16 and float16 have the updates that the same values have in float64.
+
+    So squares and sums are not taken in a dtype of 16 bits, in which they overflow or vanish.
+
+    >>> import muonfx as mfx
+    >>> narrow_gradients_are_computed_in_wider_dtypes(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    for dtype, sizes in SIZES.items():
+        for size in sizes:
+            narrow_steps = [tree.map(lambda g, d=dtype, s=size: (g * s).to(d), grads) for grads in steps]
+            wide_steps = [tree.map(lambda g: g.double(), grads) for grads in narrow_steps]
+            results = updates_of(tx, tree.map(lambda p: p.float(), params), narrow_steps)
+            expected = updates_of(widened(tx), tree.map(lambda p: p.float().double(), params), wide_steps)
+            tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype], _declared_rounding(tx, dtype))
+            what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
+            wide_results = [tree.map(lambda leaf: leaf.double(), updates) for updates in results]
+            require_close(what, wide_results, expected, "in float64", tolerance)
+
+
+def _declared_rounding(tx: Transform, dtype: torch.dtype) -> float:
+    """Return the tolerance of the narrowest dtype to which a part declares that it rounds updates of this dtype."""
+    tolerance = 0.0
+    for part in within(tx):
+        rounds_to = part.declaration.rounds_to
+        if rounds_to is not None:
+            tolerance = max(tolerance, TOLERANCES[rounds_to(part, dtype, torch.device("cpu"))])
+    return tolerance
+
+
+A_LONG_RUN = 10_000_000
+"""The number of steps that every counter must be able to hold."""
+
+
+@law(on=_filled, share=0.1)
+def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that a leaf of the state that counts steps counts exactly up to ten million.
+
+    A count in float16 stops at 2,048, in bfloat16 at 256, and one in int8 overflows after 127 steps.
+
+    >>> import muonfx as mfx
+    >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    states = [tx.init(params), *[state for _, state in history(tx, params, steps)]]
+    leaves_of_states = [dict(tree.named_leaves(state)) for state in states]
+    counters = [name for name in leaves_of_states[0] if _counts([leaves[name] for leaves in leaves_of_states])]
+    if not counters:
+        return
+    late_leaves, treedef = tree.flatten(copied_tree(states[-1]))
+    for place, name in enumerate(tree.names(states[-1])):
+        if name in counters:
+            late_leaves[place] = _counter_at(name, late_leaves[place], A_LONG_RUN)
+    _, state = tx.run(steps[-1], tree.unflatten(treedef, late_leaves), params)
+    for name, leaf in tree.named_leaves(state):
+        if name in counters and not bool((leaf == A_LONG_RUN + 1).all()):
+            raise Breach(f"state {name!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaf)}")
+
+
+def _counts(values: list[object]) -> bool:
+    """Return True if the values of a state leaf, one for each step, increase by one at each step."""
+    tensors = [value.double() for value in values if isinstance(value, Tensor) and value.numel()]
+    if len(tensors) < len(values):
+        return False
+    return all(torch.equal(value, tensors[0] + step) for step, value in enumerate(tensors))
+
+
+def _counter_at(name: str, leaf: Tensor, count: int) -> Tensor:
+    """Return a counter with the given value. Raise `Breach` (a failed law) if its dtype does not have this value."""
+    wide = torch.full(leaf.shape, count, dtype=torch.float64)
+    counter = wide.to(leaf.dtype)
+    if not torch.equal(counter.double(), wide):
+        raise Breach(f"state {name!r}", f"a counter in {leaf.dtype} cannot hold {count:,} steps")
+    return counter

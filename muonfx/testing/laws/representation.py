@@ -1,0 +1,167 @@
+"""Laws of representation: equal values give equal results, however the tensors that hold them are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.testing.examples import LAYOUTS, Example, copied_tree, history, laid_out, updates_of
+from muonfx.testing.law import law
+from muonfx.testing.violation import TOLERANCES, Breach, require_close, require_same, tolerance_of, widened
+from muonfx.tree import PyTree
+
+
+def _contiguous(example: Example) -> Example:
+    dense = example.dense().shortened()
+    return dense.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
+
+
+def _with_reversed_strides(leaf: Tensor) -> Tensor:
+    """Return a tensor with the same values whose first dim is the innermost in memory, as in channels_last."""
+    order = list(reversed(range(leaf.ndim)))
+    return leaf.permute(order).contiguous().permute(order)
+
+
+STORED: dict[str, Callable[[Tensor], Tensor]] = {
+    **{layout: lambda leaf, layout=layout: laid_out(leaf, layout) for layout in LAYOUTS[1:]},
+    "reversed": _with_reversed_strides,
+}
+"""Functions that store the values of a contiguous tensor in another way, by name."""
+
+
+def _mapped(function: Callable[[Tensor], Tensor], values: PyTree) -> PyTree:
+    """Apply a function to the tensors of a tree, apart from eight-bit codes, on which torch has no arithmetic."""
+
+    def apply(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dtype.itemsize == 1:
+            return leaf
+        return function(leaf)
+
+    return tree.map(apply, values)
+
+
+@law(on=_contiguous, share=0.15)
+def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that gradients, parameters or states with other strides, gaps or an offset in memory change no result.
+
+    Sums may be taken in another order, so results are compared with a tolerance.
+
+    >>> import muonfx as mfx
+    >>> strides_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    expected = history(tx, params, steps)
+    for name, stored in STORED.items():
+        other_params = _mapped(stored, params)
+        other_steps = [_mapped(stored, grads) for grads in steps]
+        _require_history(f"parameters are stored {name}", tx, other_params, steps, expected)
+        _require_history(f"gradients are stored {name}", tx, params, other_steps, expected)
+        _require_history(f"the state is stored {name}", tx, params, steps, expected, of_state=stored)
+    repeated = [tree.map(_first_repeated, grads) for grads in steps]
+    full = [_mapped(torch.Tensor.contiguous, grads) for grads in repeated]
+    _require_history("gradients are expanded", tx, params, repeated, history(tx, params, full))
+
+
+def _first_repeated(leaf: Tensor) -> Tensor:
+    """Return the first element of a tensor, expanded to its shape with strides of zero, as the gradient of a sum is."""
+    if not leaf.numel():
+        return leaf
+    return leaf.reshape(-1)[0].expand(leaf.shape)
+
+
+def _require_history(
+    when: str,
+    tx: Transform,
+    params: PyTree,
+    steps: list[PyTree],
+    expected: list[tuple[PyTree, PyTree]],
+    *,
+    of_state: Callable[[Tensor], Tensor] = torch.Tensor.clone,
+) -> None:
+    """Raise `Breach` (a failed law) unless all steps have the expected results; ``of_state`` stores the state anew."""
+    state = tx.init(params)
+    for step, grads in enumerate(steps):
+        results = tx.update(grads, _mapped(of_state, state), params)
+        what = f"step {step}, if {when}, (updates, state)"
+        require_close(what, results, expected[step], "contiguous", tolerance_of(tx, expected[step], params))
+        state = results[1]
+
+
+@law(on=lambda example: example.dense().shortened(), share=0.15)
+def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that updates have the same values if parameters are ``nn.Parameter``, or if gradients require grad.
+
+    >>> import muonfx as mfx
+    >>> requires_grad_changes_no_value(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    expected = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, expected, params)
+    parameters = tree.map(lambda leaf: nn.Parameter(leaf.clone()), params)
+    results = updates_of(tx, parameters, steps)
+    require_close("updates if the parameters are nn.Parameter", results, expected, "of detached tensors", tolerance)
+
+    # Derivatives need a wide dtype, so a transform may compute in a wider one than without them. In float64 it may not.
+    params, steps = Example(params, steps).smooth()
+    differentiable = [tree.map(lambda leaf: leaf.clone().requires_grad_(), grads) for grads in steps]
+    results = updates_of(widened(tx), params, differentiable)
+    expected = updates_of(widened(tx), params, steps)
+    tolerance = max(tolerance_of(widened(tx), expected), TOLERANCES[torch.float32])
+    require_close("updates if the gradients require grad", results, expected, "of detached tensors", tolerance)
+
+
+@law(on=lambda example: example.shortened().clone(), share=0.1)
+def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that two leaves that are one tensor have the same results as two leaves with equal values.
+
+    This is checked for gradients and parameters, also if the gradients are donated.
+
+    >>> import muonfx as mfx
+    >>> one_tensor_may_be_two_leaves(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+
+    def pair(values: PyTree) -> PyTree:
+        return {"a": values, "z": values}
+
+    def copied_pair(values: PyTree) -> PyTree:
+        return {"a": copied_tree(values), "z": copied_tree(values)}
+
+    try:
+        tx.init(copied_pair(params))
+    except (KeyError, TypeError, ValueError):  # it accepts certain names only
+        return
+    expected = history(tx, copied_pair(params), [copied_pair(grads) for grads in steps])
+    results = history(tx, pair(params), [pair(grads) for grads in steps])
+    require_same("(updates, state) of leaves that are one tensor", results, expected, "of copies")
+    state = copied_tree(tx.init(copied_pair(params)))
+    for step, grads in enumerate(steps):
+        donated = tx.update(pair(copied_tree(grads)), state, pair(params), donate=True)
+        what = f"step {step}, donated (updates, state) of leaves that are one tensor"
+        require_close(what, donated, expected[step], "of copies", tolerance_of(tx, expected[step], params))
+        state = donated[1]
+
+
+@law(share=0.3)
+def leaves_of_the_state_share_no_storage(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Check that no two tensors of a state share storage: writing to one, as a donated step does, would change both.
+
+    >>> import muonfx as mfx
+    >>> leaves_of_the_state_share_no_storage(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    """
+    _require_apart("state from init", tx.init(params))
+    for step, (_, state) in enumerate(history(tx, params, steps)):
+        _require_apart(f"step {step}, new state", state)
+
+
+def _require_apart(what: str, state: Any) -> None:
+    """Raise `Breach` (a failed law) if two tensors of a state share storage."""
+    name_of: dict[int, str] = {}
+    for name, leaf in tree.named_leaves(state):
+        if not isinstance(leaf, Tensor) or not leaf.numel():
+            continue
+        other = name_of.setdefault(leaf.untyped_storage().data_ptr(), name)
+        if other != name:
+            raise Breach(f"{what} {name!r}", f"shares its storage with {other!r}; writing to one changes both")

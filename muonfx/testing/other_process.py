@@ -1,0 +1,105 @@
+"""Another process that runs transforms, with another hash of strings and without any earlier call."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from muonfx.testing.examples import Example, history
+from muonfx.testing.violation import values_within
+
+_PROGRAM = "from muonfx.testing.other_process import serve; serve()"
+
+
+class OtherProcess:
+    """A Python process that runs examples. It starts at the first one, and ends with this process."""
+
+    def __init__(self) -> None:
+        # A hash of strings that is fixed, so that a failure can be repeated, and is not this process's.
+        seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+        paths = [os.path.abspath(path) for path in sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums of large tensors depend on it
+            },
+        )
+        atexit.register(self._process.kill)
+
+    def histories(self, tx: Any, examples: list[Example]) -> list[Any]:
+        """Run a transform on examples in order, and return the pairs (updates, state) of each.
+
+        Raises:
+            RuntimeError: the other process raised an error, which the message contains, or has ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            pickle.dump((tx, examples), self._process.stdin)
+            self._process.stdin.flush()
+            answer = pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError) as error:
+            other_process.cache_clear()  # the next law starts another
+            raise RuntimeError("another process has ended before it returned its results") from error
+        if isinstance(answer, str):
+            raise RuntimeError(f"another process raised {answer}")
+        return answer
+
+
+@functools.cache
+def other_process() -> OtherProcess:
+    """Return the other process, which all laws use, because starting one takes seconds."""
+    return OtherProcess()
+
+
+def serve() -> None:
+    """Run the examples that arrive on stdin, and write their results to stdout, until stdin is closed."""
+    results = sys.stdout.buffer
+    sys.stdout = sys.stderr  # a transform may print
+    while True:
+        try:
+            tx, examples = pickle.load(sys.stdin.buffer)
+            answer = [history(tx, *example) for example in examples]
+        except EOFError:
+            return
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, results)
+        results.flush()
+
+
+def why_not_elsewhere(tx: Any) -> str | None:
+    """Return why another process cannot import the parts of a transform; None if it can."""
+    for value in values_within(tx):
+        factory = getattr(value, "factory", value)
+        name = getattr(factory, "__module__", None)
+        if isinstance(name, str) and callable(factory) and not _is_importable(name):
+            return f"{getattr(factory, '__qualname__', factory)} is not in a module that another process can import"
+    return None
+
+
+@functools.cache
+def _is_importable(name: str) -> bool:
+    """Return True if a module is found by its name, in the file from which this process imported it."""
+    module = sys.modules.get(name)
+    if name == "__main__" or module is None:
+        return False
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin == getattr(module, "__file__", spec.origin)

@@ -1,0 +1,54 @@
+"""The line of progress that `check_transform` shows while it runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+SECONDS_BETWEEN_LINES = 3.0
+"""Where a line cannot be replaced, such as in a file or a notebook, a short check stays silent."""
+
+Report = Callable[[str], None]
+
+
+@contextmanager
+def reporting(progress: bool | Report) -> Generator[Report]:
+    """Yield a function that shows a line of progress on stderr, or the given function. See `check_transform`.
+
+    >>> with reporting(False) as report:
+    ...     report("muon: law 1 of 58, empty_trees_are_taken")
+    >>> with reporting(print) as report:
+    ...     report("muon: law 1 of 58, empty_trees_are_taken")
+    muon: law 1 of 58, empty_trees_are_taken
+    """
+    if callable(progress):
+        yield progress
+    elif not progress:
+        yield lambda line: None
+    elif sys.stderr.isatty():
+        yield _replace_line
+        _replace_line("")
+    else:
+        yield _EveryFewSeconds().report
+
+
+def _replace_line(line: str) -> None:
+    """Write a line over the last one of a terminal: return to its start, write, and erase what is left of it."""
+    sys.stderr.write(f"\r{line}\x1b[K")
+    sys.stderr.flush()
+
+
+class _EveryFewSeconds:
+    """Print a line on stderr, if the last one was printed at least `SECONDS_BETWEEN_LINES` ago."""
+
+    def __init__(self) -> None:
+        self._last_time = time.monotonic()
+
+    def report(self, line: str) -> None:
+        """Print the line, or drop it if it comes too soon."""
+        if time.monotonic() - self._last_time < SECONDS_BETWEEN_LINES:
+            return
+        print(line, file=sys.stderr, flush=True)
+        self._last_time = time.monotonic()
