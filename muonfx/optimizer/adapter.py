@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from muonfx.core import Donation, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
+from muonfx.core.hyperparams import hyperparams
 from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
 from muonfx.optimizer.following import FollowingOptimizer
 from muonfx.optimizer.groups import (
@@ -56,7 +57,7 @@ class TransformOptimizer(FollowingOptimizer):
     reads these entries, so schedulers work. The key is the name that torch uses (``lr``, ``weight_decay``,
     ``momentum``, ``betas``, ``eps``), or else the dotted name in `muonfx.hyperparams` without the label. Adam's groups
     have the first of ``betas`` also as ``momentum``, for schedulers that expect it. If you change either entry, the
-    next step sets the other one.
+    next step sets the other one. If a number is a tensor, each group has a copy of it.
 
     Sharded parameters: DTensors (from ``fully_shard`` or tensor parallelism) need no ``layout``. The updates are the
     same as in one process. All ranks must construct the optimizer, call ``step``, add groups and load sharded states
@@ -150,6 +151,7 @@ class TransformOptimizer(FollowingOptimizer):
         self._given = layout, settings
         self._stepping = self._stepping_for(tx, named)
         self._attachment = Attachment(models_of(given), model, named, alone=not self._stepping.is_over_ranks)
+        self._attachment.note_callers_tensors(hyperparams(tx))
         warn_of_ascent(self._stepping.program, self._stepping.routes, named)
         super().__init__(groups, {})
         self._start()
@@ -205,6 +207,7 @@ class TransformOptimizer(FollowingOptimizer):
         if not pairs:
             super().add_param_group({"label": None, "lr": 0.0, **others, "params": [], "param_names": []})
             return
+        self._attachment.note_callers_tensors(others)
         for part in groups_by_route(self.tx, self._stepping.routes, others, pairs):
             super().add_param_group(part)
             for key in self.defaults.keys() - part.keys():
@@ -317,6 +320,7 @@ class TransformOptimizer(FollowingOptimizer):
             if not is_compiling:
                 check_writable("step: params", params)
                 self._attachment.check(params, updates)
+                self._attachment.warn_of_written_tensors()
             self._stepping.refresh(params, self._attachment.groups)
         except Exception as error:  # raised by the stepping, on all ranks together
             problem = error

@@ -93,11 +93,13 @@ class Attachment:
         self._alone = alone  # one process: no other rank has the gradients that are missing here
         self._absent: tuple[str, ...] | None = None
         self._warned = set[str]()
+        self._callers_tensors: list[tuple[str, Tensor, int]] = []  # name, tensor and its version at construction
         self.bind(named, models)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
-        return {**self.__dict__, "_models": [], "_bound": {}, "_named": {}, "_listed": None}
+        restored_later = {"_models": [], "_bound": {}, "_named": {}, "_listed": None, "_callers_tensors": []}
+        return {**self.__dict__, **restored_later}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -204,6 +206,25 @@ class Attachment:
                 "put them back; to stop training a parameter, set requires_grad_(False) and .grad = None"
             )
         return members
+
+    def note_callers_tensors(self, numbers: Mapping[str, Any]) -> None:
+        """Record tensors that the caller gave as hyperparameters, of which the groups have copies."""
+        for name, number in numbers.items():
+            for value in number if isinstance(number, tuple | list) else (number,):
+                if isinstance(value, Tensor) and not value.is_inference():  # inference tensors have no version
+                    self._callers_tensors.append((name, value, value._version))
+
+    def warn_of_written_tensors(self) -> None:
+        """Warn once if the caller has written into a tensor that was given as a hyperparameter."""
+        for name, tensor, version in self._callers_tensors:
+            if tensor._version != version:
+                self._callers_tensors = []
+                warnings.warn(
+                    f"the tensor that was given for {name!r} was changed in place, which has no effect: each param "
+                    "group has a copy of it; write into the tensors in param_groups",
+                    stacklevel=5,
+                )
+                return
 
     # --------------------------------------------------------------------------------------------------- parameters
 

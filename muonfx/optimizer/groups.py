@@ -9,6 +9,7 @@ from numbers import Real
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from muonfx.core import Locality, Transform
@@ -103,10 +104,14 @@ class GroupNumbers:
 
         If no number has changed, return the same dict object as in the last call.
         """
-        if self._entries and all(map(is_, map(group.get, self._entries), self._entries.values())):
+        # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
+        may_skip = self._entries and not torch.compiler.is_compiling()
+        if may_skip and all(map(is_, map(group.get, self._entries), self._entries.values())):
             return self._last
         numbers = self.parse(group)
-        if missing := [one for one in self.hyperparams if not numbers.keys() >= set(one.names)]:
+        # torch.compile with dynamic=True cannot trace a comparison of sets.
+        missing = [one for one in self.hyperparams if any(name not in numbers for name in one.names)]
+        if missing:
             last = self._entries.get(missing[0].key)
             was = "" if last is None else f" (it was {last!r})"
             raise ValueError(
@@ -132,6 +137,28 @@ class BoundGroup(NamedTuple):
     numbers: GroupNumbers
 
 
+def own_copy(value: Any) -> Any:
+    """Return a copy of a tensor, so that a scheduler that writes into it changes one group; return others unchanged."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def separate_tensors(groups: Iterable[BoundGroup]) -> None:
+    """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them."""
+    owned = set[int]()
+    for bound in groups:
+        numbers = dict(bound.numbers.read(bound.group))
+        has_changed = False
+        for name, value in numbers.items():
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) in owned:
+                numbers[name] = own_copy(value)
+                has_changed = True
+            owned.add(id(numbers[name]))
+        if has_changed:
+            bound.group.update(bound.numbers.entries(numbers))
+
+
 def scalar(name: str, value: Any) -> Any:
     """Return a hyperparameter. A tensor of one element becomes a 0-d view, and a larger one raises ValueError."""
     if not isinstance(value, Tensor):
@@ -143,7 +170,7 @@ def scalar(name: str, value: Any) -> Any:
 
 def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
     """Convert the numbers of each group to the types and shapes of the transform's own numbers, ``defaults``."""
-    # One 0-d view of each tensor: groups that share a tensor have equal numbers, and a scheduler may write into it.
+    # One 0-d view of each tensor, because a scheduler may write into it.
     views: dict[int, Number] = {}
 
     def fit(name: str, value: Number) -> Number:
@@ -340,12 +367,12 @@ def groups_by_route(
     found: list[Group] = []
     for route, part in parts:
         numbers = GroupNumbers(route.hyperparams)
-        values = numbers.complete(given, defaults)
+        values = {name: own_copy(value) for name, value in numbers.complete(given, defaults).items()}
         with_hyperparams(tx, fitted(defaults, [values])[0]).prepare_all()  # raises if one is out of range
         complete: Group = {
             "label": route.label,
             "lr": 0.0,  # PyTorch's schedulers require an lr in every group, even if no transform reads it
-            **{key: given[key] for key in given.keys() & NOT_HYPERPARAMS},
+            **{key: own_copy(given[key]) for key in given.keys() & NOT_HYPERPARAMS},
             **numbers.entries(values),
         }
         found.append({**complete, "params": part})

@@ -18,16 +18,17 @@ from muonfx.core import Combinator, Locality, Transform, chain, transform
 from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
 from muonfx.core.combine import chain_entries, widest
 from muonfx.core.donation import NOTHING, Donation, unshared
-from muonfx.core.hyperparams import hyperparams, with_hyperparams
+from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.recorded import with_numbers
-from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of
+from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Node, Program
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
+from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
 
 
@@ -43,6 +44,8 @@ class Stepping:
         self._inner = inner_of(tx)
         self._now = self._inner
         self._read: tuple[Sequence[BoundGroup], list[dict[str, Number]]] | None = None
+        self._common = _CommonTensors(program, ())
+        self._has_branches = any(node.tx.factory is accumulate for node in program.transforms())
         self.executor = Executor(store=store_of(tx), bucket_bytes=bucket_bytes)
         self._node = program.root
         self._lowered: object = self._inner.structure  # of the node; it changes when groups begin to disagree
@@ -122,7 +125,13 @@ class Stepping:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them."""
         values = [one.numbers.read(one.group) for one in groups]
         if self._read is not None and self._read[0] is groups and all(map(is_, values, self._read[1])):
+            self._common.check()
             return
+        if not torch.compiler.is_compiling():
+            separate_tensors(groups)
+            values = [one.numbers.read(one.group) for one in groups]
+        self._common = _CommonTensors(self.program, values)
+        self._common.check()
         self._prepare(self._with_numbers(groups, values), params)
         self._read = groups, values
 
@@ -135,6 +144,8 @@ class Stepping:
             key=lambda pair: pair[0],
         )
         made = for_groups(self._inner, self.program, [own for _, own in filled], [names for names, _ in filled])
+        if torch.compiler.is_compiling() and self._has_branches:
+            made = as_tensors(made)  # torch.cond accepts no float that changes between calls
         return made.prepare_all()
 
     def snapshot(
@@ -291,6 +302,51 @@ def _keeps_a_number(node: Node) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
 
 
+def _has_common_numbers(node: Node) -> bool:
+    """Return True if a node (a transform) runs once for all parameters, so that all groups have the same numbers."""
+    return bool(node.called) or node.tx.locality is Locality.TREE or _keeps_a_number(node)
+
+
+def _different_values(node: Node, name: str) -> ValueError:
+    reason = "wraps other transforms" if node.called else "combines all parameters"
+    return ValueError(
+        f"param_groups: found different values of {name!r}, expected one value, because the transform that reads it "
+        f"{reason}: set the same value in all groups"
+    )
+
+
+class _CommonTensors:
+    """Tensors of several groups that must have the same value, because one transform reads them for all parameters."""
+
+    def __init__(self, program: Program, values: Sequence[Mapping[str, Number]]) -> None:
+        self._tensors: list[tuple[Node, str, list[Tensor]]] = []
+        self._versions: list[int] = []  # of all tensors when they were compared
+        tensors_of: dict[str, list[Tensor]] = {}
+        for numbers in values:
+            for name, number in numbers.items():
+                if isinstance(number, Tensor):
+                    tensors_of.setdefault(name, []).append(number)
+        repeated = {name for name, tensors in tensors_of.items() if len(tensors) > 1}
+        if not repeated:
+            return
+        for node in program.transforms():
+            names = [name for name in node.own.names if name in repeated]
+            if names and _has_common_numbers(node):
+                self._tensors += [(node, name, tensors_of[name]) for name in names]
+
+    def check(self) -> None:
+        """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
+        if not self._tensors or torch.compiler.is_compiling():
+            return
+        versions = [tensor._version for _, _, tensors in self._tensors for tensor in tensors]
+        if versions == self._versions:
+            return
+        for node, name, (first, *others) in self._tensors:
+            if not all(torch.equal(first, other) for other in others):
+                raise _different_values(node, name)
+        self._versions = versions
+
+
 def _in_versions(
     tx: Transform,
     node: Node,
@@ -298,14 +354,14 @@ def _in_versions(
     members: Sequence[Sequence[str]],
     conflicts: Set[str],
 ) -> Transform:
-    own = next((name for name in node.own.names if name in conflicts), None)
-    if own is not None:
-        if node.called or tx.locality is Locality.TREE or _keeps_a_number(node):
-            reason = "wraps other transforms" if node.called else "combines all parameters"
-            raise ValueError(
-                f"param_groups: found different values of {own!r}, expected one value, because the transform that "
-                f"reads it {reason}: set the same value in all groups"
-            )
+    own_conflicts = [name for name in node.own.names if name in conflicts]
+    if own_conflicts and _has_common_numbers(node):
+        for name in own_conflicts:
+            numbers = [group[name] for group in values if name in group]
+            if not all(isinstance(number, Tensor) for number in numbers):
+                raise _different_values(node, name)
+        own_conflicts = []  # `_CommonTensors` compares the values of tensors, so the first group's are used
+    if own_conflicts:
         agreed = dict(zip(node.own.names, tree.leaves(tx), strict=True))
         runs: dict[tuple[object, ...], tuple[list[Number], list[str]]] = {}
         for group, names in zip(values, members, strict=True):
