@@ -394,9 +394,9 @@ def warn_of_growing_graphs(
     """Warn if parameters were not detached, so that their autograd graph grows with every step.
 
     The state may have a graph only through the parameters, so it is not examined. If the updates have a graph, as from
-    ``torch.func.grad`` or ``create_graph=True``, there is one warning when the graph has `MANY_UPDATES` updates. There is
-    none if one of ``numbers``, the transform's tensors, requires gradients. ``what`` names the caller, and ``leaves``
-    are the leaves of ``params``.
+    ``torch.func.grad`` or ``create_graph=True``, there is one warning when the graph has `MANY_UPDATES` updates. There
+    is none if one of ``numbers``, the transform's tensors, requires gradients. ``what`` names the caller, and
+    ``leaves`` are the leaves of ``params``.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> with warnings.catch_warnings(record=True, action="always") as caught:

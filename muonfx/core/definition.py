@@ -186,7 +186,7 @@ class Combinator:
         TypeError: ``own_locality`` is neither a `Locality` nor None.
 
     >>> Combinator(Locality.ELEMENT)
-    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False)
+    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False, skips_steps=False)
     """
 
     own_locality: Locality | None = None
@@ -198,6 +198,9 @@ class Combinator:
     of the previous one and all extra arguments. The state is a dict from their names to their states."""
     varies_numbers: bool = False
     """True if the called transforms differ in numeric arguments only, so that one of them describes how all run."""
+    skips_steps: bool = False
+    """True if the called transforms run at some updates only, as those of `accumulate` do. At the others, the wrapper
+    returns updates of zero."""
 
     def __post_init__(self) -> None:
         if not (self.own_locality is None or isinstance(self.own_locality, Locality)):

@@ -8,7 +8,6 @@ the state and runs the steps, in one process or over ranks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -18,14 +17,17 @@ from torch import Tensor, nn
 from muonfx.core import Donation, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
-from muonfx.core.hyperparams import hyperparams
+from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
 from muonfx.optimizer.following import FollowingOptimizer
 from muonfx.optimizer.groups import (
     Group,
     NamedParameters,
+    Number,
     check_once,
     defaults_for_schedulers,
+    equal,
+    fitted,
     groups_by_route,
     named_pairs,
     names_in,
@@ -33,6 +35,8 @@ from muonfx.optimizer.groups import (
     warn_of_ascent,
     warn_of_unread_rates,
 )
+from muonfx.optimizer.lost_decay import warn_of_lost_decay
+from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
 from muonfx.optimizer.state import Load, read_state_dict
 from muonfx.optimizer.stepping import add_in_place
 from muonfx.program.placement import Arguments
@@ -65,7 +69,8 @@ class TransformOptimizer(FollowingOptimizer):
 
     State: it is created at construction. ``optimizer.state[parameter]`` shows the tensors of one parameter, under keys
     such as "momentum/trace", and the scalars that all parameters share. Each step overwrites the tensors of the state,
-    but not the gradients.
+    but not the gradients. A tensor that is assigned there, of the same shape, dtype and device, is copied into the
+    state. If all entries of a parameter are removed, its state starts again. Other changes are errors.
 
     Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
     ``assign=True``, moved to another device or materialized from meta, and an engine may put other tensors into
@@ -98,7 +103,8 @@ class TransformOptimizer(FollowingOptimizer):
 
     Warns:
         UserWarning: some parameters would move in the direction of the gradient, because none of their transforms
-            reverses its sign, as `scale_by_learning_rate` does.
+            reverses its sign, as `scale_by_learning_rate` does. Or weight decay has no effect, because rounding to the
+            dtype of the parameters, bfloat16 or float16, removes it.
 
     Example:
         >>> import muonfx as mfx
@@ -155,6 +161,8 @@ class TransformOptimizer(FollowingOptimizer):
         warn_of_ascent(self._stepping.program, self._stepping.routes, named)
         super().__init__(groups, {})
         self._start()
+        if not self._attachment.on_meta:
+            warn_of_lost_decay(tx, self._stepping.program, self._attachment.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
@@ -234,12 +242,25 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def transform(self) -> Transform:
-        """The transform that updates the parameters: `tx` in one process, ``sharded(tx, layout)`` over ranks."""
-        return self._stepping.transform
+        """The transform that updates the parameters: `tx` in one process, ``sharded(tx, layout)`` over ranks.
+
+        It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
+        """
+        numbers: dict[str, Number] = {}
+        differing = set[str]()
+        groups = self._attachment.groups
+        for group_numbers in fitted(hyperparams(self.tx), [bound.numbers.read(bound.group) for bound in groups]):
+            for name, number in group_numbers.items():
+                if name in numbers and not equal(numbers[name], number):
+                    differing.add(name)
+                numbers[name] = number
+        agreed = {name: number for name, number in numbers.items() if name not in differing}
+        return self._stepping.transform_with(with_hyperparams(self.tx, agreed))
 
     @property
     def transform_state(self) -> PyTree:
         """The current state, in the form that `transform` accepts. The next step overwrites the tensors."""
+        self._adopt_state()
         return self._stepping.shown(self._live["state"])
 
     def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
@@ -304,6 +325,7 @@ class TransformOptimizer(FollowingOptimizer):
         problem: Exception | None = None
         try:
             if not is_compiling:
+                self._adopt_state()
                 if not self._attachment.is_current(self.param_groups):
                     self._rebind("step")
                 if not self._live.get("checked_rates"):
@@ -311,11 +333,6 @@ class TransformOptimizer(FollowingOptimizer):
                     self._live["checked_rates"] = is_read or warn_of_unread_rates(self.param_groups)
             params = self._named() if is_compiling else self._attachment.named
             updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
-            if len(self.state) != len(updates):
-                raise ValueError(
-                    f"optimizer.state: found {len(self.state)} parameters, expected {len(updates)}: it only shows "
-                    "transform_state and must not be changed; recreate the optimizer"
-                )
             self._stepping.check_gradients(updates)
             if not is_compiling:
                 check_writable("step: params", params)
@@ -348,6 +365,9 @@ class TransformOptimizer(FollowingOptimizer):
         for one in self._attachment.groups:
             one.numbers.read(one.group)  # so that all keys of a number agree
         found = super().state_dict()
+        for bound, saved in zip(self._attachment.groups, found["param_groups"], strict=True):
+            if texts := schedule_texts(self.tx, bound):
+                saved[SCHEDULES] = texts
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
         for place, leaf in self._stepping.exported(self._live["state"]).items():
             owner, key = self._live["entries"].slots[place]
@@ -377,6 +397,10 @@ class TransformOptimizer(FollowingOptimizer):
                 another shape or a wider dtype, or is the shard of another rank. The message names each of them.
                 Nothing has been changed when an error is raised.
             ShardingError: another rank raised an error, or did not call this.
+
+        Warns:
+            UserWarning: numbers of the groups or schedules differ between the state dict and this optimizer. The
+                schedules of this optimizer and the other numbers of the state dict are used.
         """
         self._rebind()
         check_real(self._named())
@@ -390,15 +414,20 @@ class TransformOptimizer(FollowingOptimizer):
         problem: Exception | None = None
         try:
             saved, loads = read_state_dict(
-                given, self._attachment.groups, self.state, places, self._stepping.take, rename
+                given, self.tx, self._attachment.groups, self.state, places, self._stepping.take, rename
             )
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
             self._stepping.load(loads, self._live["state"], problem)
-        for group, old in zip(self.param_groups, saved, strict=True):
-            group.update(
-                copy.deepcopy({key: value for key, value in old.items() if key not in ("params", "param_names")})
-            )
+        lines: list[str] = []
+        for bound, old in zip(self._attachment.groups, saved, strict=True):
+            lines += differences(self.tx, bound, old)
+            bound.group.update(entries_to_load(self.tx, bound, old))
+        self._attachment.warn_once(
+            "load_state_dict: the state dict was saved with other numbers: ",
+            lines,
+            ". To use the code's numbers, write them into param_groups after loading",
+        )
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)

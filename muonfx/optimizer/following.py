@@ -7,11 +7,14 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muonfx import tree
 from muonfx.core import Transform
 from muonfx.optimizer.attachment import Attachment, check_usable, own_groups
+from muonfx.optimizer.edits import read_edits, warn_of_shared
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.stepping import StateEntries, Stepping
 from muonfx.sharding.dtensors import is_dtensor
@@ -34,6 +37,7 @@ class FollowingOptimizer(Optimizer):
         """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
+        self._adopt_state()
         self._attachment.follow(self.param_groups, self._stepping)  # a copy finds the tensors by "param_names"
         ours = ("donate_grads", "bucket_bytes", "_live", "_given", "_attachment", "_labels")
         kept = {name: self.__dict__[name] for name in ours if name in self.__dict__}
@@ -71,9 +75,34 @@ class FollowingOptimizer(Optimizer):
         self._show_all()
         self._stepping.share(state)
 
-    def _show_all(self) -> None:
+    def _adopt_state(self) -> None:
+        """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again."""
+        bound = self._attachment.named
+        entries: StateEntries = self._live["entries"]
+        if not entries.is_edited(self.state, bound):
+            return
+        current: dict[str, Tensor] = {}
+        for group in self.param_groups:
+            current.update(zip(group.get("param_names", ()), group["params"], strict=False))
+        params = {name: (param, current.get(name, param)) for name, param in bound.items()}
+        edits = read_edits(entries, self.state, params, self._stepping.take)
+        state = self._live["state"]
+        loads = list(edits.loads)
+        if edits.emptied:
+            initial = tree.leaves(self._stepping.initial(bound))
+            emptied = {id(bound[name]) for name in edits.emptied}
+            starts_all = len(emptied) == len(bound)
+            for place, (owner, key) in enumerate(entries.slots):
+                if starts_all or id(owner) in emptied:
+                    loads.append((key, place, initial[place]))
+        with torch.no_grad():
+            self._stepping.assign(loads, state)
+        self._show_all(bound)
+        warn_of_shared(edits, len(bound))
+
+    def _show_all(self, named: Mapping[str, Tensor] | None = None) -> None:
         """Fill ``optimizer.state`` with the current state tensors of every parameter."""
-        named = self._named()
+        named = self._named() if named is None else named
         self.state.clear()
         for param in named.values():
             self.state[param] = {}
@@ -98,6 +127,7 @@ class FollowingOptimizer(Optimizer):
         """If parameters were replaced in the groups or the model, use the new tensors and move the state to them."""
         # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
         # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
+        self._adopt_state()
         if self._attachment.is_current(self.param_groups):
             return
         self._attachment.follow(self.param_groups, self._stepping, may_repeat=moment == "save")

@@ -113,10 +113,9 @@ class SteppingOverRanks(Stepping):
         self._is_replicated = layout.is_replicated and not layout.dtensors
         self._gathering: Gathering | None = None
 
-    @property
-    def transform(self) -> Transform:
-        """The sharded transform that updates the optimizer's parameters."""
-        return sharded(self.tx, self.layout, **self._settings._asdict())
+    def transform_with(self, tx: Transform) -> Transform:
+        """Return the sharded transform that updates the optimizer's parameters."""
+        return sharded(tx, self.layout, **self._settings._asdict())
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
         """Return the initial state of this rank's shards. The ranks first compare their settings."""
@@ -239,6 +238,12 @@ class SteppingOverRanks(Stepping):
             agree("load_state_dict()", self.layout.group, problem)
         elif problem is not None:
             raise problem
+        self.assign(loads, state)
+        if self._many:
+            self.binding.has_loaded = True
+
+    def assign(self, loads: Sequence[Load], state: PyTree) -> None:
+        """Copy values into this rank's part of the state."""
         leaves = tree.leaves(state)
         # The gathered copies are loaded too, not gathered again, because this rank may load alone.
         gathered = {} if self._gathering is None else self._gathering.wait()
@@ -251,8 +256,13 @@ class SteppingOverRanks(Stepping):
                 value = _part(what, value)
             if leaf is not None:
                 leaf.copy_(value.view(leaf.shape))
-        if self._many:
-            self.binding.has_loaded = True
+
+    def initial(self, params: Mapping[str, Tensor]) -> PyTree:
+        """Raise, because the ranks create a state together, and a rank may have emptied its own alone."""
+        raise ValueError(
+            f"optimizer.state: the state of {next(iter(params))!r} was emptied, which an optimizer over ranks cannot "
+            "start again: write into its tensors instead, as in optimizer.state[param]['momentum/trace'].zero_()"
+        )
 
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]

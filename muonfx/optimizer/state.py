@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from muonfx.core import Transform
 from muonfx.optimizer.groups import BoundGroup, Group
+from muonfx.optimizer.resuming import keys_of_schedules
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.shards import IntervalTensor
 from muonfx.tree.display import format_list
@@ -28,6 +30,7 @@ Take = Callable[[int, Any, Any], Tensor | str]
 
 def read_state_dict(
     given: Mapping[str, Any],
+    tx: Transform,
     own: Sequence[BoundGroup],
     state: Mapping[Tensor, Group],
     places: Mapping[tuple[int, str], int],
@@ -44,8 +47,9 @@ def read_state_dict(
     loads: list[Load] = []
     for one, old in zip(own, saved, strict=True):
         one.numbers.parse(old)  # raises if a value is not a number
-        # Only hyperparameters are required: schedulers add other entries.
-        wrong += [f"missing hyperparameter {x.key!r}" for x in one.numbers.hyperparams if x.key not in old]
+        # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
+        required = [x.key for x in one.numbers.hyperparams if not x.key.startswith(keys_of_schedules(tx, one))]
+        wrong += [f"missing hyperparameter {key!r}" for key in required if key not in old]
         index_of = dict(zip(old["param_names"], old["params"], strict=True))
         for name, param in zip(one.names, one.group["params"], strict=True):
             have, want = given["state"].get(index_of[name], {}), state[param]

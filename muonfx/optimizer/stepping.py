@@ -50,10 +50,9 @@ class Stepping:
         self._node = program.root
         self._lowered: object = self._inner.structure  # of the node; it changes when groups begin to disagree
 
-    @property
-    def transform(self) -> Transform:
-        """The transform that updates the parameters: `tx` in one process, or a sharded transform over several ranks."""
-        return self.tx
+    def transform_with(self, tx: Transform) -> Transform:
+        """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
+        return tx
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
         """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
@@ -104,9 +103,17 @@ class Stepping:
         """Copy saved values into the state, or raise ``problem``, an error from reading the state dict."""
         if problem is not None:
             raise problem
+        self.assign(loads, state)
+
+    def assign(self, loads: Sequence[Load], state: PyTree) -> None:
+        """Copy values into the state on this rank alone."""
         leaves = tree.leaves(state)
         for _, place, value in loads:
             leaves[place].copy_(value)
+
+    def initial(self, params: Mapping[str, Tensor]) -> PyTree:
+        """Return the initial state for named parameters with the current hyperparameters."""
+        return self.executor.init_node(self.program.root, self._now, params)
 
     def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
         """Raise if a gradient is sparse or complex, or if its parameter has the label None (not trained)."""
@@ -209,6 +216,8 @@ class StateEntries:
             owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
             self.slots.append((owner, path_of(path if owner is None else path[:-1])))
         self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
+        self.shown: list[Any] = list(self._leaves)
+        """For each leaf, its form in ``optimizer.state``."""
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
         """Put the changed tensors, converted by ``show(index, tensor)``, into ``entries`` (``optimizer.state``)."""
@@ -217,9 +226,23 @@ class StateEntries:
             if new is not shown:
                 owner, key = self.slots[place]
                 leaf = show(place, new)
+                self.shown[place] = leaf
                 for param in entries if owner is None else (owner,):
                     entries[param][key] = leaf
         self._leaves = leaves
+
+    def is_edited(self, entries: Mapping[Tensor, Group], named: Mapping[str, Tensor]) -> bool:
+        """Return True if a caller has assigned or removed an entry of ``entries`` (``optimizer.state``)."""
+        if len(entries) != len(named):
+            return True
+        number = 0
+        for (owner, key), leaf in zip(self.slots, self.shown, strict=True):
+            for param in named.values() if owner is None else (owner,):
+                entry = entries.get(param)
+                if entry is None or entry.get(key, ...) is not leaf:
+                    return True
+                number += 1
+        return number != sum(map(len, entries.values()))
 
     def places(self, entries: Mapping[Tensor, Group]) -> dict[tuple[int, str], int]:
         """Map (id of a parameter, key in ``optimizer.state``) to the index of a tensor in the state."""

@@ -221,6 +221,7 @@ def test_extras_reach_the_transform():
 # ------------------------------------------------------------------------------------------------------ persistence
 
 
+@pytest.mark.filterwarnings("ignore:weight decay has no effect")
 @pytest.mark.parametrize("name", chains(make_model()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_save_load_step_is_bitwise_step(name, dtype):
