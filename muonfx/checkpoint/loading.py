@@ -80,7 +80,8 @@ def load(
         FormatError: it was written by a newer version of muonfx.
 
     Warns:
-        UserWarning: the transform's matrix products were computed in another dtype than they are now; or
+        UserWarning: the transform's matrix products were computed in another dtype than they are now; its numbers
+            differ from those of the saved transform (those of ``tx`` are used); or
             ``allow_other_chain`` has found moved states, which the message lists.
 
     Example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,9 @@ from muonfx.tree.dtypes import widens
 from muonfx.tree.renaming import Rename, new_names, prefix_renaming
 
 __all__ = ["Allow", "Rules", "Target", "matches", "patterns_of"]
+
+_NUMBERS = re.compile(r"(\w+)=(-?(?:torch\.tensor\()?[\d.][\w.+-]*)")
+"""A numeric argument in the ``repr`` of a transform: its name and the number."""
 
 Allow = bool | str | Collection[str]
 """An ``allow_...`` argument of `load`: True for all leaves, False for none, or one or more patterns of names."""
@@ -296,6 +300,7 @@ class Target:
         """
         sources = match(index, self.want, self.rules, section=self.section, where=where)
         self._warn_of_products(index, where)
+        self._warn_of_numbers(index, where)
         leaves = {
             name: self._empty(leaf) if sources[name] is not None else self._copy(name, leaf)
             for name, leaf in self.like.items()
@@ -329,6 +334,24 @@ class Target:
                     UserWarning,
                     stacklevel=2,
                 )
+
+    def _warn_of_numbers(self, index: Index, where: str) -> None:
+        """Warn if the transform has other numbers than the one that wrote the checkpoint, as its ``repr`` shows."""
+        if self.section or None in (index.fingerprint, self.want.fingerprint) or index.chain == self.want.chain:
+            return
+        if index.fingerprint != self.want.fingerprint:
+            return  # another chain, which `match` has allowed
+        saved_numbers, numbers = (_NUMBERS.findall(str(chain)) for chain in (index.chain, self.want.chain))
+        lines = ["see the chain in muonfx.checkpoint.inspect(path)"]
+        if [name for name, _ in saved_numbers] == [name for name, _ in numbers]:
+            pairs = zip(saved_numbers, numbers, strict=True)
+            different = [(name, saved, own) for (name, saved), (_, own) in pairs if saved != own]
+            lines = [f"{name} is {saved} in the checkpoint, {own} in the code" for name, saved, own in different[:10]]
+        warn_caller(
+            f"{where}: the checkpoint was saved with other numbers: {'; '.join(lines)}. The code's are used: a "
+            "checkpoint has no param_groups. If a torch scheduler has set them, restore the scheduler and the groups "
+            "before loading"
+        )
 
     def _empty(self, leaf: Any) -> Any:
         """Allocate a tensor or shard with the shape and dtype of a leaf of ``like``, on the device for the result."""

@@ -35,6 +35,7 @@ __all__ = [
     "check_tree",
     "check_update",
     "check_updates_fit",
+    "count_update_in_graph",
     "finite",
     "in_unit_interval",
     "is_usable",
@@ -50,13 +51,20 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = math.isfinite) -> Any:
+def _is_finite(number: float) -> bool:
+    # Compiled code may compare a float that changes between calls, but cannot call `math.isfinite` with it.
+    return -math.inf < number < math.inf
+
+
+def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = _is_finite) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         if isinstance(value, Tensor) or type(value) is object or type(value).__module__.startswith("torch"):
             return value  # a tensor, a pytree library's placeholder for a leaf, or a symbolic number
         raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
-    if not (math.isfinite(value) and fits(value)):
-        raise ValueError(f"{name} must be {expected if math.isfinite(value) else 'finite'}, found {value!r}")
+    if not _is_finite(value):
+        raise ValueError(f"{name} must be finite, found {value!r}")
+    if not fits(value):
+        raise ValueError(f"{name} must be {expected}, found {value!r}")
     return value
 
 
@@ -117,11 +125,10 @@ def whole_number(name: str, value: object, *, least: int = 0) -> None:
     Traceback (most recent call last):
     ValueError: warmup_steps must be an int of 0 or more, found -1
     """
-    message = f"{name} must be an int of {least} or more, found {value!r}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(message)
+        raise TypeError(f"{name} must be an int of {least} or more, found {value!r}")
     if value < least:
-        raise ValueError(message)
+        raise ValueError(f"{name} must be an int of {least} or more, found {value!r}")
 
 
 def state_dtype(name: str, value: object) -> None:
@@ -391,11 +398,36 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
         )
 
 
-def warn_of_growing_graphs(what: str, params: PyTree, leaves: Sequence[object], others: PyTree) -> None:
+MANY_UPDATES = 10
+"""The number of updates in one autograd graph from which the graph is taken for a mistake; inner loops are shorter."""
+
+_UPDATES = "muonfx: updates"  # key in the metadata of an autograd node: the number of updates in the node's graph
+
+
+def updates_in_graph(leaf: object) -> int:
+    """Return how many calls of `apply_updates` the autograd graph of a tensor has recorded."""
+    grad_fn = leaf.grad_fn if isinstance(leaf, Tensor) else None
+    return 0 if grad_fn is None else grad_fn.metadata.get(_UPDATES, 0)
+
+
+def count_update_in_graph(before: Sequence[object], after: Sequence[object]) -> None:
+    """Record in the autograd graph of new parameters that it has one update more than the old parameters' graph."""
+    if not torch.is_grad_enabled() or functorch_is_active():
+        return
+    for old, new in zip(before, after, strict=True):
+        if isinstance(new, Tensor) and new.grad_fn is not None:
+            new.grad_fn.metadata[_UPDATES] = updates_in_graph(old) + 1
+
+
+def warn_of_growing_graphs(
+    what: str, params: PyTree, leaves: Sequence[object], updates: PyTree, numbers: Sequence[Tensor] | None = None
+) -> None:
     """Warn if parameters were not detached, so that their autograd graph grows with every step.
 
-    There is no warning if one of ``others`` (a tree of all other inputs) requires gradients. ``what`` names the caller,
-    and ``leaves`` are the leaves of ``params``.
+    The state may have a graph only through the parameters, so it is not examined. If the updates have a graph, as from
+    ``torch.func.grad`` or ``create_graph=True``, there is one warning when the graph has `MANY_UPDATES` updates. There
+    is none if one of ``numbers``, the transform's tensors, requires gradients. ``what`` names the caller, and
+    ``leaves`` are the leaves of ``params``.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -407,12 +439,18 @@ def warn_of_growing_graphs(what: str, params: PyTree, leaves: Sequence[object], 
     if not torch.is_grad_enabled() or functorch_is_active():
         return
     grown = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    if not grown or any(leaf.requires_grad for leaf in tree.tensors(others)):
+    if not grown or any(number.requires_grad for number in numbers or ()):
         return
+    reason = "because the gradients have no graph"
+    if any(leaf.requires_grad for leaf in tree.tensors(updates)):
+        # Only `update` knows the numbers, so only it takes a long graph for a mistake.
+        if numbers is None or updates_in_graph(leaves[grown[0]]) != MANY_UPDATES:
+            return
+        reason = f"because one graph records the last {MANY_UPDATES} updates"
     name = tree.names(params)[grown[0]]
     warnings.warn(
         f"{what}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
-        "parameters, because the gradients have no graph. The graph grows with every step. Unless you differentiate "
+        f"parameters, {reason}. The graph grows with every step. Unless you differentiate "
         "through the optimizer, detach the parameters, {n: p.detach() for n, p in model.named_parameters()}, or step "
         "under torch.no_grad()",
         UserWarning,

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.checks import PLAIN, check_floating, check_structure, check_updates_fit, warn_of_growing_graphs
+from muonfx.core.checks import (
+    PLAIN,
+    check_floating,
+    check_structure,
+    check_updates_fit,
+    count_update_in_graph,
+    warn_of_growing_graphs,
+)
 from muonfx.core.contract import EmptyState, Transform, entries_of
 from muonfx.core.definition import Combinator, Locality, Memory
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
@@ -95,8 +102,10 @@ def widest(transforms: Any) -> Locality:
 
 def is_new(new: PyTree, old: PyTree) -> bool:
     """Return True if the trees ``new`` and ``old`` have no tensor object in common."""
-    given = tree.ids(old)
-    return not [leaf for leaf in tree.ids(new) if leaf in given]  # torch.compile cannot trace `isdisjoint` of ids
+    if torch.compiler.is_compiling():
+        # The identities of gradients would be guards, which fail at each step. A compiler reuses memory by itself.
+        return False
+    return tree.ids(old).isdisjoint(tree.ids(new))
 
 
 @transform(
@@ -261,4 +270,6 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
         check_floating("updates", updates)
         check_updates_fit(params, updates)
         raise
+    if not torch.compiler.is_compiling():
+        count_update_in_graph(leaves, added)
     return tree.unflatten(treedef, added)

@@ -290,7 +290,7 @@ class Transform(Recorded):
 
         Warns:
             UserWarning: the parameters, but not the updates, have an autograd graph of earlier steps: they were not
-                detached, so the graph grows with every step.
+                detached, so the graph grows with every step. Also if both have one that records 10 updates.
         """
         if not torch.compiler.is_compiling():
             params = without_left_out(self, params)
@@ -299,7 +299,7 @@ class Transform(Recorded):
             if expected is not None:
                 checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)
             if params is not None:
-                checks.warn_of_growing_graphs("update", params, leaves, (updates, state, self.tensors))
+                checks.warn_of_growing_graphs("update", params, leaves, updates, self.tensors)
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         self.check_extras(extras)

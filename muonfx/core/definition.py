@@ -186,7 +186,7 @@ class Combinator:
         TypeError: ``own_locality`` is neither a `Locality` nor None.
 
     >>> Combinator(Locality.ELEMENT)
-    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False)
+    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False, skips_steps=False)
     """
 
     own_locality: Locality | None = None
@@ -201,6 +201,9 @@ class Combinator:
     leaves_out: Callable[[Any, Any], set[str]] | None = field(default=None, repr=False)
     """A function of the wrapper and the parameters that returns the names of parameters that it does not update. None:
     each called transform receives all parameters."""
+    skips_steps: bool = False
+    """True if the called transforms run at some updates only, as those of `accumulate` do. At the others, the wrapper
+    returns updates of zero."""
 
     def __post_init__(self) -> None:
         if not (self.own_locality is None or isinstance(self.own_locality, Locality)):

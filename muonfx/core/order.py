@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
+import torch
+
+from muonfx import tree
 from muonfx.core.checks import warn_caller
-from muonfx.core.contract import Position, Transform
+from muonfx.core.contract import Position, Transform, within
 
 _AFTER = {"after_learning_rate", "last", "last_observer"}
 _LAST = {"last", "last_observer"}
@@ -34,6 +37,57 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
         if doubt := _doubt(*pair):
             warn_caller(f"{chain}: {doubt}")
             return
+    warn_of_skipped_steps(chain, members)
+
+
+def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
+    """Warn of transforms that act at every micro-batch, because they are beside an `accumulate` and not inside it."""
+    wrappers = {name: wrapper for name, tx in members.items() if (wrapper := _skipping_in(tx)) is not None}
+    if not wrappers:
+        return
+    name, wrapper = next(iter(wrappers.items()))
+    is_after = False
+    for member, tx in members.items():
+        if member in wrappers:
+            is_after = True
+            continue
+        for part in within(tx):
+            effect = _effect_of_every_call(part, after_zeros=is_after)
+            if effect:
+                example = f"{wrapper.name}(chain(..., {part.name}(...)), ...)"
+                warn_caller(
+                    f"{chain}: {part.name} in {member!r} {effect} at every micro-batch, because it is outside of "
+                    f"{wrapper.name} in {name!r}: move it inside, as in {example}"
+                )
+                return
+
+
+def _skipping_in(tx: Transform) -> Transform | None:
+    """Return the first transform in ``tx``, itself included, that runs its transforms at some updates only, or None."""
+    for part in within(tx):
+        if part.declaration.combinator.skips_steps:
+            return part
+    return None
+
+
+def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
+    """Return what a transform without inner transforms does even if an update is zero: a verb phrase, or ""."""
+    if tx.schedules:
+        return "advances its schedule"
+    if tx.children or tx.position == "observer":
+        return ""
+    # Names, shapes and masks of the parameters are not known here, so a transform that depends on them may raise.
+    params = {"w": torch.ones(2, 2)}
+    try:
+        state = tx.functions.init(params)
+        updates, _ = tx.run(tree.map(torch.zeros_like, params), state, params)
+    except Exception:
+        return ""
+    if list(tree.tensors(state)):
+        return "changes its state"
+    if after_zeros and any(bool(leaf.any()) for leaf in tree.tensors(updates)):
+        return "changes the parameters"
+    return ""
 
 
 class _Placed(NamedTuple):

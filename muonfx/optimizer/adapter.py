@@ -8,7 +8,6 @@ the state and runs the steps, in one process or over ranks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -19,13 +18,17 @@ from muonfx.core import Donation, Transform
 from muonfx.core.checks import is_frozen, warn_caller
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
+from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
 from muonfx.optimizer.following import FollowingOptimizer
 from muonfx.optimizer.groups import (
     Group,
     NamedParameters,
+    Number,
     check_once,
     defaults_for_schedulers,
+    equal,
+    fitted,
     named_pairs,
     names_in,
     new_groups,
@@ -34,6 +37,8 @@ from muonfx.optimizer.groups import (
     warn_of_ascent,
     warn_of_unread_rates,
 )
+from muonfx.optimizer.lost_decay import warn_of_lost_decay
+from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
 from muonfx.optimizer.state import StateToLoad, read_state_dict
 from muonfx.optimizer.stepping import add_in_place
 from muonfx.program.placement import Arguments
@@ -62,7 +67,7 @@ class TransformOptimizer(FollowingOptimizer):
     reads these entries, so schedulers work. The key is the name that torch uses (``lr``, ``weight_decay``,
     ``momentum``, ``betas``, ``eps``), or else the dotted name in `muonfx.hyperparams` without the label. Adam's groups
     have the first of ``betas`` also as ``momentum``, for schedulers that expect it. If you change either entry, the
-    next step sets the other one.
+    next step sets the other one. If a number is a tensor, each group has a copy of it.
 
     Sharded parameters: DTensors (from ``fully_shard`` or tensor parallelism) need no ``layout``. The updates are the
     same as in one process. All ranks must construct the optimizer, call ``step``, add groups and load sharded states
@@ -70,7 +75,8 @@ class TransformOptimizer(FollowingOptimizer):
 
     State: it is created at construction. ``optimizer.state[parameter]`` shows the tensors of one parameter, under keys
     such as "momentum.trace", and the scalars that all parameters share. Each step overwrites the tensors of the state,
-    but not the gradients.
+    but not the gradients. A tensor that is assigned there, of the same shape, dtype and device, is copied into the
+    state. If all entries of a parameter are removed, its state starts again. Other changes are errors.
 
     Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
     ``assign=True``, moved to another device or materialized from meta, and an engine may put other tensors into
@@ -104,7 +110,9 @@ class TransformOptimizer(FollowingOptimizer):
     Warns:
         UserWarning: some parameters would move in the direction of the gradient, because none of their transforms
             reverses its sign, as `scale_by_learning_rate` does; or a key of a group looks like a misspelt
-            hyperparameter.
+            hyperparameter;
+            or weight decay has no effect, because rounding to the dtype of the parameters, bfloat16 or float16, removes
+            it.
 
     Example:
         >>> import muonfx as mfx
@@ -163,9 +171,12 @@ class TransformOptimizer(FollowingOptimizer):
         trained = {name: param for name, param in trained.items() if name not in left_out}
         is_alone = not self._stepping.is_over_ranks
         self._attachment = Attachment(models_of(given), model, trained, frozen, left_out, alone=is_alone)
+        self._attachment.note_callers_tensors(hyperparams(tx))
         warn_of_ascent(self._stepping.program, self._stepping.routes, trained)
         super().__init__(groups, {})
         self._start()
+        if not self._attachment.on_meta:
+            warn_of_lost_decay(tx, self._stepping.program, self._attachment.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
@@ -220,6 +231,7 @@ class TransformOptimizer(FollowingOptimizer):
         if not pairs:
             super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
             return
+        self._attachment.note_callers_tensors(entries)
         for part in new_groups(self.tx, self._stepping.routes, entries, pairs, as_one=as_one):
             foreign_keys = self.defaults.keys() - part.keys()
             super().add_param_group(part)  # adds all defaults to every group
@@ -247,12 +259,25 @@ class TransformOptimizer(FollowingOptimizer):
 
     @property
     def transform(self) -> Transform:
-        """The transform that updates the parameters: `tx` in one process, ``sharded(tx, layout)`` over ranks."""
-        return self._stepping.transform
+        """The transform that updates the parameters: `tx` in one process, ``sharded(tx, layout)`` over ranks.
+
+        It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
+        """
+        numbers: dict[str, Number] = {}
+        differing = set[str]()
+        groups = self._attachment.groups
+        for group_numbers in fitted(hyperparams(self.tx), [bound.numbers.read(bound.group) for bound in groups]):
+            for name, number in group_numbers.items():
+                if name in numbers and not equal(numbers[name], number):
+                    differing.add(name)
+                numbers[name] = number
+        agreed = {name: number for name, number in numbers.items() if name not in differing}
+        return self._stepping.transform_with(with_hyperparams(self.tx, agreed))
 
     @property
     def transform_state(self) -> PyTree:
         """The current state, in the form that `transform` accepts. The next step overwrites the tensors."""
+        self._adopt_state()
         return self._stepping.shown(self._live["state"])
 
     def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
@@ -317,6 +342,7 @@ class TransformOptimizer(FollowingOptimizer):
         problem: Exception | None = None
         try:
             if not is_compiling:
+                self._adopt_state()
                 if not self._attachment.is_current(self._groups):
                     self._rebind("step")
                 self._attachment.read_new_keys(self._stepping)
@@ -325,15 +351,11 @@ class TransformOptimizer(FollowingOptimizer):
                     self._live["checked_rates"] = is_read or warn_of_unread_rates(self._groups)
             params = self._named() if is_compiling else self._attachment.named
             updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
-            if len(self.state) != len(updates):
-                raise ValueError(
-                    f"optimizer.state: found {len(self.state)} parameters, expected {len(updates)}: it only shows "
-                    "transform_state and must not be changed; recreate the optimizer"
-                )
             self._stepping.check_gradients(updates)
             if not is_compiling:
                 check_writable("step: params", params)
                 self._attachment.check(params, updates)
+                self._attachment.warn_of_written_tensors()
             self._stepping.refresh(params, self._attachment.groups)
         except Exception as error:  # raised by the stepping, on all ranks together
             problem = error
@@ -361,6 +383,9 @@ class TransformOptimizer(FollowingOptimizer):
         for one in self._attachment.groups:
             one.numbers.read(one.group)  # so that all keys of a number agree
         saved = super().state_dict()
+        for bound, saved_group in zip(self._attachment.groups, saved["param_groups"], strict=True):
+            if texts := schedule_texts(self.tx, bound):
+                saved_group[SCHEDULES] = texts
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
         saved["state"] = _unshared(saved["state"])
         for place, leaf in self._stepping.exported(self._live["state"]).items():
@@ -393,7 +418,9 @@ class TransformOptimizer(FollowingOptimizer):
 
         Warns:
             UserWarning: state was saved for parameters that are not trained now, and is not loaded, or parameters have
-                no saved state, because they were frozen when it was saved. The message names them.
+                no saved state, because they were frozen when it was saved. The message names them. Or
+                numbers of the groups or schedules differ between the state dict and this optimizer: the schedules of
+                this optimizer and the other numbers of the state dict are used.
         """
         self._rebind()
         check_real(self._named())
@@ -402,11 +429,12 @@ class TransformOptimizer(FollowingOptimizer):
             changed = hook(self, given)
             given = given if changed is None else changed
         places = self._live["entries"].places(self.state)
-        to_load = StateToLoad([], [], [])
+        to_load = StateToLoad([], [], [], [])
         problem: Exception | None = None
         try:
             to_load = read_state_dict(
                 given,
+                self.tx,
                 self._attachment.groups,
                 self.state,
                 places,
@@ -417,13 +445,19 @@ class TransformOptimizer(FollowingOptimizer):
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
-            self._stepping.load(to_load.loads, self._live["state"], problem)
-        for group, saved in zip(self._groups, to_load.groups, strict=True):
+            self._stepping.load(to_load.loads, self._live["state"], problem, to_load.without_state)
+        lines: list[str] = []
+        for bound, saved in zip(self._attachment.groups, to_load.groups, strict=True):
             if saved is not None:
-                entries = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-                group.update(copy.deepcopy(entries))
+                lines += differences(self.tx, bound, saved)
+                bound.group.update(entries_to_load(self.tx, bound, saved))
         for message in to_load.warnings:
             warn_caller(message)
+        self._attachment.warn_once(
+            "load_state_dict: the state dict was saved with other numbers: ",
+            lines,
+            ". To use the code's numbers, write them into param_groups after loading",
+        )
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

@@ -14,9 +14,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from muonfx.core.checks import warn_caller
 from muonfx.optimizer.groups import (
     BoundGroup,
     Group,
@@ -113,13 +118,19 @@ class Attachment:
         self._absent: tuple[str, ...] | None = None
         self._warned = set[str]()
         self._frozen: dict[str, _Slot | Tensor] = {}
+        self._registered = -1  # `_registrations.count` when the models were last walked through
+        self._outside: dict[str, Tensor] = {}  # the models' parameters that are not in the optimizer
+        self._reported: dict[str, Tensor] = {}  # those of them that a warning has named
+        self._callers_tensors: list[tuple[str, Tensor, int]] = []  # name, tensor and its version at construction
         self.bind(named, models)
         self.leave_out(frozen)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
         # Frozen weights may be large, and the copy of an optimizer is of the trained ones.
-        return {**self.__dict__, "_models": [], "_bound": {}, "_named": {}, "_listed": None, "_frozen": {}}
+        restored_later = {"_models": [], "_bound": {}, "_named": {}, "_listed": None, "_callers_tensors": []}
+        restored_later |= {"_outside": {}, "_reported": {}, "_registered": -1, "_frozen": {}}
+        return {**self.__dict__, **restored_later}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -261,6 +272,33 @@ class Attachment:
             )
         return members
 
+    def warn_once(self, before: str, lines: list[str], after: str) -> None:
+        """Warn of those of several findings that this optimizer has not reported."""
+        new_lines = [line for line in lines if line not in self._warned]
+        self._warned.update(new_lines)
+        if new_lines:
+            more = f"; and {len(new_lines) - 10} more" if len(new_lines) > 10 else ""
+            warn_caller(before + "; ".join(new_lines[:10]) + more + after)
+
+    def note_callers_tensors(self, numbers: Mapping[str, Any]) -> None:
+        """Record tensors that the caller gave as hyperparameters, of which the groups have copies."""
+        for name, number in numbers.items():
+            for value in number if isinstance(number, tuple | list) else (number,):
+                if isinstance(value, Tensor) and not value.is_inference():  # inference tensors have no version
+                    self._callers_tensors.append((name, value, value._version))
+
+    def warn_of_written_tensors(self) -> None:
+        """Warn once if the caller has written into a tensor that was given as a hyperparameter."""
+        for name, tensor, version in self._callers_tensors:
+            if tensor._version != version:
+                self._callers_tensors = []
+                warnings.warn(
+                    f"the tensor that was given for {name!r} was changed in place, which has no effect: each param "
+                    "group has a copy of it; write into the tensors in param_groups",
+                    stacklevel=5,
+                )
+                return
+
     # --------------------------------------------------------------------------------------------------- parameters
 
     def bind(self, named: Mapping[str, Tensor], models: Iterable[nn.Module] = ()) -> None:
@@ -380,11 +418,17 @@ class Attachment:
         self._check_frozen()
         all_present = type(None) not in set(map(type, updates.values()))
         absent = () if all_present else tuple([name for name, grad in updates.items() if grad is None])
-        if absent == self._absent:
-            return  # the same as in the last step; walking through a model takes time
-        self._absent = absent
+        has_changed = absent != self._absent or self._registered != _registrations.count
+        if has_changed:  # walking through a model takes time
+            self._absent = absent
+            self._registered = _registrations.count
+            self._outside = self._parameters_outside(named)
+        elif not self._outside:
+            return
         none = len(absent) == len(updates)
-        strangers = self._strangers(named)
+        strangers = {name: param for name, param in self._outside.items() if param.grad is not None}
+        if not has_changed and not any(self._reported.get(name) is not param for name, param in strangers.items()):
+            return
         first = next(iter(strangers), None)
         if first is not None and none:
             self._absent = None  # check again at the next step
@@ -392,11 +436,12 @@ class Attachment:
                 f"none of the {len(named)} parameters has a gradient, but {first!r} of the model has one and is not "
                 f"among them: {FSDP1 if getattr(strangers[first], '_is_flat_param', False) else CAUSES}"
             )
-        if first is not None and "strangers" not in self._warned:
-            self._warned.add("strangers")
+        new = [name for name, param in strangers.items() if self._reported.get(name) is not param]
+        self._reported = strangers
+        if new:
             warnings.warn(
                 f"{len(strangers)} parameters of the model have gradients and are not in the optimizer, such as "
-                f"{first!r}; they are not updated: {CAUSES}, or use add_param_group",
+                f"{new[0]!r}; they are not updated: {CAUSES}, or use add_param_group",
                 stacklevel=5,
             )
         is_trained = any(param.requires_grad for param in named.values())
@@ -422,8 +467,8 @@ class Attachment:
         """Return the names of parameters that are known, but have no state, as they are frozen or have label None."""
         return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self._bound.keys()
 
-    def _strangers(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the models' parameters, by name, that have a gradient but are not in the optimizer."""
+    def _parameters_outside(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the models' parameters, by name, that are not in the optimizer."""
         ours = {id(param) for param in named.values()}
         # In a model that only provides names (`model=`), consider only parameters whose names the optimizer has.
         return {
@@ -431,10 +476,7 @@ class Attachment:
             for ref, is_known in self._models
             if (model := ref()) is not None
             for name, param in model.named_parameters()
-            if id(param) not in ours
-            and param.grad is not None
-            and name not in self._left_out
-            and (name in named or not is_known)
+            if id(param) not in ours and name not in self._left_out and (name in named or not is_known)
         }
 
 
@@ -451,6 +493,19 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], stepping: Stepp
         "one group, but different transforms update them, and the group lacks hyperparameters of one: recreate the "
         "optimizer to change a label, or add_param_group to add parameters"
     )
+
+
+class _Registrations:
+    """Counts how often a parameter or a module was assigned to a module, of any model."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: object) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
 
 
 def _placement(param: Tensor) -> tuple[object, ...]:
@@ -505,6 +560,8 @@ class GroupOwner(Optimizer):
 @cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_refuse_exchanged)
+    register_module_parameter_registration_hook(_registrations)
+    register_module_module_registration_hook(_registrations)
 
 
 def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:

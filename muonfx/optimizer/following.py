@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muonfx import tree
 from muonfx.core import Transform
 from muonfx.optimizer.attachment import Attachment, check_usable, own_groups
+from muonfx.optimizer.edits import read_edits, warn_of_shared
 from muonfx.optimizer.groups import Group, complete_entries, distinct_routes
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.stepping import StateEntries, Stepping
@@ -56,6 +58,7 @@ class FollowingOptimizer(Optimizer):
         """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
+        self._adopt_state()
         self._attachment.follow(self._groups, self._stepping)  # a copy finds the tensors by "param_names"
         ours = ("donate_grads", "bucket_bytes", "_live", "_given", "_attachment", "_labels")
         kept = {name: self.__dict__[name] for name in ours if name in self.__dict__}
@@ -106,9 +109,34 @@ class FollowingOptimizer(Optimizer):
         self._show_all()
         self._stepping.share(state)
 
-    def _show_all(self) -> None:
+    def _adopt_state(self) -> None:
+        """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again."""
+        bound = self._attachment.named
+        entries: StateEntries = self._live["entries"]
+        if not entries.is_edited(self.state, bound):
+            return
+        current: dict[str, Tensor] = {}
+        for group in self._groups:
+            current.update(zip(group.get("param_names", ()), group["params"], strict=False))
+        params = {name: (param, current.get(name, param)) for name, param in bound.items()}
+        edits = read_edits(entries, self.state, params, self._stepping.take)
+        state = self._live["state"]
+        loads = list(edits.loads)
+        if edits.emptied:
+            initial = tree.leaves(self._stepping.initial(bound))
+            emptied = {id(bound[name]) for name in edits.emptied}
+            starts_all = len(emptied) == len(bound)
+            for place, (owner, key) in enumerate(entries.slots):
+                if starts_all or id(owner) in emptied:
+                    loads.append((key, place, initial[place]))
+        with torch.no_grad():
+            self._stepping.assign(loads, state)
+        self._show_all(bound)
+        warn_of_shared(edits, len(bound))
+
+    def _show_all(self, named: Mapping[str, Tensor] | None = None) -> None:
         """Fill ``optimizer.state`` with the current state tensors of every parameter."""
-        named = self._named()
+        named = self._named() if named is None else named
         self.state.clear()
         for param in named.values():
             self.state[param] = {}
@@ -136,6 +164,7 @@ class FollowingOptimizer(Optimizer):
         """If parameters were replaced in the groups or the model, use the new tensors and move the state to them."""
         # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
         # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
+        self._adopt_state()
         if self._attachment.is_current(self._groups):
             return
         added = self._attachment.added_in(self._groups)

@@ -11,6 +11,7 @@ from numbers import Real
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from muonfx.core import Locality, Transform
@@ -115,10 +116,14 @@ class GroupNumbers:
 
         If no number has changed, return the same dict object as in the last call.
         """
-        if self._entries and all(map(is_, map(group.get, self._entries), self._entries.values())):
+        # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
+        may_skip = self._entries and not torch.compiler.is_compiling()
+        if may_skip and all(map(is_, map(group.get, self._entries), self._entries.values())):
             return self._last
         numbers = self.parse(group)
-        if missing := [one for one in self.hyperparams if not numbers.keys() >= set(one.names)]:
+        # torch.compile with dynamic=True cannot trace a comparison of sets.
+        missing = [one for one in self.hyperparams if any(name not in numbers for name in one.names)]
+        if missing:
             last = self._entries.get(missing[0].key)
             was = "" if last is None else f" (it was {last!r})"
             raise ValueError(
@@ -144,6 +149,28 @@ class BoundGroup(NamedTuple):
     numbers: GroupNumbers
 
 
+def own_copy(value: Any) -> Any:
+    """Return a copy of a tensor, so that a scheduler that writes into it changes one group; return others unchanged."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def separate_tensors(groups: Iterable[BoundGroup]) -> None:
+    """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them."""
+    owned = set[int]()
+    for bound in groups:
+        numbers = dict(bound.numbers.read(bound.group))
+        has_changed = False
+        for name, value in numbers.items():
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) in owned:
+                numbers[name] = own_copy(value)
+                has_changed = True
+            owned.add(id(numbers[name]))
+        if has_changed:
+            bound.group.update(bound.numbers.entries(numbers))
+
+
 def scalar(name: str, value: Any) -> Any:
     """Return a hyperparameter. A tensor of one element becomes a 0-d view, and a larger one raises ValueError."""
     if not isinstance(value, Tensor):
@@ -155,7 +182,7 @@ def scalar(name: str, value: Any) -> Any:
 
 def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
     """Convert the numbers of each group to the types and shapes of the transform's own numbers, ``defaults``."""
-    # One 0-d view of each tensor: groups that share a tensor have equal numbers, and a scheduler may write into it.
+    # One 0-d view of each tensor, because a scheduler may write into it.
     views: dict[int, Number] = {}
 
     def fit(name: str, value: Number) -> Number:
@@ -440,7 +467,8 @@ def new_groups(
 
 
 def _complete_group(tx: Transform, members: Sequence[Route], given: Group, pairs: list[tuple[str, Tensor]]) -> Group:
-    group = {"label": label_of(members), **given, "params": pairs}
+    entries = {key: own_copy(value) for key, value in given.items()}
+    group = {"label": label_of(members), **entries, "params": pairs}
     complete_entries(tx, members, group)
     return {"label": group["label"], "lr": group["lr"], **group}  # the rate first, as it is what people look for
 
@@ -450,7 +478,7 @@ def complete_entries(tx: Transform, members: Sequence[Route], group: Group) -> N
     defaults = hyperparams(tx)
     whole = with_agreed(members, group, defaults)
     numbers = GroupNumbers(group_hyperparams(members, whole))
-    values = numbers.complete(whole, defaults)
+    values = {name: own_copy(value) for name, value in numbers.complete(whole, defaults).items()}
     with_hyperparams(tx, fitted(defaults, [values])[0]).prepare_all()
     group.update(numbers.entries(values))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it

@@ -112,10 +112,9 @@ class SteppingOverRanks(Stepping):
         self._is_replicated = layout.is_replicated and not layout.dtensors
         self._gathering: Gathering | None = None
 
-    @property
-    def transform(self) -> Transform:
-        """The sharded transform that updates the optimizer's parameters."""
-        return sharded_with(self._progress, self.tx, self.layout, self._settings)
+    def transform_with(self, tx: Transform) -> Transform:
+        """Return the sharded transform that updates the optimizer's parameters."""
+        return sharded_with(self._progress, tx, self.layout, self._settings)
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
         """Return the initial state of this rank's shards. The ranks first compare their settings."""
@@ -229,14 +228,24 @@ class SteppingOverRanks(Stepping):
         own = dtensor_of(local_of(value), spec.mesh, value.placements, value.shape, value.stride())
         return shard_error(value, spec.mesh) or own
 
-    def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
+    def load(
+        self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
+    ) -> None:
         """Copy saved values into the state. If parameters are sharded, an error on one rank is raised on all ranks."""
         if self._many and not self._is_replicated:
             assert self.layout.group is not None
             wait_for_all(self.layout.group, "load_state_dict()")
-            agree("load_state_dict()", self.layout.group, problem)
+            missing = dict.fromkeys(without_state, "without saved state")
+            facts = {"parameters without saved state": missing}
+            agree("load_state_dict()", self.layout.group, problem, same=tuple(missing), explain=lambda: facts)
         elif problem is not None:
             raise problem
+        self.assign(loads, state)
+        if self._many:
+            self.binding.has_loaded = True
+
+    def assign(self, loads: Sequence[Load], state: PyTree) -> None:
+        """Copy values into this rank's part of the state."""
         leaves = tree.leaves(state)
         # The gathered copies are loaded too, not gathered again, because this rank may load alone.
         gathered = {} if self._gathering is None else self._gathering.wait()
@@ -251,6 +260,13 @@ class SteppingOverRanks(Stepping):
                 leaf.copy_(value.view(leaf.shape))
         if self._many:
             self._progress.load()
+
+    def initial(self, params: Mapping[str, Tensor]) -> PyTree:
+        """Raise, because the ranks create a state together, and a rank may have emptied its own alone."""
+        raise ValueError(
+            f"optimizer.state: the state of {next(iter(params))!r} was emptied, which an optimizer over ranks cannot "
+            "start again: write into its tensors instead, as in optimizer.state[param]['momentum.trace'].zero_()"
+        )
 
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]

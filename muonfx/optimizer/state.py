@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from muonfx.core import Transform
 from muonfx.optimizer.groups import BoundGroup, Group
+from muonfx.optimizer.resuming import keys_of_schedules
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.shards import IntervalTensor
 from muonfx.tree.display import format_list
@@ -32,11 +34,14 @@ class StateToLoad(NamedTuple):
     groups: list[Group | None]
     """For each group of the optimizer, the saved group, or None if no parameter of it was saved."""
     loads: list[Load]
+    without_state: list[str]
+    """The names of trained parameters of which no state was saved."""
     warnings: list[str]
 
 
 def read_state_dict(
     given: Mapping[str, Any],
+    tx: Transform,
     own: Sequence[BoundGroup],
     state: Mapping[Tensor, Group],
     places: Mapping[tuple[int, str], int],
@@ -58,8 +63,10 @@ def read_state_dict(
         index_of: dict[str, Any] = {}
         if saved is not None:
             bound.numbers.parse(saved)  # raises if a value is not a number
-            # Only hyperparameters are required: schedulers add other entries.
-            wrong += [f"missing hyperparameter {x.key!r}" for x in bound.numbers.hyperparams if x.key not in saved]
+            # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
+            from_code = keys_of_schedules(tx, bound)
+            required = [x.key for x in bound.numbers.hyperparams if not x.key.startswith(from_code)]
+            wrong += [f"missing hyperparameter {key!r}" for key in required if key not in saved]
             index_of = dict(zip(saved["param_names"], saved["params"], strict=True))
         for name, param in zip(bound.names, bound.group["params"], strict=True):
             saved_entries, entries = given["state"].get(index_of.get(name)), state[param]
@@ -87,7 +94,7 @@ def read_state_dict(
             "same model, with the same transform"
         )
     loads.sort(key=lambda load: load[0])  # all ranks load in this order
-    return StateToLoad(saved_groups, loads, _warnings(own, given, without_state))
+    return StateToLoad(saved_groups, loads, without_state, _warnings(own, given, without_state))
 
 
 def _warnings(own: Sequence[BoundGroup], given: Mapping[str, Any], without_state: Sequence[str]) -> list[str]:

@@ -18,16 +18,17 @@ from muonfx.core import Combinator, Locality, Transform, chain, transform
 from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
 from muonfx.core.combine import chain_entries, widest
 from muonfx.core.donation import NOTHING, Donation, unshared
-from muonfx.core.hyperparams import hyperparams, with_hyperparams
+from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.recorded import with_numbers
-from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of
+from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Node, Program
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
+from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
 
 
@@ -43,14 +44,15 @@ class Stepping:
         self._inner = inner_of(tx)
         self._now = self._inner
         self._read: tuple[Sequence[BoundGroup], list[dict[str, Number]]] | None = None
+        self._common = _CommonTensors(program, ())
+        self._has_branches = any(node.tx.factory is accumulate for node in program.transforms())
         self.executor = Executor(store=store_of(tx), bucket_bytes=bucket_bytes)
         self._node = program.root
         self._lowered: object = self._inner.structure  # of the node; it changes when groups begin to disagree
 
-    @property
-    def transform(self) -> Transform:
-        """The transform that updates the parameters: `tx` in one process, or a sharded transform over several ranks."""
-        return self.tx
+    def transform_with(self, tx: Transform) -> Transform:
+        """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
+        return tx
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
         """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
@@ -97,13 +99,26 @@ class Stepping:
         """Return the values to load into the state tensor with index ``place``, or an error message."""
         return on_this_rank(leaf, value)
 
-    def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
-        """Copy saved values into the state, or raise ``problem``, an error from reading the state dict."""
+    def load(
+        self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
+    ) -> None:
+        """Copy saved values into the state, or raise ``problem``, an error from reading the state dict.
+
+        ``without_state`` are the parameters that keep the state that they have. All ranks must have the same.
+        """
         if problem is not None:
             raise problem
+        self.assign(loads, state)
+
+    def assign(self, loads: Sequence[Load], state: PyTree) -> None:
+        """Copy values into the state on this rank alone."""
         leaves = tree.leaves(state)
         for _, place, value in loads:
             leaves[place].copy_(value)
+
+    def initial(self, params: Mapping[str, Tensor]) -> PyTree:
+        """Return the initial state for named parameters with the current hyperparameters."""
+        return self.executor.init_node(self.program.root, self._now, params)
 
     def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
         """Raise if a gradient is sparse or complex."""
@@ -124,7 +139,13 @@ class Stepping:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them."""
         values = [one.numbers.read(one.group) for one in groups]
         if self._read is not None and self._read[0] is groups and all(map(is_, values, self._read[1])):
+            self._common.check()
             return
+        if not torch.compiler.is_compiling():
+            separate_tensors(groups)
+            values = [one.numbers.read(one.group) for one in groups]
+        self._common = _CommonTensors(self.program, values)
+        self._common.check()
         self._prepare(self._with_numbers(groups, values), params)
         self._read = groups, values
 
@@ -137,6 +158,8 @@ class Stepping:
             key=lambda pair: pair[0],
         )
         made = for_groups(self._inner, self.program, [own for _, own in filled], [names for names, _ in filled])
+        if torch.compiler.is_compiling() and self._has_branches:
+            made = as_tensors(made)  # torch.cond accepts no float that changes between calls
         return made.prepare_all()
 
     def snapshot(
@@ -201,6 +224,8 @@ class StateEntries:
             owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
             self.slots.append((owner, path_of(path if owner is None else path[:-1])))
         self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
+        self.shown: list[Any] = list(self._leaves)
+        """For each leaf, its form in ``optimizer.state``."""
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
         """Put the changed tensors, converted by ``show(index, tensor)``, into ``entries`` (``optimizer.state``)."""
@@ -209,9 +234,23 @@ class StateEntries:
             if new is not shown:
                 owner, key = self.slots[place]
                 leaf = show(place, new)
+                self.shown[place] = leaf
                 for param in entries if owner is None else (owner,):
                     entries[param][key] = leaf
         self._leaves = leaves
+
+    def is_edited(self, entries: Mapping[Tensor, Group], named: Mapping[str, Tensor]) -> bool:
+        """Return True if a caller has assigned or removed an entry of ``entries`` (``optimizer.state``)."""
+        if len(entries) != len(named):
+            return True
+        number = 0
+        for (owner, key), leaf in zip(self.slots, self.shown, strict=True):
+            for param in named.values() if owner is None else (owner,):
+                entry = entries.get(param)
+                if entry is None or entry.get(key, ...) is not leaf:
+                    return True
+                number += 1
+        return number != sum(map(len, entries.values()))
 
     def places(self, entries: Mapping[Tensor, Group]) -> dict[tuple[int, str], int]:
         """Map (id of a parameter, key in ``optimizer.state``) to the index of a tensor in the state."""
@@ -294,6 +333,51 @@ def _keeps_a_number(node: Node) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
 
 
+def _has_common_numbers(node: Node) -> bool:
+    """Return True if a node (a transform) runs once for all parameters, so that all groups have the same numbers."""
+    return bool(node.called) or node.tx.locality is Locality.TREE or _keeps_a_number(node)
+
+
+def _different_values(node: Node, name: str) -> ValueError:
+    reason = "wraps other transforms" if node.called else "combines all parameters"
+    return ValueError(
+        f"param_groups: found different values of {name!r}, expected one value, because the transform that reads it "
+        f"{reason}: set the same value in all groups"
+    )
+
+
+class _CommonTensors:
+    """Tensors of several groups that must have the same value, because one transform reads them for all parameters."""
+
+    def __init__(self, program: Program, values: Sequence[Mapping[str, Number]]) -> None:
+        self._tensors: list[tuple[Node, str, list[Tensor]]] = []
+        self._versions: list[int] = []  # of all tensors when they were compared
+        tensors_of: dict[str, list[Tensor]] = {}
+        for numbers in values:
+            for name, number in numbers.items():
+                if isinstance(number, Tensor):
+                    tensors_of.setdefault(name, []).append(number)
+        repeated = {name for name, tensors in tensors_of.items() if len(tensors) > 1}
+        if not repeated:
+            return
+        for node in program.transforms():
+            names = [name for name in node.own.names if name in repeated]
+            if names and _has_common_numbers(node):
+                self._tensors += [(node, name, tensors_of[name]) for name in names]
+
+    def check(self) -> None:
+        """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
+        if not self._tensors or torch.compiler.is_compiling():
+            return
+        versions = [tensor._version for _, _, tensors in self._tensors for tensor in tensors]
+        if versions == self._versions:
+            return
+        for node, name, (first, *others) in self._tensors:
+            if not all(torch.equal(first, other) for other in others):
+                raise _different_values(node, name)
+        self._versions = versions
+
+
 def _in_versions(
     tx: Transform,
     node: Node,
@@ -301,14 +385,14 @@ def _in_versions(
     members: Sequence[Sequence[str]],
     conflicts: Set[str],
 ) -> Transform:
-    own = next((name for name in node.own.names if name in conflicts), None)
-    if own is not None:
-        if node.called or tx.locality is Locality.TREE or _keeps_a_number(node):
-            reason = "wraps other transforms" if node.called else "combines all parameters"
-            raise ValueError(
-                f"param_groups: found different values of {own!r}, expected one value, because the transform that "
-                f"reads it {reason}: set the same value in all groups"
-            )
+    own_conflicts = [name for name in node.own.names if name in conflicts]
+    if own_conflicts and _has_common_numbers(node):
+        for name in own_conflicts:
+            numbers = [group[name] for group in values if name in group]
+            if not all(isinstance(number, Tensor) for number in numbers):
+                raise _different_values(node, name)
+        own_conflicts = []  # `_CommonTensors` compares the values of tensors, so the first group's are used
+    if own_conflicts:
         agreed = dict(zip(node.own.names, tree.leaves(tx), strict=True))
         runs: dict[tuple[object, ...], tuple[list[Number], list[str]]] = {}
         for group, names in zip(values, members, strict=True):

@@ -197,13 +197,15 @@ class Executor:
             sizes = sizes_of(present, call.state, self._parameters_of(node, call))
             buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
         elif self.bucket_bytes is not None and call.params is not None:
-            limit = self.bucket_bytes
-            buckets = self._once(("buckets", node.number), lambda: _buckets_by_shape(node.like, limit))
+            buckets = self._buckets_of(node, self.bucket_bytes)
         else:
             return None
         if len(buckets) > 1 and can_be_shared_out(tree.leaves(call.state), self._parameters_of(node, call)):
             return buckets
         return None if self._is_resident else [tree.names(call.updates)]
+
+    def _buckets_of(self, node: Node, limit: int) -> list[list[str]]:
+        return self._once(("buckets", node.number), lambda: _buckets_by_shape(node.like, limit))
 
     def _in_buckets(
         self,
@@ -265,10 +267,13 @@ class Executor:
         elif isinstance(node, Stage) and not is_unit:
             self._run_of(node, now)
         else:
-            self._transform(node, now).prepare_all()
-            if isinstance(node, Around) and isinstance(now, Transform) and not is_unit:
-                for child, inner in zip(node.children, now.children, strict=True):
-                    self.prepare(child, inner)
+            made = self._transform(node, now).prepare_all()
+            if is_unit and self._is_resident and self.bucket_bytes is not None:
+                self._buckets_of(node, self.bucket_bytes)
+            if isinstance(node, Around) and not is_unit:
+                # With the transforms that `made` will call, because the cache compares them by identity.
+                for child, inner in zip(node.children, made.children, strict=True):
+                    self.prepare(child, inner.arguments["tx"])
 
     def _is_unit(self, node: Node) -> bool:
         """Return True if a node can run on one bucket of parameters at a time, without the others."""

@@ -44,7 +44,7 @@ def _check_boundary(boundary: object) -> None:
 # TREE although leaves are added one by one: a leaf whose gradient is None may have had one in an earlier micro-batch.
 @transform(
     locality=Locality.TREE,
-    combinator=Combinator(Locality.ELEMENT),
+    combinator=Combinator(Locality.ELEMENT, skips_steps=True),
     check_extras=lambda tx, extras: _check_boundary(extras.get("boundary")),
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):

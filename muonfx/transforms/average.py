@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from muonfx.core import Combinator, Donation, Locality, Transform, apply_updates, checks, transform
@@ -54,6 +55,12 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
     return EmaParamsState(Slot(dtype, start="params")), step
 
 
+def _followed(master: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
+    """Return the master copy, but the parameter's own value where the parameter is not the rounded copy."""
+    followed = torch.where(master.to(param.dtype) == param, master, param.to(master.dtype))
+    return master.copy_(followed) if reuse else followed
+
+
 class MasterParamsState(NamedTuple):
     """State of the transform `master_params`: the copy of the parameters and the state of the inner transform."""
 
@@ -76,8 +83,8 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         dtype: the dtype of the master copy. "auto" is float32, or float64 for float64 parameters; None is the dtype of
             each parameter.
 
-    If parameters are changed elsewhere after `init`, for example by loading weights, the next update overwrites them
-    with the master copy. Load weights first, or call `init` again.
+    If an element of a parameter is not the rounded copy, it was changed elsewhere, for example by loading or clipping
+    weights. The copy then starts again from this element, without the bits that rounding had lost.
 
     Returns:
         A transform whose updates have the dtype of the master copy, not of the gradients.
@@ -114,12 +121,14 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         params = params_for("master_params", params)
         at = Present(updates)
         grads = at.pick(updates)
-        wide = ew.cast_like(grads, at.pick(state.master))
+        pairs = zip(at.pick(state.master), at.pick(params), strict=True)
+        masters = at.fill([_followed(own, param, reuse=donate.state) for own, param in pairs], state.master)
+        wide = ew.cast_like(grads, at.pick(masters))
         fresh = all(a is not b for a, b in zip(wide, grads, strict=True))
         out, inner_state = inner.run(
-            at.fill(wide), state.inner, state.master, donate=Donation(donate.updates or fresh, donate.state), **extras
+            at.fill(wide), state.inner, masters, donate=Donation(donate.updates or fresh, donate.state), **extras
         )
-        master = apply_updates(state.master, out, donate=donate.state)
+        master = apply_updates(masters, out, donate=donate.state)
 
         def difference(update: Tensor, master: Tensor, param: Tensor) -> Tensor:
             return master.to(param.dtype).to(master.dtype) - param.to(master.dtype)

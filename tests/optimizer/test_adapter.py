@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -220,6 +221,7 @@ def test_extras_reach_the_transform():
 # ------------------------------------------------------------------------------------------------------ persistence
 
 
+@pytest.mark.filterwarnings("ignore:weight decay has no effect")
 @pytest.mark.parametrize("name", chains(make_model()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_save_load_step_is_bitwise_step(name, dtype):
@@ -361,6 +363,56 @@ def test_a_compiled_step_is_the_eager_step(form):
         traced.state[twin[1].bias]["adamw.scale_by_adam.count"],
     ):
         assert int(state) == 4
+
+
+def _matrices_to_muon(model: nn.Module) -> mfx.Muon:
+    labels = {name: "muon" if param.ndim > 1 else "adamw" for name, param in model.named_parameters()}
+    return mfx.Muon(model, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+
+
+COMPILED: dict[str, Any] = {
+    "one group": lambda model: mfx.TransformOptimizer(model, mfx.adamw(1e-2)),
+    "two groups": _matrices_to_muon,
+    "in an accumulate": lambda model: mfx.TransformOptimizer(model, mfx.accumulate(mfx.adamw(1e-2), 2)),
+    "beside a schedule": lambda model: mfx.TransformOptimizer(
+        model, mfx.chain(mfx.momentum(mfx.linear_schedule(0.5, 0.9, 5)), mfx.scale_by_learning_rate(1e-2))
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("changed_by", ["hand", "hand, dynamic", "a scheduler"])
+def test_a_compiled_step_follows_a_rate_that_changes_at_every_step(name: str, changed_by: str):
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    trained_params = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = COMPILED[name](model)
+        scheduler = None
+        step = optimizer.step
+        if changed_by == "a scheduler":
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+            step = torch.compile(optimizer.step, backend=graphs)
+        elif is_compiled:
+            options = {"dynamic": True} if "dynamic" in changed_by else {}
+            step = torch.compile(lambda o=optimizer: o.step(), fullgraph=True, backend=graphs, **options)
+        for number in range(9):
+            set_grads(model, number)
+            if is_compiled:
+                step()
+            else:
+                optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+                continue
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (number + 2)
+        trained_params.append(params_of(model))
+    torch.testing.assert_close(*trained_params, rtol=1e-5, atol=1e-6)
+    assert 0 < graphs.frame_count <= 4  # a float is a constant at first, then an input of the graph
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

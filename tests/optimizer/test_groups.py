@@ -1,6 +1,8 @@
 """Groups that schedulers, loggers and engines read and edit: order, keys, and what follows the tensors."""
 
 import copy
+import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +121,128 @@ def test_groups_may_agree_about_a_number_and_disagree_in_turn(rates: list[tuple[
                 param.grad = torch.arange(3.0) - step
             optimizer.step()
     assert all(torch.equal(optimizers[0][0][name], optimizers[1][0][name]) for name in "ab")
+
+
+# ------------------------------------------------------------------------------------------------- numbers as tensors
+
+
+def _by_matrices(model: nn.Module) -> dict[str, str]:
+    return {name: "muon" if param.ndim > 1 else "adamw" for name, param in model.named_parameters()}
+
+
+def _added_later(rate: torch.Tensor) -> mfx.Muon:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = mfx.Muon(model[0].named_parameters("0"), lr=1.0, model=model, labels=_by_matrices(model))
+    optimizer.add_param_group({"params": model[1].named_parameters("1"), "lr": rate})
+    del optimizer.param_groups[:2]
+    return optimizer
+
+
+def _muon(**numbers: Any) -> mfx.Muon:
+    return mfx.Muon(nn.Linear(4, 4), labels=_by_matrices, **numbers)
+
+
+def _loaded_into_floats(rate: torch.Tensor) -> mfx.Muon:
+    optimizer = _muon(lr=1.0)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["lr"] = rate
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the file has other values
+        optimizer.load_state_dict(saved)
+    return optimizer
+
+
+def _assigned(rate: torch.Tensor) -> mfx.Muon:
+    optimizer = _muon(lr=1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    set_grads(nn.ParameterDict({"a": optimizer.param_groups[0]["params"][0]}), 0)
+    optimizer.step()
+    return optimizer
+
+
+SHARED_RATE: dict[str, Callable[[torch.Tensor], mfx.Muon]] = {
+    "constructor": lambda rate: _muon(lr=rate),
+    "both rates": lambda rate: _muon(lr=rate, adamw_lr=rate),
+    "groups": lambda rate: mfx.Muon(
+        [{"params": dict(nn.Linear(4, 4).named_parameters()), "lr": rate}],
+        labels={"weight": "muon", "bias": "adamw"},
+    ),
+    "add_param_group": _added_later,
+    "load_state_dict": _loaded_into_floats,
+    "assigned": _assigned,
+    "copy": lambda rate: copy.deepcopy(_muon(lr=rate)),
+    "pickle": lambda rate: pickle.loads(pickle.dumps(_muon(lr=rate))),
+}
+
+
+@pytest.mark.parametrize("how", SHARED_RATE)
+def test_each_group_owns_its_rate_if_the_rate_is_a_tensor(how: str):
+    optimizer = SHARED_RATE[how](torch.tensor(0.5))
+    first, second = optimizer.param_groups
+    assert first["lr"] is not second["lr"]
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for loss in (1.0, 2.0):
+        scheduler.step(loss)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]
+    torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda _: 0.5])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.125]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"lr": 0.5},
+        {"weight_decay": 0.5},
+        {"momentum": 0.5},
+        {"betas": (0.5, 0.5)},
+        {"lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "betas": (0.5, 0.5)},
+    ],
+)
+def test_no_tensor_is_the_number_of_two_groups_or_of_two_arguments(numbers: dict[str, Any]):
+    number = torch.tensor(0.5)
+    as_tensors = {key: (number, number) if key == "betas" else number for key in numbers}
+    optimizer = _muon(**as_tensors)
+    tensors = [
+        value
+        for group in optimizer.param_groups
+        for key in ("lr", "weight_decay", "momentum", "betas")
+        for value in torch.utils._pytree.tree_leaves(group.get(key))
+        if isinstance(value, torch.Tensor) and not (key == "momentum" and "betas" in group)  # the first of betas
+    ]
+    assert number not in {*tensors}
+    assert len({id(tensor) for tensor in tensors}) == len(tensors)
+
+
+def test_a_tensor_that_the_caller_keeps_and_changes_is_warned_of():
+    rate = torch.tensor(0.5)
+    model = nn.Linear(4, 4)
+    optimizer = mfx.Muon(model, lr=rate, labels=_by_matrices)
+    set_grads(model, 0)
+    optimizer.step()
+    rate.fill_(0.25)
+    with pytest.warns(UserWarning, match=r"that was given for .*learning_rate' was changed in place"):
+        optimizer.step()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+    optimizer.step()
+
+
+def test_a_number_of_all_groups_may_be_tensors_of_one_value_in_each():
+    model = nn.Linear(4, 4)
+    tx = mfx.as_tensors(mfx.chain(mfx.clip_by_global_norm(0.5), mfx.muon_with_adamw(0.1, labels=_by_matrices(model))))
+    optimizer = mfx.TransformOptimizer(model, tx)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    set_grads(model, 0)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["clip_by_global_norm.max_norm"].mul_(0.5)
+    optimizer.step()
+    before = params_of(model)
+    optimizer.param_groups[1]["clip_by_global_norm.max_norm"].mul_(0.5)
+    with pytest.raises(ValueError, match=r"different values of 'clip_by_global_norm\.max_norm'"):
+        optimizer.step()
+    assert_equal(before, params_of(model))
 
 
 # ------------------------------------------------------------------------------------------------- what is a route
@@ -438,8 +562,9 @@ def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: s
             one.step()
             scheduler.step()
         torch.testing.assert_close(params_of(models[0]), params_of(models[1]))
-    assert rate.item() == pytest.approx(0.0125)
+    assert all(float(group["lr"]) == pytest.approx(0.0125) for group in optimizer.param_groups)
     assert [group["lr"].shape for group in optimizer.param_groups] == [shape if where == "groups" else ()] * 2
     again = mfx.Muon(copy.deepcopy(models[0]), **options)
     again.load_state_dict(optimizer.state_dict())
-    assert [float(group["lr"]) for group in again.param_groups] == [float(rate)] * 2
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    assert [float(group["lr"]) for group in again.param_groups] == rates

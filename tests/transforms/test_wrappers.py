@@ -1,5 +1,6 @@
 """Wrappers: micro-batches make one step, a step with a NaN or an infinity changes nothing, and None is no update."""
 
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -214,3 +215,50 @@ def test_a_gathered_gradient_is_not_lost_where_the_last_one_is_none(name: str):
 def test_namo_says_that_it_has_no_scale_for_a_gathered_gradient():
     with pytest.raises(ValueError, match=r"inner transform returned an update for 'b'.*accumulate\(scale_by_namo"):
         run(mfx.contrib.scale_by_namo(UPHILL), zeros=False)
+
+
+# ------------------------------------------------------------------------------------------- outside of accumulate
+
+EVERY = mfx.accumulate(mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(0.1)), 4)
+ACCUMULATED = mfx.accumulate(mfx.identity(), 4)
+SLOWLY = mfx.linear_schedule(0.1, 0.0, 10)
+
+OUTSIDE = {
+    "independent decay": ((EVERY, mfx.subtract_decayed_weights(0.1)), "subtract_decayed_weights .*changes the param"),
+    "decay": ((ACCUMULATED, mfx.add_decayed_weights(0.1), mfx.scale(-0.1)), "add_decayed_weights .*changes the param"),
+    "decay in a mask": (
+        (ACCUMULATED, mfx.masked(mfx.add_decayed_weights(0.1), mfx.select.ndim(2)), mfx.scale(-0.1)),
+        "add_decayed_weights in 'masked' changes the parameters",
+    ),
+    "schedule after": ((ACCUMULATED, mfx.scale_by_learning_rate(SLOWLY)), "scale_by_learning_rate .*its schedule"),
+    "schedule before": ((mfx.scale_by_learning_rate(SLOWLY), ACCUMULATED), "scale_by_learning_rate .*its schedule"),
+    "average": ((EVERY, mfx.ema_params()), "ema_params .*changes its state"),
+    "moments": ((ACCUMULATED, mfx.adamw(0.1)), "scale_by_adam in 'chain' changes its state"),
+    "momentum before": ((mfx.momentum(), ACCUMULATED, mfx.scale(-0.1)), "momentum .*changes its state"),
+    "in a wrapper": ((mfx.skip_nonfinite(EVERY), mfx.ema_params()), "ema_params .*outside of accumulate"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_acts_at_every_micro_batch_is_warned_of_by_name(name: str):
+    members, message = OUTSIDE[name]
+    with pytest.warns(UserWarning, match=message) as caught:
+        mfx.chain(*members)
+    assert "move it inside" in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (EVERY, mfx.monitor("step")),
+        (mfx.clip_by_global_norm(1.0), EVERY),
+        (mfx.add_decayed_weights(0.1), ACCUMULATED, mfx.scale(-0.1)),  # the mean of equal decays
+        (ACCUMULATED, mfx.clip_by_value(1.0), mfx.scale_by_learning_rate(0.1)),
+        (mfx.skip_nonfinite(EVERY), mfx.scale(2.0)),
+        (mfx.skip_nonfinite(mfx.identity()), EVERY),
+    ],
+    ids=repr,
+)
+def test_what_an_update_of_zero_does_not_move_may_be_outside_of_accumulate(members: tuple[mfx.Transform, ...]):
+    with warnings.catch_warnings(action="error"):
+        mfx.chain(*members)

@@ -1,0 +1,138 @@
+"""Entries that a caller has assigned to ``optimizer.state`` or removed from it, as code for ``torch.optim`` does.
+
+An assigned tensor is copied into the state. If all entries of a parameter are removed, its state starts again. Any
+other change is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.core.checks import warn_caller
+from muonfx.optimizer.groups import Group
+from muonfx.optimizer.state import Load
+from muonfx.optimizer.stepping import StateEntries
+
+Take = Callable[[int, Any, Any], Tensor | str]
+
+
+class Edits(NamedTuple):
+    """What a caller has changed in ``optimizer.state``."""
+
+    loads: list[Load]
+    """The assigned tensors."""
+    emptied: list[str]
+    """The names of the parameters without entries, whose state starts again."""
+    shared: list[str]
+    """The keys of the tensors that all parameters share, such as a count."""
+
+
+def read_edits(
+    entries: StateEntries, state: Mapping[Tensor, Group], params: Mapping[str, tuple[Tensor, Tensor]], take: Take
+) -> Edits:
+    """Return the changes in ``state`` (``optimizer.state``), or raise ValueError.
+
+    ``params`` maps a name to the parameter for which the state was shown, and to the one that has replaced it.
+    """
+    place_of: dict[int, dict[str, int]] = {id(param): {} for param, _ in params.values()}
+    shared: dict[str, int] = {}
+    for place, (owner, key) in enumerate(entries.slots):
+        if owner is None:
+            shared[key] = place
+        else:
+            place_of[id(owner)][key] = place
+    _require_known(state, params)
+    edits = Edits([], [], list(shared))
+    assigned_shared: dict[str, dict[str, Tensor]] = {}
+    for name, (param, replaced_by) in params.items():
+        entry = state.get(replaced_by) or state.get(param)
+        places = place_of[id(param)] | shared
+        if not entry:
+            if places:
+                edits.emptied.append(name)
+            continue
+        _require_keys(name, entry, places)
+        for key, place in places.items():
+            value = entry[key]
+            leaf = entries.shown[place]
+            if value is leaf:
+                continue
+            _require_like(name, key, value, leaf)
+            if key in shared:
+                assigned_shared.setdefault(key, {})[name] = value
+                continue
+            local_value = take(place, leaf, value)
+            if isinstance(local_value, str):
+                raise ValueError(f"optimizer.state: {key!r} of {name!r} {local_value}")
+            edits.loads.append((f"{key!r} of {name!r}", place, local_value))
+    number_with_entries = len(params) - len(edits.emptied)
+    for key, values in assigned_shared.items():
+        value = _one_value(key, values, number_with_entries)
+        edits.loads.append((key, shared[key], value))
+    return edits
+
+
+def warn_of_shared(edits: Edits, number: int) -> None:
+    """Warn if the state of some parameters starts again, but not the count that all parameters share."""
+    if edits.shared and edits.emptied and len(edits.emptied) < number:
+        warn_caller(
+            f"optimizer.state: the state of {edits.emptied[0]!r} starts again, but {edits.shared[0]!r} continues, "
+            "because all parameters share it, so the first updates may be larger than those of a new optimizer; "
+            "optimizer.state.clear() starts all again"
+        )
+
+
+def _require_known(state: Mapping[Tensor, Group], params: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    known = {id(tensor) for pair in params.values() for tensor in pair}
+    for tensor, entry in state.items():
+        if entry and id(tensor) not in known:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else repr(tensor)
+            raise ValueError(
+                f"optimizer.state: found entries for {shape}, which is no parameter of this optimizer: put a tensor "
+                "that replaces a parameter at its position in param_groups, too"
+            )
+
+
+def _require_keys(name: str, entry: Group, places: Mapping[str, int]) -> None:
+    if missing := sorted(places.keys() - entry.keys()):
+        raise ValueError(
+            f"optimizer.state: {name!r} has no {missing[0]!r}, expected {sorted(places)}: put it back, write zeros "
+            "into it, or remove all entries of the parameter to start its state again"
+        )
+    if unknown := sorted(map(str, entry.keys() - places.keys())):
+        raise ValueError(
+            f"optimizer.state: {name!r} has an entry {unknown[0]!r} that no transform reads, expected only "
+            f"{sorted(places)}: keep it in a dict of your own"
+        )
+
+
+def _require_like(name: str, key: str, value: object, leaf: object) -> None:
+    if not isinstance(value, Tensor) or not isinstance(leaf, Tensor):
+        found = type(value).__name__
+        raise TypeError(
+            f"optimizer.state: {key!r} of {name!r} must be a tensor, found {found}: write into the tensor that is "
+            "there, as in optimizer.state[param][key].fill_(0)"
+        )
+    has = tuple(value.shape), value.dtype, value.device
+    expected = tuple(leaf.shape), leaf.dtype, leaf.device
+    if has != expected:
+        shown_has, shown_expected = (" ".join(map(str, kind)) for kind in (has, expected))
+        raise ValueError(
+            f"optimizer.state: {key!r} of {name!r} is {shown_has}, expected {shown_expected}: convert it, or write "
+            "into the tensor that is there"
+        )
+
+
+def _one_value(key: str, values: Mapping[str, Tensor], number: int) -> Tensor:
+    """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it."""
+    first = next(iter(values.values()))
+    if len(values) < number or not all(torch.equal(first, value) for value in values.values()):
+        raise ValueError(
+            f"optimizer.state: {key!r} is one tensor of all {number} parameters, and was assigned for "
+            f"{len(values)} of them, such as {next(iter(values))!r}: assign one value for all, or write into the tensor"
+        )
+    return first

@@ -1,0 +1,52 @@
+"""A warning of weight decay that rounding to bfloat16 or float16 removes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from muonfx.core import Transform
+from muonfx.core.checks import warn_caller
+from muonfx.optimizer.groups import BoundGroup
+from muonfx.optimizer.resuming import schedules_in, schedules_of
+from muonfx.program.nodes import Program
+from muonfx.transforms.average import master_params
+
+_COUNTS = (0, *(2**power for power in range(21)))  # steps at which a schedule is evaluated, to find its largest rate
+
+
+def warn_of_lost_decay(
+    tx: Transform, program: Program, groups: Sequence[BoundGroup], params: Mapping[str, Tensor]
+) -> None:
+    """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place."""
+    has_master = {name for node in program.transforms() if node.tx.factory is master_params for name in node.names}
+    lost: list[str] = []
+    largest = 0.0
+    for bound in groups:
+        names = [name for name in bound.names if params[name].requires_grad and name not in has_master]
+        narrow = [name for name in names if params[name].dtype in (torch.bfloat16, torch.float16)]
+        decay = float(bound.group.get("weight_decay", 0.0)) if narrow else 0.0
+        relative_change = decay * _largest_rate(tx, bound) if decay else 0.0
+        for name in narrow:
+            # A unit in the last place of x is between eps / 2 and eps times x.
+            if 0.0 < relative_change < torch.finfo(params[name].dtype).eps / 4:
+                lost.append(name)
+                largest = max(largest, relative_change)
+    if lost:
+        dtype = params[lost[0]].dtype
+        warn_caller(
+            f"weight decay has no effect on {len(lost)} of {len(params)} parameters, such as {lost[0]!r}: a step "
+            f"changes it by {largest:.2g} of its value, which is rounded away in {dtype}. Wrap the whole chain, "
+            "muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, ...) is Muon's "
+            "chain), or set weight_decay=0"
+        )
+
+
+def _largest_rate(tx: Transform, bound: BoundGroup) -> float:
+    if "lr" in bound.numbers.keys:
+        return float(bound.group["lr"])
+    names = [name for name in schedules_of(tx, bound) if name.split(".")[-1] == "learning_rate"]
+    schedules = schedules_in(tx)
+    return max((float(schedules[name](count)) for name in names for count in _COUNTS), default=0.0)

@@ -1,0 +1,124 @@
+"""Parameters in bfloat16: the master copy follows changes from outside, and a decay that rounding removes is named."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muonfx as mfx
+
+BF16 = torch.bfloat16
+
+
+def made(tx: mfx.Transform | None = None) -> tuple[nn.Linear, mfx.TransformOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, dtype=BF16)
+    return model, mfx.TransformOptimizer(model, mfx.master_params(mfx.adamw(1e-3)) if tx is None else tx)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, size: float = 1.0) -> None:
+    for param in model.parameters():
+        param.grad = torch.full_like(param, size)
+    optimizer.step()
+
+
+@torch.no_grad()
+def _in_place(model: nn.Linear, values: dict[str, torch.Tensor]) -> None:
+    for name, param in model.named_parameters():
+        param.copy_(values[name])
+
+
+def _by_data(model: nn.Linear, values: dict[str, torch.Tensor]) -> None:
+    for name, param in model.named_parameters():
+        param.data = values[name].clone()
+
+
+CHANGES: dict[str, Callable[[nn.Linear, dict[str, torch.Tensor]], Any]] = {
+    "load_state_dict": lambda model, values: model.load_state_dict(values),
+    "assign=True": lambda model, values: model.load_state_dict({n: v.clone() for n, v in values.items()}, assign=True),
+    "in place": _in_place,
+    "data": _by_data,
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_weights_that_are_loaded_stay_loaded(how: str):
+    model, optimizer = made()
+    step(model, optimizer)
+    values = {name: torch.full_like(param, 3.0) for name, param in model.state_dict().items()}
+    CHANGES[how](model, values)
+    optimizer.zero_grad()
+    step(model, optimizer, size=0.0)
+    master = optimizer.transform_state.master
+    for name, param in model.named_parameters():
+        assert torch.allclose(param.float(), values[name].float(), atol=2e-2)
+        assert torch.allclose(master[name], values[name].float(), atol=2e-2)
+
+
+@torch.no_grad()
+def test_weights_that_are_clipped_stay_clipped_and_others_keep_their_lost_bits():
+    model, optimizer = made()
+    for _ in range(3):
+        step(model, optimizer)
+    before = {name: leaf.clone() for name, leaf in optimizer.transform_state.master.items()}
+    is_large = {name: param > 0.2 for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.clamp_(max=0.2)
+    _, state, params, _ = optimizer.snapshot()
+    zeros = {name: torch.zeros_like(param) for name, param in params.items()}
+    state = state._replace(inner=mfx.core.EmptyState())
+    master = mfx.master_params(mfx.scale(-1.0)).update(zeros, state, params)[1].master
+    for name, clipped in is_large.items():
+        assert torch.equal(master[name][~clipped], before[name][~clipped])
+        assert torch.equal(master[name][clipped], params[name][clipped].float())
+
+
+def test_steps_alone_never_change_the_master_copy():
+    """The copy is a run in float32, and the parameters are the rounded copy."""
+    model, optimizer = made(mfx.master_params(mfx.chain(mfx.momentum(0.5), mfx.scale(-1e-3))))
+    twin = {name: param.detach().float() for name, param in model.named_parameters()}
+    tx = mfx.chain(mfx.momentum(0.5), mfx.scale(-1e-3))
+    state = tx.init(twin)
+    for number in range(20):
+        step(model, optimizer, size=0.25 + number)
+        updates, state = tx.update({n: torch.full_like(p, 0.25 + number) for n, p in twin.items()}, state, twin)
+        twin = mfx.apply_updates(twin, updates)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(optimizer.transform_state.master[name], twin[name])
+        assert torch.equal(param, optimizer.transform_state.master[name].to(BF16))
+
+
+LOST: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Muon": lambda model: mfx.Muon(model, labels={"weight": "muon", "bias": "adamw"}),
+    "adamw": lambda model: mfx.TransformOptimizer(model, mfx.adamw(1e-3, weight_decay=0.1)),
+    "a schedule": lambda model: mfx.TransformOptimizer(
+        model, mfx.adamw(mfx.warmup_cosine_decay_schedule(1e-3, 2, 10), weight_decay=0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("name", LOST)
+def test_a_decay_that_rounding_removes_is_warned_of(name: str, dtype: torch.dtype):
+    with pytest.warns(UserWarning, match=r"weight decay has no effect on 2 of 2 parameters.*master_params\(tx\)"):
+        LOST[name](nn.Linear(4, 4, dtype=dtype))
+
+
+KEPT: dict[str, Callable[[], Any]] = {
+    "float32": lambda: mfx.TransformOptimizer(nn.Linear(4, 4), mfx.adamw(1e-3, weight_decay=0.1)),
+    "master_params": lambda: made(mfx.master_params(mfx.adamw(1e-3, weight_decay=0.1))),
+    "no decay": lambda: made(mfx.adamw(1e-3, weight_decay=0.0)),
+    "a large decay": lambda: made(mfx.adamw(0.1, weight_decay=0.1)),
+    "frozen": lambda: mfx.TransformOptimizer(
+        nn.Linear(4, 4, dtype=BF16).requires_grad_(False), mfx.adamw(1e-3, weight_decay=0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_no_warning_where_the_decay_has_an_effect(name: str):
+    with warnings.catch_warnings(action="error"):
+        KEPT[name]()

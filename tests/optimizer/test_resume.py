@@ -1,0 +1,190 @@
+"""What a resumed run takes from where: the table in docs/checkpoints.md, row by row."""
+
+import copy
+import io
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import lr_scheduler
+
+import muonfx as mfx
+
+RATE = "scale_by_learning_rate.learning_rate"
+
+
+def optimizer_for(tx: mfx.Transform, steps: int = 0) -> mfx.TransformOptimizer:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = mfx.TransformOptimizer(model, tx, model=model)
+    optimizer.model = model  # type: ignore[attr-defined]
+    for _ in range(steps):
+        step(optimizer)
+    return optimizer
+
+
+def step(optimizer: Any) -> float:
+    """Step on a gradient of 1, and return the change: the rate, if the chain has nothing else."""
+    (param,) = optimizer.param_groups[0]["params"]
+    before = param.detach().clone()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return float((before - param.detach()).item())
+
+
+def by_torch_save(old: Any, new: Any) -> None:
+    file = io.BytesIO()
+    torch.save(old.state_dict(), file)
+    file.seek(0)
+    new.load_state_dict(torch.load(file, weights_only=True))
+
+
+def by_torch_dcp(old: Any, new: Any) -> None:
+    saved = copy.deepcopy(get_optimizer_state_dict(old.model, old))
+    set_optimizer_state_dict(new.model, new, saved)
+
+
+def by_checkpoint(old: Any, new: Any) -> None:
+    path = mfx.checkpoint.save(tempfile.mkdtemp(), old.transform_state, tx=old.transform)
+    saved = mfx.checkpoint.load(path, like=new.transform_state, tx=new.transform)
+    mfx.tree.map(lambda own, loaded: own.copy_(loaded), new.transform_state, saved)
+
+
+WAYS: dict[str, Callable[[Any, Any], None]] = {
+    "torch.save": by_torch_save,
+    "torch's DCP": by_torch_dcp,
+    "mfx.checkpoint": by_checkpoint,
+}
+
+
+def messages_of(how: str, old: Any, new: Any) -> list[str]:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        WAYS[how](old, new)
+    return [str(warning.message) for warning in caught if "other numbers" in str(warning.message)]
+
+
+def cosine(peak: float, total: int) -> mfx.Schedule:
+    return mfx.warmup_cosine_decay_schedule(peak, 2, total)
+
+
+SCHEDULES: dict[str, tuple[Any, Any]] = {
+    "floats and ints": (cosine(1.0, 100), cosine(0.1, 10)),
+    "floats": (cosine(1.0, 100), cosine(0.1, 100)),
+    "ints": (cosine(1.0, 100), cosine(1.0, 10)),
+    "another kind": (cosine(1.0, 100), mfx.linear_schedule(0.1, 0.0, 10)),
+    "joined": (
+        mfx.join_schedules([mfx.constant_schedule(1.0), mfx.linear_schedule(1.0, 0.0, 90)], [2]),
+        mfx.join_schedules([mfx.constant_schedule(0.1), mfx.linear_schedule(0.1, 0.0, 9)], [3]),
+    ),
+    "tensors": (cosine(torch.tensor(1.0), 100), cosine(torch.tensor(0.1), 10)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_comes_whole_from_the_code(name: str, how: str):
+    before, after = SCHEDULES[name]
+    old = optimizer_for(mfx.scale_by_learning_rate(before), steps=5)
+    new = optimizer_for(mfx.scale_by_learning_rate(after))
+    if how == "mfx.checkpoint" and name != "floats":
+        with pytest.raises(mfx.checkpoint.MismatchError, match="allow_other_chain=True"):
+            by_checkpoint(old, new)
+        return
+    messages = messages_of(how, old, new)
+    assert step(new) == pytest.approx(float(after(5)), rel=1e-6)
+    assert len(messages) == 1
+    assert "code" in messages[0]
+    if name != "joined":
+        assert messages_of(how, old, optimizer_for(mfx.scale_by_learning_rate(before))) == []
+
+
+def test_a_difference_of_schedules_is_reported_by_name_with_both_values():
+    old = optimizer_for(mfx.adamw(cosine(1.0, 100)), steps=2)
+    new = optimizer_for(mfx.adamw(cosine(0.1, 10)))
+    (message,) = messages_of("torch.save", old, new)
+    for part in (RATE, "peak=1.0", "total_steps=100", "peak=0.1", "total_steps=10"):
+        assert part in message
+    assert messages_of("torch.save", old, new) == []  # it is reported once
+
+
+NUMBERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "lr": ({"learning_rate": 0.25}, 0.25),
+    "weight_decay": ({"weight_decay": 0.25}, 0.25),
+    "betas": ({"b1": 0.25, "b2": 0.5}, (0.25, 0.5)),
+    "eps": ({"eps": 0.25}, 0.25),
+}
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_in_groups_come_from_a_state_dict_and_are_reported(key: str, as_tensor: bool):
+    arguments, value = NUMBERS[key]
+    tx = mfx.adamw(**{"learning_rate": 0.1, **arguments})
+    old = optimizer_for(mfx.as_tensors(tx) if as_tensor else tx, steps=1)
+    new = optimizer_for(mfx.adamw(0.1))
+    (message,) = messages_of("torch.save", old, new)
+    assert f", {key}: " in message
+    assert "in the file" in message
+    loaded = new.param_groups[0][key]
+    assert (tuple(map(float, loaded)) if key == "betas" else float(loaded)) == value
+    same = optimizer_for(mfx.adamw(**{"learning_rate": 0.1, **arguments}))
+    assert messages_of("torch.save", old, same) == []
+
+
+@pytest.mark.parametrize(("key", "number"), [("learning_rate", 0.25), ("weight_decay", 0.5), ("b1", 0.5)])
+def test_numbers_come_from_the_code_with_a_checkpoint_and_are_reported(key: str, number: float):
+    old = optimizer_for(mfx.adamw(**{"learning_rate": 0.1, "weight_decay": 0.1, key: number}), steps=1)
+    new = optimizer_for(mfx.adamw(0.1, weight_decay=0.1))
+    before = {name: value for name, value in new.param_groups[0].items() if name != "params"}
+    (message,) = messages_of("mfx.checkpoint", old, new)
+    assert str(number) in message or "inspect" in message
+    assert before == {name: value for name, value in new.param_groups[0].items() if name != "params"}
+
+
+def test_a_rate_that_a_torch_scheduler_has_set_is_reported_by_a_checkpoint():
+    old = optimizer_for(mfx.adamw(0.1), steps=1)
+    scheduler = lr_scheduler.ExponentialLR(old, 0.5)
+    step(old)
+    scheduler.step()
+    new = optimizer_for(mfx.adamw(0.1))
+    (message,) = messages_of("mfx.checkpoint", old, new)
+    assert "learning_rate is 0.05 in the checkpoint, 0.1 in the code" in message
+    new.param_groups[0]["lr"] = old.param_groups[0]["lr"]
+    assert messages_of("mfx.checkpoint", old, new) == []
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10),
+}
+
+
+@pytest.mark.parametrize("how", ["torch.save", "torch's DCP"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_torchs_schedulers_resume_without_a_warning(name: str, how: str):
+    old, new = (optimizer_for(mfx.adamw(0.1)) for _ in range(2))
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (old, new)]
+    for _ in range(3):
+        step(old)
+        schedulers[0].step()
+    new.model.load_state_dict(old.model.state_dict())
+    assert messages_of(how, old, new) == []
+    schedulers[1].load_state_dict(schedulers[0].state_dict())
+    for _ in range(3):
+        assert step(old) == step(new)
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_counts_and_moments_come_from_the_file(how: str):
+    old, new = optimizer_for(mfx.adamw(0.1), steps=3), optimizer_for(mfx.adamw(0.1), steps=1)
+    assert messages_of(how, old, new) == []
+    for a, b in zip(*(mfx.tree.leaves(one.transform_state) for one in (old, new)), strict=True):
+        assert torch.equal(a, b)
