@@ -137,7 +137,7 @@ class _InverseRoot(torch.autograd.Function):
     def forward(x: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(x)
         values = values.clamp(min=torch.finfo(x.dtype).eps)  # only rounding makes them smaller
-        roots = values.unsqueeze(-2).sqrt().rsqrt()  # unlike a power, rounds each element alike wherever it is
+        roots = values.unsqueeze(-2).sqrt().rsqrt()  # the rounding of a power depends on the position of the element
         return (vectors * roots) @ vectors.mT
 
     @staticmethod

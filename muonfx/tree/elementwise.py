@@ -296,7 +296,7 @@ def by_stacks(
 
     Small tensors of equal shape are stacked for the call. ``function`` must treat leading dims as a batch, and return
     ``results`` new tensors with these leading dims. A lone tensor is a stack of one, so that on a CPU its bits do not
-    depend on the tensors beside it.
+    depend on the other tensors.
     """
 
     def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:

@@ -1,4 +1,4 @@
-"""Matrices in batches: each one has the same bits alone, and beside any other matrices."""
+"""Matrices in batches: each one has the same bits alone and with any others."""
 
 from typing import Any
 

@@ -147,7 +147,7 @@ def _loss_after_training(tx: mfx.Transform, params: dict[str, Tensor]) -> Tensor
     return sum((param**3).sum() for param in params.values())
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of growing graphs, which this test wants
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of growing graphs, as intended
 @pytest.mark.parametrize("case", READS_PARAMS)
 def test_derivatives_by_the_initial_parameters_equal_finite_differences(case: Case):
     params, (direction,) = case.example(1, torch.float64)
