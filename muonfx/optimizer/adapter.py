@@ -32,6 +32,7 @@ from muonfx.optimizer.groups import (
     warn_of_ascent,
     warn_of_unread_rates,
 )
+from muonfx.optimizer.over_ranks import constructed_together
 from muonfx.optimizer.state import Load, read_state_dict
 from muonfx.optimizer.stepping import add_in_place
 from muonfx.program.placement import Arguments
@@ -111,6 +112,7 @@ class TransformOptimizer(FollowingOptimizer):
         ['adamw/scale_by_adam/count', 'muon/momentum/trace']
     """
 
+    @constructed_together
     @plain_arguments
     def __init__(
         self,

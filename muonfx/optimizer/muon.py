@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups, scalar
+from muonfx.optimizer.over_ranks import constructed_together
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.select import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
@@ -76,6 +77,7 @@ class Muon(TransformOptimizer):
         >>> scheduler.step()
     """
 
+    @constructed_together
     @plain_arguments
     def __init__(
         self,
