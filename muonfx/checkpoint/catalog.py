@@ -326,7 +326,10 @@ def remove_files_of_killed_saves(path: Path) -> None:
     if step_of(path) is None:
         return
     for folder in _by_step(path.parent):
-        if folder != path and remove_dead_files(folder):
+        if folder == path:
+            continue
+        remove_dead_files(folder)
+        if not _has_index(folder):  # also the empty folder of a save that was killed before it wrote a file
             with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
@@ -338,7 +341,7 @@ def _warn_of_leftovers(folder: Path) -> None:
     for file in files:
         with suppress(OSError):  # removed since it was listed
             nbytes += file.stat().st_size
-    if files:
+    if nbytes:
         warnings.warn(
             f"{folder}: found {format_bytes(nbytes)} in {len(files)} files of saves that were interrupted on another "
             f"machine or still run there, such as {files[0]}: if no save is running, remove them with "
