@@ -13,13 +13,16 @@ from typing import TypeVar
 
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
-from muonfx.checkpoint.index import INDEX, DataFile, Index, is_own_name, read_index
+from muonfx.checkpoint.index import INDEX, DataFile, Index, read_index
+from muonfx.checkpoint.leftovers import remove_dead_files, remove_ended_files, unknown_files
 from muonfx.core.checks import positive_int
+from muonfx.tree.display import format_bytes
 
 # fmt: off
 __all__ = [
     "TRIES", "check_step", "checkpoints", "clean", "folder_named", "inspect", "latest", "prune", "reading",
-    "remove_files", "replaced_often", "step_of", "step_path", "warn_of_later_steps", "with_reader",
+    "remove_files", "remove_files_of_killed_saves", "replaced_often", "step_of", "step_path", "warn_of_later_steps",
+    "with_reader",
 ]
 # fmt: on
 
@@ -143,7 +146,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the paths of the complete checkpoints in a folder, in ascending order of step.
 
     These are the folders named by `step_path` that contain an index; an interrupted save has none. Only names are read;
-    `verify` checks the contents.
+    `verify` checks the contents. Symbolic links are followed, and a link to nowhere is in the list.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -155,6 +158,8 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _has_index(path: Path) -> bool:
+    if path.is_symlink() and not path.is_dir():  # count it: the attempt to read it raises an error with the reason
+        return True
     try:
         return (path / INDEX).exists()
     except OSError:  # count it: the attempt to read it raises an error with the reason
@@ -164,7 +169,7 @@ def _has_index(path: Path) -> bool:
 def _by_step(folder: Path) -> list[Path]:
     try:
         inside = [path for path in folder.iterdir() if step_of(path) is not None]
-        inside = [path for path in inside if path.is_dir() and not path.is_symlink()]
+        inside = [path for path in inside if path.is_dir() or path.is_symlink()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -194,18 +199,20 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
         FormatError: the checkpoint with the highest step was written by a newer version of muonfx.
 
     Warns:
-        UserWarning: a checkpoint of a higher step is damaged; the message describes the damage.
+        UserWarning: a checkpoint of a higher step is damaged, or is a symbolic link to nowhere; or the folder has files
+            of saves that were interrupted on another machine. The message gives their paths and bytes.
 
     >>> latest("no/such/folder") is None
     True
     """
+    _warn_of_leftovers(folder_named(folder))
     for path in reversed(checkpoints(folder)):
         problem = _problem(path, verify=verify)
         if problem is None:
             return path
         if isinstance(problem, FormatError):
             raise problem
-        if isinstance(problem, NotFoundError):
+        if isinstance(problem, NotFoundError) and not path.is_symlink():
             continue  # removed since the folder was listed
         warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {problem}", stacklevel=2)
     return None
@@ -215,7 +222,8 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
     """Remove old checkpoints from a folder, except the ``keep`` undamaged checkpoints with the highest steps.
 
     A damaged checkpoint is removed only if it is older than every kept checkpoint. To remove a checkpoint, its index
-    and the data files named in the index are deleted, and its folder if that is then empty. Symbolic links are ignored.
+    and the data files named in the index are deleted, and its folder if that is then empty. Of a symbolic link to a
+    checkpoint, only the link is removed.
 
     Args:
         folder: the folder with the checkpoints, named by `step_path`.
@@ -248,6 +256,10 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
     for path in found:
         if path not in kept and (path in good or path in older):
             try:
+                if path.is_symlink():
+                    path.unlink()
+                    removed.append(path)
+                    continue
                 index = inspect(path)
                 (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
                 remove_files(path, index.files)
@@ -274,8 +286,9 @@ def remove_files(path: Path, files: Iterable[DataFile]) -> None:
 def clean(path: str | os.PathLike[str]) -> list[Path]:
     """Remove the files of interrupted saves from a checkpoint, or from all checkpoints in a folder.
 
-    A save leaves files behind if its process is killed, or if several processes save to one path at the same time. Do
-    not call this function during a save to the path: it would also remove the files of that save.
+    A save leaves files behind if its process is killed. The next save removes them, except those of another machine,
+    for which it cannot be found out if their save still runs. Do not call this function during a save on another
+    machine: it would also remove the files of that save. The files of running saves of this machine stay.
 
     Args:
         path: a checkpoint, or a folder of checkpoints, named by `step_path`. A checkpoint whose folder or index cannot
@@ -294,22 +307,47 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
     removed: list[Path] = []
     for folder in [path, *_by_step(path)]:
         try:
-            files = [file for file in sorted(folder.iterdir()) if is_own_name(file.name)]
-            # Read after the files were listed, so that it names those of a save that has just ended.
-            named = {file.name for file in inspect(folder).files} if _has_index(folder) else set[str]()
-        except (OSError, CheckpointError):
-            continue
-        for file in files:
-            if file.name not in named:
-                try:
-                    file.unlink(missing_ok=True)
-                except OSError as error:
-                    raise CheckpointError(f"{file}: cannot be removed: {error.strerror}") from error
-                removed.append(file)
+            removed += remove_ended_files(folder)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: cannot be removed: {error.strerror}") from error
         if folder != path:
             with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
     return removed
+
+
+def remove_files_of_killed_saves(path: Path) -> None:
+    """Remove the files that killed saves have left in a checkpoint's folder, and in all of its series.
+
+    The series are the folders named by `step_path` in the same parent folder, if ``path`` has such a name, too. The
+    files of saves that are running, or may run on another machine, stay.
+    """
+    remove_dead_files(path)
+    if step_of(path) is None:
+        return
+    for folder in _by_step(path.parent):
+        if folder == path:
+            continue
+        remove_dead_files(folder)
+        if not _has_index(folder):  # also the empty folder of a save that was killed before it wrote a file
+            with suppress(OSError):  # the folder is not empty
+                folder.rmdir()
+
+
+def _warn_of_leftovers(folder: Path) -> None:
+    """Warn of files of saves that ended on another machine or still run there, which no save removes."""
+    files = [file for checkpoint in _by_step(folder) for file in unknown_files(checkpoint)]
+    nbytes = 0
+    for file in files:
+        with suppress(OSError):  # removed since it was listed
+            nbytes += file.stat().st_size
+    if nbytes:
+        warnings.warn(
+            f"{folder}: found {format_bytes(nbytes)} in {len(files)} files of saves that were interrupted on another "
+            f"machine or still run there, such as {files[0]}: if no save is running, remove them with "
+            f"muonfx.checkpoint.clean({str(folder)!r})",
+            stacklevel=3,
+        )
 
 
 def warn_of_later_steps(path: Path) -> None:

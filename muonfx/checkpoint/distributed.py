@@ -120,6 +120,7 @@ class _Writer(StorageWriter):
         written = self.draft.is_committed() if self.commits else self.draft.is_at_path()
         if self.commits and written is False:
             self.draft.discard()
+        self.draft.release_lock()
         # On other ranks the files must stay: rank 0 may still commit an index that names them.
         return written if self.commits or written else None
 

@@ -29,7 +29,7 @@ from muonfx.tree.dtypes import DTYPES, NAMES
 # fmt: off
 __all__ = [
     "BLOCK", "FORMAT", "INDEX", "LONGEST_HEADER", "VERSION", "Chunk", "DataFile", "Index", "Leaf",
-    "data_name", "is_own_name", "read_index", "text_of", "unfinished_index_name",
+    "data_name", "is_own_name", "lock_name", "read_index", "save_id_of", "text_of", "unfinished_index_name",
 ]
 # fmt: on
 
@@ -149,12 +149,28 @@ def unfinished_index_name(save_id: str) -> str:
     return f".{INDEX}-{save_id}.part"
 
 
+def lock_name(save_id: str) -> str:
+    """Return the name of the file that a save locks while it runs."""
+    return f".save-{save_id}.lock"
+
+
 def is_own_name(name: str) -> bool:
-    """Return whether a file name is one that `save` gives, to a data file or to an index before it is complete."""
+    """Return whether a file name is one that `save` gives: to a data file, an unfinished index or a lock."""
     return _OWN_NAME.fullmatch(name) is not None
 
 
-_OWN_NAME = re.compile(rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part")
+def save_id_of(name: str) -> str:
+    """Return the id of the save in a file name of `is_own_name`."""
+    match = _SAVE_ID.search(name)
+    assert match is not None
+    return match[0]
+
+
+_SAVE_ID = re.compile(r"(?<=-)[0-9a-f]{16}(?=[-.])")
+_OWN_NAME = re.compile(
+    rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part"
+    r"|\.save-[0-9a-f]{16}\.lock"
+)
 
 
 @no_collection()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Allow, Rules, Target, patterns_of
 from muonfx.core import Transform
+from muonfx.sharding.consensus import report_failure
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.renaming import Rename
@@ -99,11 +101,13 @@ def load(
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """
-    rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
-    if isinstance(tx, Sharded) and not isinstance(like, StateSpec):
-        group = tx.layout.group if group is None else group
-        if not is_global(like):  # a rank without shards takes the other path, which calls `_load` as well
-            return from_global(tx, _load(path, lambda: to_global(tx, like), tx, rules, device, group, section=""))
+    if isinstance(tx, Sharded) and not isinstance(like, StateSpec) and group is None:
+        group = tx.layout.group
+    with reported(group):
+        rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
+    if isinstance(tx, Sharded) and not isinstance(like, StateSpec) and not is_global(like):
+        # A rank without shards takes the other path, which calls `_load` as well.
+        return from_global(tx, _load(path, lambda: to_global(tx, like), tx, rules, device, group, section=""))
     return _load(path, lambda: like, tx, rules, device, group, section="")
 
 
@@ -146,11 +150,27 @@ def load_params(
         >>> mfx.checkpoint.load_params(path, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
+    if isinstance(tx, Sharded) and group is None:
+        group = tx.layout.group
+    with reported(group):
+        rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
     if not isinstance(tx, Sharded):
         return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
-    layout, group = tx.layout, tx.layout.group if group is None else group
+    layout = tx.layout
     return layout.from_global(_load(path, lambda: layout.to_global(like), None, rules, device, group, section=PARAMS))
+
+
+@contextmanager
+def reported(group: ProcessGroup | None) -> Generator[None]:
+    """Report an error of the ``with`` block to the ranks that call `load` together with this one."""
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            from muonfx.checkpoint.distributed import check_group
+
+            report_failure(check_group(group, "the load"), "checkpoint.load", error)
+        raise
 
 
 def _load(

@@ -24,6 +24,7 @@ from muonfx.checkpoint.catalog import (
     inspect,
     prune,
     remove_files,
+    remove_files_of_killed_saves,
     step_of,
     warn_of_later_steps,
 )
@@ -31,6 +32,7 @@ from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.files import fresh_file, make_folder, no_collection, open_regular, sync_folder
 from muonfx.checkpoint.index import FORMAT, INDEX, Chunk, DataFile, Index, data_name, text_of, unfinished_index_name
+from muonfx.checkpoint.leftovers import SaveLock
 from muonfx.checkpoint.names import PARAMS, in_section, named_tensors
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
@@ -199,6 +201,7 @@ class Draft:
         self.path, self.save_id = path, save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._own: list[Path] = [self._unfinished_index]
+        self._lock = SaveLock(path, self.save_id)
         self._replaced: tuple[DataFile, ...] = ()
         self._at_begin: object = None
         self._other_writer = self._made = self._tried = self._done = False
@@ -219,6 +222,7 @@ class Draft:
             )
         self._made = not self.path.exists()
         make_folder(self.path)
+        self._lock.acquire()
         self._at_begin = self._identity()
 
     def write(
@@ -259,11 +263,19 @@ class Draft:
         return found.st_ino, found.st_mtime_ns
 
     def tidy(self, keep: int | None) -> None:
-        """Remove the files of the replaced checkpoint, and old checkpoints except ``keep``; warn if that fails."""
+        """Remove the replaced checkpoint, old checkpoints except ``keep``, and the files of killed saves.
+
+        Files of killed saves are removed from the folder of the checkpoint and, if `step_path` named it, from the other
+        checkpoints of its series. Warn if something cannot be removed.
+        """
         try:
-            remove_files(self.path, self._replaced)
+            try:
+                remove_files(self.path, self._replaced)
+            finally:
+                self._lock.release()
             if keep is not None:
                 prune(self.path.parent, keep, written=self.path)
+            remove_files_of_killed_saves(self.path)
             warn_of_later_steps(self.path)
         except (OSError, CheckpointError) as error:
             warnings.warn(
@@ -296,9 +308,14 @@ class Draft:
         for file in self._own:
             with suppress(OSError):
                 file.unlink()
+        self._lock.release()
         if self._made:
             with suppress(OSError):
                 self.path.rmdir()
+
+    def release_lock(self) -> None:
+        """Mark this save as ended. Its files stay."""
+        self._lock.release()
 
     @contextmanager
     def discard_on_error(self) -> Generator[None]:
@@ -312,6 +329,7 @@ class Draft:
             written = self.is_committed()
             if written is False:
                 self.discard()
+            self._lock.release()
             if isinstance(error, OSError):
                 raise WriteError(_refused(self.path, error, written), written) from error
             raise

@@ -38,6 +38,7 @@ from muonfx.optimizer.groups import (
     warn_of_unread_rates,
 )
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
+from muonfx.optimizer.over_ranks import constructed_together
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
 from muonfx.optimizer.state import StateToLoad, read_state_dict
 from muonfx.optimizer.stepping import add_in_place
@@ -126,6 +127,7 @@ class TransformOptimizer(FollowingOptimizer):
         ['adamw.scale_by_adam.count', 'muon.momentum.trace']
     """
 
+    @constructed_together
     @plain_arguments
     def __init__(
         self,

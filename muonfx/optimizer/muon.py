@@ -24,6 +24,7 @@ from muonfx.optimizer.groups import (
     resolve_groups,
     scalar,
 )
+from muonfx.optimizer.over_ranks import constructed_together
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.select import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
@@ -87,6 +88,7 @@ class Muon(TransformOptimizer):
         >>> scheduler.step()
     """
 
+    @constructed_together
     @plain_arguments
     def __init__(
         self,

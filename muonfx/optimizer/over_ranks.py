@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.consensus import agree, wait_for_all
+from muonfx.sharding.consensus import agree, construction, wait_for_all
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
@@ -36,7 +37,7 @@ from muonfx.sharding.state import (
     own_what_they_hold,
     state_to_dtensors,
 )
-from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sharded
+from muonfx.sharding.transform import Sharded, bind, init_sharded, sharded_with, step_sharded
 from muonfx.tree import PyTree
 
 ALIGNED = 16
@@ -68,6 +69,42 @@ def stepping_for(
     if bucket_bytes is not None:
         settings = settings._replace(bucket_bytes=bucket_bytes)
     return SteppingOverRanks(tx, lower(inner_of(tx), layout.meta(list(params))), layout, settings)
+
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+def constructed_together(constructor: Constructor) -> Constructor:
+    """Decorate the constructor of an optimizer: an error on one rank is raised on all ranks that construct it."""
+
+    @functools.wraps(constructor)
+    def construct(self: Any, *args: Any, **options: Any) -> None:
+        if args and isinstance(args[0], Iterator):
+            args = [*args[0]], *args[1:]  # an iterator can be read only once
+        with construction(lambda: _group_of(args, options)):
+            constructor(self, *args, **options)
+
+    return cast("Constructor", construct)
+
+
+def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks that construct an optimizer with these arguments; None if it is alone."""
+    if not dist.is_initialized():
+        return None
+    layout = options.get("layout")
+    for argument in (*args, *options.values()):
+        if isinstance(argument, Sharded):
+            layout = argument.layout
+    if isinstance(layout, Layout):
+        return layout.group
+    if layout is not None:
+        group = getattr(layout, "keywords", {}).get("group")  # of a functools.partial
+        return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    params = args[0] if args else options.get("params")
+    leaves = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
+    meshes = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]
+    is_of_all = bool(meshes) and all(mesh.size() == dist.get_world_size() for mesh in meshes)
+    return dist.group.WORLD if is_of_all else None
 
 
 class Gathering:

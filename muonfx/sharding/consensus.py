@@ -22,6 +22,7 @@ from muonfx.tree.display import format_list
 from muonfx.tree.tracing import functorch_is_active, is_wrapped, without_transforms
 
 __all__ = [
+    "CONSTRUCTING",
     "DTYPES",
     "LARGE",
     "UNPLACED",
@@ -31,9 +32,11 @@ __all__ = [
     "agree_on_leaves",
     "all_objects",
     "check_pieces",
+    "construction",
     "host_device",
     "listed",
     "outside_transforms",
+    "report_failure",
     "wait_for_all",
     "warn_together",
     "words",
@@ -324,8 +327,14 @@ _met: dict[tuple[str, str], int] = {}
 """How often `wait_for_all` has returned for a group and a purpose; equal on all ranks of the group."""
 
 
+_WITHOUT_STORE = ("fake", "mpi")
+"""Backends whose groups have no key-value store: torch's pretended ranks, and MPI. Their ranks do not wait here."""
+
+
 def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
     """Wait until every rank of a group has called this with the same `what`. After a timeout, name missing ranks."""
+    if dist.get_backend(group) in _WITHOUT_STORE:
+        return
     turn = _met.get((group.group_name, what), 0)
     keys = [f"muonfx/{what}/{turn}/{rank}" for rank in range(dist.get_world_size(group))]
     own = keys[dist.get_rank(group)]
@@ -345,7 +354,49 @@ def wait_for_all(group: dist.ProcessGroup, what: str) -> None:
         except BaseException:  # also an interrupt: this rank no longer waits, and all can meet later
             store.delete_key(own)
             raise
+        _met[group.group_name, what] = turn + 1
+        failed = _failure_key(what, turn)
+        if store.check([failed]):
+            raise ShardingError(f"nothing was changed on any rank:\n{store.get(failed).decode()}")
+
+
+def _failure_key(what: str, turn: int) -> str:
+    return f"muonfx/{what}/{turn}/failed"
+
+
+def report_failure(group: dist.ProcessGroup, what: str, problem: BaseException) -> None:
+    """Let the ranks that wait in `wait_for_all`, or will, raise this rank's error at once. This rank does not wait."""
+    if dist.get_backend(group) in _WITHOUT_STORE:
+        return
+    turn = _met.get((group.group_name, what), 0)
+    rank = dist.get_rank(group)
+    store = group.get_group_store()
+    store.set(_failure_key(what, turn), f"rank {rank}: {type(problem).__name__}: {problem}")
+    for other in range(dist.get_world_size(group)):  # so that no rank waits for another that is late
+        store.set(f"muonfx/{what}/{turn}/{other}", "")
     _met[group.group_name, what] = turn + 1
+
+
+CONSTRUCTING = "the construction of a sharded transform or optimizer"
+
+
+@contextmanager
+def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generator[None]:
+    """Report an error of the ``with`` block to the other ranks, if this rank has not met them in the block.
+
+    Without the report, they would wait for this rank until the timeout of the group. `find_group` returns their group,
+    and is called after an error only; None if this rank constructs alone.
+    """
+    met_before = dict(_met)
+    try:
+        yield
+    except Exception as error:
+        group = find_group()
+        if group is not None and dist.get_world_size(group) > 1:
+            key = group.group_name, CONSTRUCTING
+            if _met.get(key) == met_before.get(key):
+                report_failure(group, CONSTRUCTING, error)
+        raise
 
 
 def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:

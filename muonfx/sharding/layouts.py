@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.sharding.consensus import all_objects
+from muonfx.sharding.consensus import CONSTRUCTING, all_objects, wait_for_all
 from muonfx.sharding.cut import (
     Cut,
     Intervals,
@@ -247,6 +247,7 @@ def _cuts_on_several_meshes(
         digest((ways, [own.shape for own in places.values()])),
         [(digest(meshes[mesh]), own.coordinates[rank]) for mesh, own in places.items()],
     )
+    wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
     said = all_objects(mine, group, "finding out who holds what")
     if len({way for way, _ in said}) > 1:
         return None

@@ -22,7 +22,17 @@ from muonfx.program.nodes import Program
 from muonfx.program.offload.store import IN_MEMORY
 from muonfx.program.placement import Arguments, meta_like
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.consensus import DTYPES, UNPLACED, Facts, agree, agree_on_leaves, all_objects, check_pieces
+from muonfx.sharding.consensus import (
+    CONSTRUCTING,
+    DTYPES,
+    UNPLACED,
+    Facts,
+    agree,
+    agree_on_leaves,
+    all_objects,
+    check_pieces,
+    wait_for_all,
+)
 from muonfx.sharding.dtensors import is_dtensor, is_placed_like, local_of, local_tree
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError, digest
@@ -273,6 +283,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     if layout.group is not None and layout.size > 1:
+        wait_for_all(layout.group, CONSTRUCTING)
         same = {subject: digest(fact) for subject, fact in facts.items()}
         agree("binding a transform to a layout", layout.group, problem, same=same, explain=lambda: facts)
     elif problem is not None:

@@ -23,7 +23,7 @@ from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.consensus import outside_transforms
+from muonfx.sharding.consensus import construction, outside_transforms
 from muonfx.sharding.dtensors import PLAIN, local_tree, to_dtensors
 from muonfx.sharding.layout import Layout, require_layout
 from muonfx.sharding.messages import ShardingError
@@ -151,7 +151,8 @@ def sharded(
         )
     require_layout(layout)
     settings = Settings(replicas, bucket_bytes)
-    settings.check()
+    with construction(lambda: layout.group):
+        settings.check()
     inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:
@@ -207,7 +208,7 @@ def sharded_with(progress: Progress, tx: Transform, layout: Layout, settings: Se
 def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress:
     """Return the progress of a sharded transform.
 
-    A transform that is built anew for each step, from the same layout, has none of its own. It continues with the
+    A transform that is built again for each step, from the same layout, has none of its own. It continues with the
     progress of the transform of equal structure that was initialized last.
     """
     if _PROGRESS in memory:

@@ -102,7 +102,7 @@ def test_each_optimizer_of_a_layout_is_verified_at_its_own_first_step_and_after_
 
 @on_ranks(2)
 def test_later_steps_with_other_numbers_or_new_objects_are_not_verified_again(here: Here):
-    """A step costs one all-reduce of 44 bytes, also if its transform has other numbers or is built anew."""
+    """A step costs one all-reduce of 44 bytes, also if its transform has other numbers or is built again."""
     layout = sharding.replicated(PARAMS, here.group)
     chain = mfx.chain(mfx.momentum(), mfx.scale(-0.1))
     tx = sharding.sharded(chain, layout)

@@ -1,0 +1,158 @@
+"""Find the files that killed saves have left, and distinguish them from those of a running save.
+
+While a save runs, its process holds an advisory lock (flock) on a file ``.save-<id>.lock`` in the folder of the
+checkpoint. The file is created before any other file of the save, and removed after all of them are in place or gone.
+The operating system releases the lock when the process ends. So if the file can be locked, its save was killed.
+
+On network file systems a lock may be valid on one machine only. The file therefore contains the boot id of the machine,
+and the files of another machine are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Literal
+
+from muonfx.checkpoint.errors import CheckpointError
+from muonfx.checkpoint.files import make_folder, read_regular
+from muonfx.checkpoint.index import INDEX, is_own_name, lock_name, read_index, save_id_of, unfinished_index_name
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no lock can be taken, and nothing is removed
+    fcntl = None
+
+__all__ = ["SaveLock", "remove_dead_files", "remove_ended_files", "unknown_files"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LONGEST_LOCK = 4096
+
+
+def _this_boot() -> bytes:
+    """Return the id of this boot of this machine; b"" if the system has none."""
+    try:
+        return _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return b""
+
+
+class SaveLock:
+    """The lock of one running save, from `acquire` to `release`."""
+
+    def __init__(self, folder: Path, save_id: str) -> None:
+        self.path = folder / lock_name(save_id)
+        self._file: FileIO | None = None
+
+    def acquire(self) -> None:
+        """Create the lock file and lock it. The folder is created again if another process has just removed it."""
+        try:
+            self._file = FileIO(self.path, "xb")
+        except FileNotFoundError:
+            make_folder(self.path.parent)
+            self._file = FileIO(self.path, "xb")
+        boot = b""
+        if _lock(self._file):
+            boot = _this_boot()
+        self._file.write(boot)
+
+    def release(self) -> None:
+        """Remove the lock file, and release the lock."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            self.path.unlink()
+        with suppress(OSError):
+            self._file.close()
+        self._file = None
+
+
+def _lock(file: FileIO) -> bool:
+    """Lock an open file for this process; return False if another process has locked it, or it cannot be locked."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+Verdict = Literal["dead", "alive", "unknown"]
+
+
+@contextmanager
+def _judged(folder: Path, save_id: str, names: set[str]) -> Generator[Verdict]:
+    """Yield whether a save is still running. In the ``with`` block, no other process can judge a dead save."""
+    path = folder / lock_name(save_id)
+    with ExitStack() as stack:
+        try:
+            boot = read_regular(path, _LONGEST_LOCK)
+            file = stack.enter_context(FileIO(path, "r+b"))
+        except FileNotFoundError:
+            # Files without a lock belong to a save that has ended, or to a checkpoint that was removed by half. An
+            # unfinished index without a lock is of another program or version.
+            yield "unknown" if unfinished_index_name(save_id) in names else "dead"
+            return
+        except OSError:
+            yield "unknown"
+            return
+        if not boot or boot != _this_boot():
+            yield "unknown"
+            return
+        yield "dead" if _lock(file) else "alive"
+
+
+def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
+    """Return the files of saves with one of the verdicts that the index of the folder does not name; remove them."""
+    try:
+        names = {name for name in os.listdir(folder) if is_own_name(name)}
+    except OSError:
+        return []
+    # An ordinary checkpoint has an index and no lock. Its index is read only if a caller searches thoroughly.
+    is_suspicious = "unknown" in verdicts or any(name.startswith(".save-") for name in names)
+    if not names or (not is_suspicious and (folder / INDEX).exists()):
+        return []
+    found: list[Path] = []
+    for save_id in sorted({save_id_of(name) for name in names}):
+        with _judged(folder, save_id, names) as verdict:
+            if verdict not in verdicts:
+                continue
+            try:
+                # Read after the verdict: a save that has just ended has been named, and its lock is gone.
+                named = _names_in_index(folder)
+            except (OSError, CheckpointError):
+                return found  # any file may belong to an index that cannot be read
+            files = [folder / name for name in sorted(names - named) if save_id_of(name) == save_id]
+            # The lock file is the last, so that a removal that is interrupted is completed later.
+            files.sort(key=lambda file: file.name == lock_name(save_id))
+            if remove:
+                for file in files:
+                    file.unlink(missing_ok=True)
+            found += files
+    return found
+
+
+def _names_in_index(folder: Path) -> set[str]:
+    try:
+        return {file.name for file in read_index(folder / INDEX).files}
+    except FileNotFoundError:
+        return set()
+
+
+def unknown_files(folder: Path) -> list[Path]:
+    """Return the files in a checkpoint's folder of saves of which this machine cannot find out if they still run."""
+    return _unnamed_files(folder, ("unknown",))
+
+
+def remove_dead_files(folder: Path) -> list[Path]:
+    """Remove the files that killed saves have left in a checkpoint's folder; return them."""
+    return _unnamed_files(folder, ("dead",), remove=True)
+
+
+def remove_ended_files(folder: Path) -> list[Path]:
+    """Remove the files of all saves that are not known to be running, also of other machines; return them."""
+    return _unnamed_files(folder, ("dead", "unknown"), remove=True)

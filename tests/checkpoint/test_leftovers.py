@@ -1,0 +1,148 @@
+"""Files of killed saves do not accumulate, and the files of a running save are never removed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import muonfx as mfx
+from muonfx.checkpoint import leftovers
+from muonfx.checkpoint.__main__ import main
+from muonfx.checkpoint.index import INDEX
+from tests.checkpoint.common import assert_same_tree
+from tests.processes import ROOT
+
+ck = mfx.checkpoint
+STATE = {"w": torch.arange(1000.0)}
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="locks")
+
+WRITER = """
+import sys
+import torch
+import muonfx as mfx
+from muonfx.checkpoint.writing import Draft
+
+commit = Draft.commit
+
+def commit_later(draft, index):
+    print("written", flush=True)
+    assert sys.stdin.readline()
+    commit(draft, index)
+
+Draft.commit = commit_later
+for path in sys.argv[1:]:
+    mfx.checkpoint.save(path, {"w": torch.arange(1000.0)})
+    print("saved", flush=True)
+"""
+
+
+@contextmanager
+def writer(*paths: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that saves to each path in turn, and waits for a line before it writes each index."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WRITER, *map(str, paths)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def require_line(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == text
+
+
+def data_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+
+
+def test_saves_leave_the_files_of_a_running_save_and_remove_those_of_a_killed_one(tmp_path: Path):
+    early, late = ck.step_path(tmp_path, 1), ck.step_path(tmp_path, 2)
+    with writer(early, late) as process:
+        for path, later_steps in ((early, (3, 4, 5)), (late, (6, 7, 8))):
+            require_line(process, "written")
+            before = set(path.iterdir())
+            assert len(before) == 2  # the data, and the lock
+            for step in later_steps:
+                ck.save(ck.step_path(tmp_path, step), STATE, step=step, keep=2)
+            assert not set(before) & set(ck.clean(tmp_path))
+            assert set(path.iterdir()) == before
+            if path == early:
+                assert process.stdin is not None
+                print("go on", file=process.stdin, flush=True)
+                require_line(process, "saved")
+                assert_same_tree(ck.load(path, like=STATE), STATE)
+    assert late.exists()  # its writer was killed
+    ck.save(ck.step_path(tmp_path, 9), STATE, step=9, keep=2)
+    assert not late.exists()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000000008", "step-000000009"]
+    assert data_bytes(tmp_path) < 2.1 * 4000 + 1000
+
+
+def test_a_save_in_place_removes_the_files_of_a_killed_one(tmp_path: Path):
+    path = ck.save(tmp_path / "here", STATE)
+    with writer(path) as process:
+        require_line(process, "written")
+        ck.save(path, STATE)
+        assert len(list(path.iterdir())) == 4
+    ck.save(path, STATE)
+    assert len(list(path.iterdir())) == 2
+
+
+def test_files_of_another_machine_stay_and_latest_warns_with_path_and_bytes(tmp_path: Path, monkeypatch):
+    ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
+    other = ck.step_path(tmp_path, 2)
+    with writer(other) as process:
+        require_line(process, "written")
+    with monkeypatch.context() as patched:
+        patched.setattr(leftovers, "_this_boot", lambda: b"another machine")
+        path = ck.save(ck.step_path(tmp_path, 3), STATE, step=3, keep=1)
+        assert len(list(other.iterdir())) == 2
+        with pytest.warns(UserWarning, match=r"step-000000002.*clean") as told:
+            assert ck.latest(tmp_path) == path
+        assert " in 2 files " in str(told[0].message)
+        assert len(ck.clean(tmp_path)) == 2
+    assert ck.latest(tmp_path) == path
+
+
+def test_a_checkpoint_that_was_removed_by_half_is_removed_by_the_next_save(tmp_path: Path):
+    """A process was killed after it had removed the index."""
+    old = ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
+    (old / INDEX).unlink()
+    (old / "notes.txt").write_text("mine")
+    ck.save(ck.step_path(tmp_path, 2), STATE, step=2)
+    assert [file.name for file in old.iterdir()] == ["notes.txt"]
+
+
+def test_links_to_checkpoints_are_followed_and_removed_as_links(tmp_path: Path, capsys):
+    archive = ck.save(tmp_path / "archive" / "first", STATE, step=7)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    link = ck.step_path(folder, 7)
+    link.symlink_to(archive)
+    assert ck.checkpoints(folder) == [link]
+    assert ck.latest(folder, verify=True) == link
+    assert ck.inspect(link).step == 7
+    assert main(["inspect", str(folder)]) == 0
+    assert "step-000000007" in capsys.readouterr().out
+    for step in (8, 9):
+        ck.save(ck.step_path(folder, step), STATE, step=step, keep=2)
+    assert [path.name for path in ck.checkpoints(folder)] == ["step-000000008", "step-000000009"]
+    assert not link.is_symlink()
+    assert ck.verify(archive).step == 7  # never the target
+
+
+def test_a_link_to_nowhere_is_named(tmp_path: Path, capsys):
+    path = ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
+    ck.step_path(tmp_path, 2).symlink_to(tmp_path / "nowhere")
+    with pytest.warns(UserWarning, match=r"step-000000002 is not used.*no such folder"):
+        assert ck.latest(tmp_path) == path
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "step-000000002" in capsys.readouterr().out
