@@ -154,7 +154,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     _check_halves("batch", tx, params, steps)
 
 
-@law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.2)
+@law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.08)
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform with locality LEAF or less updates each leaf independently, even if others are None.
 
