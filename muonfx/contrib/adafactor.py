@@ -58,6 +58,9 @@ def scale_by_factored_rms(
     Follows Shazeer and Stern (arXiv 1804.04235) and Optax's ``scale_by_factored_rms``, which calls ``eps`` ``epsilon``.
     With `clip_by_block_rms` after it, it is Adafactor.
 
+    The square of a gradient beyond 1.8e19 overflows fp32. The mean squares of its row and column are then infinite, and
+    its updates are NaN or zero. `clip_by_global_norm` in front keeps squares finite.
+
     Example:
         >>> import muonfx as mfx
         >>> tx = mfx.contrib.scale_by_factored_rms(min_dim_size_to_factor=2)
@@ -91,7 +94,7 @@ def scale_by_factored_rms(
 
     def step(leaf: Tensor, row: Tensor, col: Tensor, whole: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
         wide = ew.wide_dtype(leaf.dtype, whole.dtype)
-        u, decay = leaf.to(wide), decay.to(wide)
+        u, decay = leaf.to(wide).contiguous(), decay.to(wide)  # strides would change the rounding of the means
         square = u.square() + ew.scalar_like(eps, u)  # a 0-d leaf would be promoted to the dtype of a tensor eps
         found = dims_of(tuple(leaf.shape))
         if found is None:

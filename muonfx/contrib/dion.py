@@ -13,7 +13,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
 from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import Slot, WideStateDtype
-from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
+from muonfx.transforms.matrixwise import MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
@@ -79,8 +79,8 @@ def scale_by_dion(
         # Scale by an exact power of two, so that no product overflows or underflows.
         power = unit_power(total)
         small = total * power
-        left, _ = torch.linalg.qr(small @ s.basis)
-        right = small.mT @ left
+        left, _ = torch.linalg.qr(product(small, s.basis))
+        right = product(small.mT, left)
         lengths = ew.safe_sqrt(right.square().sum(-2, keepdim=True))
         is_zero = lengths == 0
         unit = torch.where(is_zero, 0.0, right / torch.where(is_zero, 1.0, lengths))

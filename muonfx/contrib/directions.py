@@ -75,6 +75,9 @@ def scale_by_namo(
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
             matrix or does not fit the view.
 
+    The squared norm is stored in fp32, so a gradient whose norm is above 1.8e19 counts as one of this norm, and the
+    update is too large. `clip_by_global_norm` in front keeps norms below.
+
     Follows NAMO (Zhang, Liu and Schaeffer, arXiv 2602.17080).
 
     Example:

@@ -81,6 +81,9 @@ def scale_by_prodigy(
         ValueError: an argument is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
             missing.
 
+    The square of a gradient beyond 1.8e19, times the squared estimate, overflows fp32. The parameter then no longer
+    changes. `clip_by_global_norm` in front keeps squares finite.
+
     Follows Mishchenko and Defazio (arXiv 2306.06101) and Optax's ``contrib.prodigy``.
 
     Example:

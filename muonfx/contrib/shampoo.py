@@ -13,7 +13,7 @@ from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.exact import solve_sylvester
 from muonfx.select import MatrixView
-from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise
+from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 
 __all__ = ["ShampooState", "scale_by_shampoo"]
@@ -81,6 +81,9 @@ def scale_by_shampoo(
     An eigendecomposition of a side of length n takes about as long as 12 products of n by n matrices, so long sides,
     such as a vocabulary, need another transform.
 
+    Squares of gradients must fit into fp32. A gradient beyond 1e19 gives NaN, and one below 1e-19 counts as little or
+    nothing in the factors. `normalize_matrices` in front makes the result independent of the size.
+
     Follows Shampoo (Gupta, Koren and Singer, arXiv 1802.09568), with the averages of Anil et al. (arXiv 2002.09018).
 
     Example:
@@ -106,7 +109,7 @@ def scale_by_shampoo(
         right = s.right + (1.0 - b2) * (u.mT @ u - s.right)
         left_root = torch.where(is_due, _inverse_root(left, correction, damping), s.left_root)
         right_root = torch.where(is_due, _inverse_root(right, correction, damping), s.right_root)
-        return left_root @ u @ right_root, ShampooState(count, left, right, left_root, right_root)
+        return product(left_root, u) @ right_root, ShampooState(count, left, right, left_root, right_root)
 
     slots = [MatrixSlot(functools.partial(square, side=side)) for side in (-2, -1, -2, -1)]
     return ShampooState(MatrixSlot(), *slots), step
@@ -120,7 +123,8 @@ def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
     identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     damped = torch.where(is_usual, factor, 0.0) / torch.where(is_usual, size, 1.0) + damping * identity
     root = _InverseRoot.apply(torch.where(is_usual, damped, identity))
-    root = root * (correction / torch.where(is_usual, size, correction)) ** 0.25
+    # Roots before the division: the quotient overflows for a tiny factor.
+    root = root * (correction.sqrt().sqrt() / torch.where(is_usual, size, correction).sqrt().sqrt())
     return torch.where(size.isfinite(), root, torch.nan)
 
 
@@ -132,7 +136,9 @@ class _InverseRoot(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(x)
-        return (vectors * values.unsqueeze(-2) ** -0.25) @ vectors.mT
+        values = values.clamp(min=torch.finfo(x.dtype).eps)  # only rounding makes them smaller
+        roots = values.unsqueeze(-2).sqrt().rsqrt()  # unlike a power, rounds each element alike wherever it is
+        return (vectors * roots) @ vectors.mT
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

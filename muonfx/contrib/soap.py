@@ -13,7 +13,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
 from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import Slot
-from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise
+from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
@@ -116,6 +116,12 @@ def scale_by_soap(
     gradient, so that a multiple of all gradients gives the same bases. The authors start with a constant instead. A
     side without a factor counts as the identity. Each factor needs two more products per step.
 
+    The updates of rectangular matrices are sensitive to rounding. The factor of the longer side has zero eigenvalues
+    until there are enough gradients, and rounding chooses the basis of their space. A relative change of all gradients
+    by 1e-7 changes updates of 32 by 128 to 128 by 512 matrices by 5 to 53 percent, and of 32 by 32 matrices by less
+    than 0.01 percent. Equal runs therefore need bitwise equal gradients. A ``max_precondition_size`` between both sides
+    keeps the identity as basis of the longer side, and then the change is below 0.01 percent.
+
     The square of a gradient beyond 1.8e19 overflows fp32, and the matrix is then lost. `clip_by_global_norm` in front
     keeps squares finite.
 
@@ -185,7 +191,7 @@ def scale_by_soap(
 
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return ``left.mT @ x @ right``. An empty ``left`` or ``right`` counts as the identity."""
-    x = left.mT @ x if left.shape[-1] else x
+    x = product(left.mT, x) if left.shape[-1] else x
     return x @ right if right.shape[-1] else x
 
 

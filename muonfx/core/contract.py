@@ -249,7 +249,9 @@ class Transform(Recorded):
                 autograd would record every step. Meta tensors give a state of meta tensors.
 
         Returns:
-            A tree of tensors. No update changes their shapes, dtypes and devices.
+            A tree of tensors. No update changes their shapes, dtypes and devices. Copies of the parameters in it have
+            derivatives by them under ``torch.func``, or if the parameters were computed from other tensors. Copies of a
+            leaf of autograd, such as a model's parameter, are detached.
 
         Raises:
             TypeError: a leaf is not a dense real floating-point tensor of 16 bits or more. The message names it.

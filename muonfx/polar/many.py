@@ -90,9 +90,9 @@ def orthogonalize_many(
 ) -> list[torch.Tensor]:
     """Orthogonalize a list of matrices. Matrices of one shape, or of its transpose, are computed as one batch.
 
-    The results equal `[orthogonalize(x, ...) for x in xs]` up to rounding, because a batched product may sum in another
-    order. Differences of elements are at most 1e-12 in fp64, 2e-5 in fp32 and 0.2 in bf16 for Gaussian matrices with
-    sides of 8 to 128.
+    With one thread of a CPU, the results equal `[orthogonalize(x, ...) for x in xs]` bit by bit. Elsewhere they are
+    equal up to rounding, because a batched product may sum in another order: differences of elements are at most 1e-12
+    in fp64, 2e-5 in fp32 and 0.2 in bf16 for Gaussian matrices with sides of 8 to 128.
 
     Args:
         xs: tensors `(..., m, n)` as in `orthogonalize`, of any mix of shapes, dtypes and devices.
@@ -308,7 +308,8 @@ def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list
 
     for start in range(0, len(xs), limit):
         given = wide[start : start + limit]
-        joined = torch.stack(given) if len(given) > 1 else _wide(xs[start].contiguous(), kind.short)
+        # Contiguous also if there is one tall matrix: sums of transposed memory round in another order.
+        joined = torch.stack(given) if len(given) > 1 else given[0].contiguous()[None]
         parts = outside_autocast(as_function, joined, job.plan, job.resolved).to(kind.dtype).unbind()
         taken = [i for i, own in enumerate(donated[start : start + limit]) if own]
         if taken:
@@ -330,7 +331,8 @@ def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Jo
     """Orthogonalize the matrices `given` as one batch; `taken` are tensors for its results, None for new tensors."""
     kind, plan = job.kind, job.plan
     if kind.tall is None:
-        joined = given[0] if len(given) == 1 else torch.cat(given)
+        # Contiguous also if there is one tall stack: sums of transposed memory round in another order.
+        joined = given[0].contiguous() if len(given) == 1 else torch.cat(given)
         return outside_autocast(as_function, joined, plan, job.resolved).to(kind.dtype)
     workspace = job.workspace or Workspace()
     workspace.clear()

@@ -11,6 +11,7 @@ from muonfx.core import Donation, EmptyState, Locality, checks, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.polar.iteration import unit_power
 from muonfx.transforms.scale import of_leaves, of_lists
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
@@ -61,9 +62,12 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
         if leaf.numel() == 0:
             return leaf
         wide = leaf.to(ew.wide_dtype(leaf.dtype))
-        rms = ew.safe_sqrt(wide.square().mean(-1, keepdim=True))
+        # Scale by an exact power of two before squaring, so that nothing overflows or underflows.
+        power = unit_power(wide, (-1,))
+        small = wide * power
+        rms = ew.safe_sqrt(small.square().mean(-1, keepdim=True))
         ratio = rms / ew.scalar_like(threshold, rms)
-        return (wide / ratio.clamp(min=1.0)).to(leaf.dtype)
+        return (small / torch.maximum(ratio, power)).to(leaf.dtype)
 
     return of_leaves(clip)
 

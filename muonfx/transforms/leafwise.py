@@ -27,6 +27,7 @@ from muonfx.transforms._leaf import Leaf, Operation, StepPlan, record_step
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
+from muonfx.tree.tracing import as_start
 
 __all__ = ["Leaf", "Slot", "SlotTrees", "StateAndStep", "StateDtype", "StepCount", "WideStateDtype", "copies"]
 __all__ += ["leafwise", "params_for", "state_and_step", "state_dtype", "zeros"]
@@ -57,8 +58,8 @@ def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
 
 
 def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
-    """Return a tree of detached copies of tensors, in the storage dtype that ``dtype`` selects."""
-    return tree.map(lambda value: value.detach().to(state_dtype(dtype, value.dtype), copy=True), values)
+    """Return a tree of copies of parameters, in the storage dtype that ``dtype`` selects; see `as_start`."""
+    return tree.map(lambda value: as_start(value).to(state_dtype(dtype, value.dtype), copy=True), values)
 
 
 @plain_fields

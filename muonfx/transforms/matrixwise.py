@@ -24,6 +24,7 @@ from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_f
 from muonfx.tree import PyTree, Structure
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
+from muonfx.tree.tracing import as_start
 
 __all__ = [
     "MatrixCost",
@@ -271,6 +272,14 @@ def matrixwise(
     return decorate if constructor is None else decorate(constructor)
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product ``a @ b``, whose bits on a CPU do not depend on the number of matrices in a batch."""
+    if b.shape[-1] > 1:
+        return a @ b
+    # For a single column, torch uses another kernel for one matrix than for several.
+    return (a.contiguous() * b.mT).sum(-1, keepdim=True)
+
+
 class _SlotStates:
     """Creates, reads and writes the state tree that a `Slot` declares, and divides it into matrices for the step."""
 
@@ -303,7 +312,9 @@ class MatrixStates:
         slot, made = self._slot, list[Tensor]()
         for leaf, own in zip(matrices.leaves, matrices.of_leaves, strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
-            made.append(slot.join([slot.rounded(slot.start(matrix.detach()), dtype) for matrix in own], own))
+            is_detached = leaf.requires_grad and not as_start(leaf).requires_grad  # the matrices are views of the leaf
+            starts = [(matrix.detach() if is_detached else matrix).contiguous() for matrix in own]
+            made.append(slot.join([slot.rounded(slot.start(matrix), dtype) for matrix in starts], own))
         return matrices.at.fill(made)
 
     def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:

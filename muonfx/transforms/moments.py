@@ -242,6 +242,9 @@ def scale_by_rms(
         ValueError: an argument is out of range, or a dtype is a string other than "auto".
         TypeError: the dtype is neither floating point nor quantized.
 
+    The square of a gradient beyond 1.8e19 overflows fp32. The mean square of the element is then infinite, and its
+    parameter no longer changes. `clip_by_global_norm` in front keeps squares finite.
+
     Follows Hinton's RMSProp (lecture 6e of 2012) and Optax's ``scale_by_rms``, where ``debias`` is called
     ``bias_correction``.
 

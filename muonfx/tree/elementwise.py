@@ -295,8 +295,8 @@ def by_stacks(
     """Turn a function of tensors into a function of lists, with one call for all small tensors of one shape.
 
     Small tensors of equal shape are stacked for the call. ``function`` must treat leading dims as a batch, and return
-    ``results`` new tensors with these leading dims. On CPUs, elementwise operations and reductions give the same bits
-    with and without a stack.
+    ``results`` new tensors with these leading dims. A lone tensor is a stack of one, so that on a CPU its bits do not
+    depend on the tensors beside it.
     """
 
     def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
@@ -305,19 +305,15 @@ def by_stacks(
         for places in [[place] for place in range(len(lists[0]))] if alone else _stacks(lists):
             is_one = len(places) == 1
             chosen = [[xs[place] for place in places] for xs in lists]
-            # A stack is contiguous. A lone small tensor is made contiguous too, because strides change the rounding.
-            made = function(*[_contiguous_if_small(xs[0]) if is_one else torch.stack(xs) for xs in chosen])
+            # A lone tensor becomes a contiguous stack of one: strides and the kernel of a single product change bits.
+            made = function(*[xs[0].contiguous().unsqueeze(0) if is_one else torch.stack(xs) for xs in chosen])
             for result, stack in zip(found, (made,) if isinstance(made, Tensor) else made, strict=True):
-                tensors: Sequence[Tensor] = (stack,) if is_one else _unbound(stack)
+                tensors: Sequence[Tensor] = (stack.squeeze(0),) if is_one else _unbound(stack)
                 for place, x in zip(places, tensors, strict=True):
                     result[place] = x
         return found
 
     return apply
-
-
-def _contiguous_if_small(x: Tensor) -> Tensor:
-    return x.contiguous() if x.numel() < _SMALL else x
 
 
 def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:

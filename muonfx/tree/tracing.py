@@ -121,6 +121,16 @@ def is_watched(*xs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
 
 
+def as_start(x: Tensor) -> Tensor:
+    """Return a parameter as the start of a state: detached if it is a leaf of autograd, else with its graph.
+
+    A model's own parameter is a leaf, and every step would keep the graphs of all earlier steps. Under ``torch.func``,
+    and for a tensor that was computed from others, derivatives pass through the state.
+    """
+    is_followed = functorch_is_active() or forward_ad._current_level >= 0 or x.grad_fn is not None
+    return x if is_followed else x.detach()
+
+
 def is_differentiated(*xs: Tensor) -> bool:
     """Return True if autograd or ``torch.func`` takes derivatives of these tensors; `vmap` alone does not count."""
     if _in_derivative():

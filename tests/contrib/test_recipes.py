@@ -549,3 +549,23 @@ def test_muon_lora_is_a_partition_of_muon_and_adam():
             tx.update(grads, state, params) for tx, state in zip((ours, theirs), states, strict=True)
         )
         assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def _change_by_rounding(tx: mfx.Transform, shape: tuple[int, int]) -> float:
+    """Return the relative change of the sum of three updates if gradients change by 1e-7, about a unit of rounding."""
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(shape, generator=generator)}
+    steps = [{"w": torch.randn(shape, generator=generator)} for _ in range(3)]
+    noisy = [{"w": grads["w"] * (1 + 1e-7 * torch.randn(shape, generator=generator))} for grads in steps]
+    usual, changed = (
+        sum(updates["w"] for updates in kit.examples.updates_of(tx, params, grads)) for grads in (steps, noisy)
+    )
+    return float((usual - changed).norm() / usual.norm())
+
+
+def test_soap_is_sensitive_to_rounding_on_rectangular_matrices_only():
+    soap = mfx.contrib.scale_by_soap()
+    one_sided = mfx.contrib.scale_by_soap(max_precondition_size=64)
+    assert _change_by_rounding(soap, (32, 32)) < 1e-4
+    assert _change_by_rounding(one_sided, (32, 128)) < 1e-4
+    assert 0.01 < _change_by_rounding(soap, (32, 128)) < 0.6  # the docstring gives the range

@@ -8,7 +8,9 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import testing as kit
+from muonfx.core.contract import within
 from muonfx.testing.laws.compiling import Counter
+from tests.transforms.tables import EVERY_CASE, Case
 
 
 def muon_like(rate: Any = 0.1) -> mfx.Transform:
@@ -119,3 +121,47 @@ def test_a_compiled_step_is_compiled_once_however_many_other_masks_there_are():
     for other in others:
         other.init({"w": torch.zeros(2)})
     kit.check_transform(tx, laws=["changing_a_number_does_not_recompile"], max_examples=5)
+
+
+def _is_exact(tx: mfx.Transform) -> bool:
+    return not any(isinstance(value, mfx.QuantizedDtype) for part in within(tx) for value in part.arguments.values())
+
+
+READS_PARAMS = [pytest.param(case.values[0], id=case.id) for case in EVERY_CASE if case.values[0].tx.reads_params]
+READS_PARAMS = [case for case in READS_PARAMS if _is_exact(case.values[0].tx)]
+
+
+def _in_float64(tx: mfx.Transform) -> mfx.Transform:
+    """Return a transform with matrix products in float64, for finite differences."""
+    inner = tx.with_children(_in_float64) if tx.children else tx
+    return inner.replace(dtype=torch.float64) if inner.name == "orthogonalize" else inner
+
+
+def _loss_after_training(tx: mfx.Transform, params: dict[str, Tensor]) -> Tensor:
+    """Return a function of the parameters after two steps, whose gradients depend on the parameters."""
+    state = tx.init(params)
+    for _ in range(2):
+        grads = {name: param**2 + 0.5 for name, param in params.items()}
+        updates, state = tx.update(grads, state, params)
+        params = mfx.apply_updates(params, {name: 0.1 * update for name, update in updates.items()})
+    return sum((param**3).sum() for param in params.values())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of growing graphs, which this test wants
+@pytest.mark.parametrize("case", READS_PARAMS)
+def test_derivatives_by_the_initial_parameters_equal_finite_differences(case: Case):
+    params, (direction,) = case.example(1, torch.float64)
+    tx = _in_float64(case.tx)
+
+    def along(distance: Tensor) -> Tensor:
+        return _loss_after_training(tx, {n: p + distance * direction[n] for n, p in params.items()})
+
+    step = torch.tensor(1e-6, dtype=torch.float64)
+    expected = float(along(step) - along(-step)) / 2e-6
+    assert float(torch.func.grad(along)(0 * step)) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    start = (0 * step).requires_grad_()
+    assert float(torch.autograd.grad(along(start), start)[0]) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+    distances = torch.tensor([-0.1, 0.0, 0.2], dtype=torch.float64)
+    looped = torch.stack([along(distance) for distance in distances])
+    torch.testing.assert_close(torch.func.vmap(along)(distances), looped, rtol=1e-9, atol=1e-9)
