@@ -313,7 +313,7 @@ def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) 
     return pool
 
 
-SLOW = 0.15
+SLOW = 0.05
 """A law checked on less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 

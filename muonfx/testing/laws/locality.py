@@ -35,19 +35,17 @@ def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
 
 
 def precise(example: Example) -> Example:
-    """Return the example in float64, with a tensor in place of each None, and with at least four steps."""
-    return example.precise().prolonged(4)
+    """Return the example in float64, with a tensor in place of each None, and with at least two steps."""
+    return example.precise().prolonged(2)
 
 
 def also_in_its_dtypes(example: Example) -> list[Example]:
-    """Return the precise example, and the example in its own dtypes if one of them is not float64.
+    """Return the precise example, and the example in its own dtypes with at least four steps.
 
-    A transform may have a branch for a narrow dtype. Both have a tensor in place of each None, and four steps.
+    A transform may have a branch for a narrow dtype, or for later steps. Both have a tensor in place of each None.
     """
-    dense = example.dense().map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
-    if all(leaf.dtype is torch.float64 for leaf in tree.tensors(dense)):
-        return [precise(example)]
-    return [precise(example), dense.prolonged(4)]
+    contiguous = example.dense().map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
+    return [precise(example), contiguous.prolonged(4)]
 
 
 def enlarged(example: Example) -> Example:
@@ -156,7 +154,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     _check_halves("batch", tx, params, steps)
 
 
-@law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.2)
+@law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.08)
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform with locality LEAF or less updates each leaf independently, even if others are None.
 

@@ -8,12 +8,22 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.compact import QuantizedDtype
 from muonfx.core import Locality, Transform
 from muonfx.core.contract import within
 from muonfx.testing.examples import Example, copied_tree, history, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
-from muonfx.testing.violation import TOLERANCES, Breach, is_close, require_close, shown, tolerance_of, widened
+from muonfx.testing.violation import (
+    TOLERANCES,
+    Breach,
+    is_close,
+    require_close,
+    shown,
+    tolerance_of,
+    values_within,
+    widened,
+)
 from muonfx.tree import PyTree
 
 
@@ -178,7 +188,7 @@ MAGNITUDES = (1e-18, 1e18)
 def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check float32 gradients with largest elements 1e-18 and 1e18: updates are finite, and are not lost to zero.
 
-    They may be lost beside large parameters, so for this the parameters have the same magnitude.
+    They may be lost beside usual parameters, so for small gradients the parameters are small too.
 
     >>> import muonfx as mfx
     >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -187,8 +197,9 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     for magnitude in MAGNITUDES:
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
         _require_finite(f"gradients of {magnitude:g}", history(tx, params, scaled_steps))
-        results = history(tx, _of_magnitude(params, magnitude), scaled_steps)
-        _require_finite(f"gradients and parameters of {magnitude:g}", results)
+        # Not large ones, because a normalized update would be lost beside them.
+        results = history(tx, _of_magnitude(params, min(1.0, magnitude)), scaled_steps)
+        _require_finite(f"gradients of {magnitude:g}", results)
         for step, ((updates, _), (usual_updates, _)) in enumerate(zip(results, usual, strict=True)):
             for (name, leaf), usual_leaf in zip(tree.named_leaves(updates), tree.leaves(usual_updates), strict=True):
                 if usual_leaf.any() and not leaf.any():
@@ -209,7 +220,18 @@ SIZES = {torch.float32: (1.0,), torch.bfloat16: (1.0, 1e-4, 1e4), torch.float16:
 """Sizes of gradients in each dtype. The squares of the last two are no numbers of float16."""
 
 
-@law(on=_smooth, share=0.1)
+def _is_narrow(tx: Transform) -> str | None:
+    """Return which argument lets a transform compute in a narrow dtype, in products of matrices also "auto"."""
+    for value in values_within(tx):
+        if isinstance(value, QuantizedDtype) or (isinstance(value, torch.dtype) and value.itemsize < 4):
+            return f"its argument {value} is narrow"
+    for part in within(tx):
+        if part.locality is not Locality.ELEMENT and "auto" in map(str, part.arguments.values()):
+            return f'the dtype "auto" of {part.name} may be narrow'
+    return None
+
+
+@law(on=_smooth, unless=_is_narrow, share=0.1)
 def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that gradients in float32, bfloat16 and float16 have the updates that the same values have in float64.
 
@@ -224,20 +246,10 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
             wide_steps = [tree.map(lambda g: g.double(), grads) for grads in narrow_steps]
             results = updates_of(tx, tree.map(lambda p: p.float(), params), narrow_steps)
             expected = updates_of(widened(tx), tree.map(lambda p: p.float().double(), params), wide_steps)
-            tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype], _declared_rounding(tx, dtype))
+            tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
             wide_results = [tree.map(lambda leaf: leaf.double(), updates) for updates in results]
             require_close(what, wide_results, expected, "in float64", tolerance)
-
-
-def _declared_rounding(tx: Transform, dtype: torch.dtype) -> float:
-    """Return the tolerance of the narrowest dtype to which a part declares that it rounds updates of this dtype."""
-    tolerance = 0.0
-    for part in within(tx):
-        rounds_to = part.declaration.rounds_to
-        if rounds_to is not None:
-            tolerance = max(tolerance, TOLERANCES[rounds_to(part, dtype, torch.device("cpu"))])
-    return tolerance
 
 
 A_LONG_RUN = 10_000_000
