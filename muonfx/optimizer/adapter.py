@@ -161,15 +161,15 @@ class TransformOptimizer(FollowingOptimizer):
         frozen = {name: param for name, param in named.items() if is_frozen(param)}
         trained = {name: param for name, param in named.items() if name not in frozen}
         if callable(layout):
-            layout = layout(trained)
+            layout = layout(named)
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(
                 "layout must be a muonfx.sharding layout, or a function that returns one, found a "
                 f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
             )
         self._given = layout, settings
-        self._stepping = self._stepping_for_trained(tx, trained)
-        left_out = trained.keys() - self._stepping.routes.keys()
+        self._stepping = self._stepping_for_trained(tx, trained, frozen)
+        left_out = {name: param for name, param in trained.items() if name not in self._stepping.routes}
         trained = {name: param for name, param in trained.items() if name not in left_out}
         is_alone = not self._stepping.is_over_ranks
         self._attachment = Attachment(models_of(given), model, trained, frozen, left_out, alone=is_alone)
@@ -215,7 +215,8 @@ class TransformOptimizer(FollowingOptimizer):
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
         before = self._stepping
         with self._all_or_nothing():
-            self._stepping = self._stepping_for_trained(self._transform_for(new), {**named, **new})
+            others = self._attachment.not_trained_params()
+            self._stepping = self._stepping_for_trained(self._transform_for(new), {**named, **new}, others)
             labelled = [(name, param) for name, param in new.items() if name in self._stepping.routes]
             if pairs and not labelled:
                 raise ValueError(

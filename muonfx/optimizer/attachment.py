@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
@@ -102,14 +102,13 @@ class Attachment:
         known: nn.Module | None,
         named: Mapping[str, Tensor],
         frozen: Mapping[str, Tensor],
-        left_out: Iterable[str],
+        left_out: Mapping[str, Tensor],
         *,
         alone: bool,
     ) -> None:
         # models: the optimizer has all of their parameters; known: a model of which it may have only some
         # frozen and left_out (by the label None): what was given to the optimizer, but is in no group
         self._models = [] if known is None else [(weakref.ref(known), True)]
-        self._left_out = set(left_out)
         self.groups: list[BoundGroup] = []
         self._bound: dict[str, _Bound] = {}
         self._named: dict[str, Tensor] = {}
@@ -123,13 +122,14 @@ class Attachment:
         self._reported: dict[str, Tensor] = {}  # those of them that a warning has named
         self._callers_tensors: list[tuple[str, Tensor, int]] = []  # name, tensor and its version at construction
         self.bind(named, models)
+        self._left_out = self._held(left_out)
         self.leave_out(frozen)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
         # Frozen weights may be large, and the copy of an optimizer is of the trained ones.
         restored_later = {"_models": [], "_bound": {}, "_named": {}, "_listed": None, "_callers_tensors": []}
-        restored_later |= {"_outside": {}, "_reported": {}, "_registered": -1, "_frozen": {}}
+        restored_later |= {"_outside": {}, "_reported": {}, "_registered": -1, "_frozen": {}, "_left_out": {}}
         return {**self.__dict__, **restored_later}
 
     @property
@@ -148,7 +148,7 @@ class Attachment:
     @property
     def names(self) -> dict[Tensor, str]:
         """The name of each parameter that has state, belongs to a model, or was left out because it is frozen."""
-        names = {param: name for name, param in self._frozen_params()} | names_in(self.models)
+        names = {param: name for name, param in _present(self._frozen).items()} | names_in(self.models)
         return names | {bound.param: name for name, bound in self._bound.items()}
 
     # ------------------------------------------------------------------------------------------------------- groups
@@ -319,15 +319,17 @@ class Attachment:
 
     def leave_out(self, frozen: Mapping[str, Tensor]) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
-        slots = self._slots() if frozen else {}
-        for name, param in frozen.items():
-            self._frozen[name] = slots.get(param, param)  # a frozen model may be large: it must not be kept alive
+        self._frozen.update(self._held(frozen))
 
-    def _frozen_params(self) -> Iterator[tuple[str, Tensor]]:
-        for name, held in self._frozen.items():
-            param = held.now() if isinstance(held, _Slot) else held
-            if param is not None:
-                yield name, param
+    def _held(self, params: Mapping[str, Tensor]) -> dict[str, _Slot | Tensor]:
+        """Return the position in a model of each parameter, or the parameter itself if it is in none."""
+        # A frozen model may be large: it must not be kept alive.
+        slots = self._slots() if params else {}
+        return {name: slots.get(param, param) for name, param in params.items()}
+
+    def not_trained_params(self) -> dict[str, Tensor]:
+        """Return the parameters that were given to the optimizer and are in no group, by name."""
+        return {**_present(self._left_out), **_present(self._frozen)}
 
     def saved(self) -> tuple[list[BoundGroup], dict[str, _Bound], dict[str, _Slot | Tensor]]:
         """Return what `restore` needs to undo `bind`, `note` and `leave_out`."""
@@ -455,7 +457,7 @@ class Attachment:
 
     def _check_frozen(self) -> None:
         """Raise if a parameter that was frozen at construction is trained now, because it is in no group."""
-        for name, param in self._frozen_params():
+        for name, param in _present(self._frozen).items():
             if param.requires_grad and param.grad is not None:
                 raise ValueError(
                     f"{name!r} has a gradient, but it was frozen when the optimizer was created, and is in no group: "
@@ -478,6 +480,16 @@ class Attachment:
             for name, param in model.named_parameters()
             if id(param) not in ours and name not in self._left_out and (name in named or not is_known)
         }
+
+
+def _present(held: Mapping[str, _Slot | Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that exist, by name: those of a model that was deleted do not."""
+    found: dict[str, Tensor] = {}
+    for name, slot_or_param in held.items():
+        param = slot_or_param.now() if isinstance(slot_or_param, _Slot) else slot_or_param
+        if param is not None:
+            found[name] = param
+    return found
 
 
 def _require_all_hyperparams(group: Group, names: Sequence[str], stepping: Stepping) -> None:

@@ -83,21 +83,30 @@ class FollowingOptimizer(Optimizer):
             for name, param in zip(group["param_names"], group["params"], strict=True)
         }
 
-    def _stepping_for_trained(self, tx: Transform, named: Mapping[str, Tensor]) -> Stepping:
+    def _stepping_for_trained(
+        self, tx: Transform, named: Mapping[str, Tensor], others: Mapping[str, Tensor]
+    ) -> Stepping:
         """Return the stepping for the named parameters, without those that have the label None."""
-        stepping = self._stepping_for(tx, named)
-        if stepping.left_out:
-            stepping = self._stepping_for(tx, {n: param for n, param in named.items() if n not in stepping.left_out})
+        stepping = self._stepping_for(tx, named, others)
+        left_out = {name: param for name, param in named.items() if name in stepping.left_out}
+        if left_out:
+            trained = {name: param for name, param in named.items() if name not in left_out}
+            stepping = self._stepping_for(tx, trained, {**others, **left_out})
         return stepping
 
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
         """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self._stepping.tx
 
-    def _stepping_for(self, tx: Transform, named: Mapping[str, Tensor]) -> Stepping:
+    def _stepping_for(
+        self, tx: Transform, named: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None
+    ) -> Stepping:
+        if others is None:
+            others = self._attachment.not_trained_params()
         layout, settings = self._given
         check_usable(named, layout)
-        return stepping_for(tx, named, layout, settings, self.bucket_bytes)
+        others = {name: param for name, param in others.items() if name not in named}
+        return stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
 
     def _start(self, before: Stepping | None = None) -> None:
         """Create the optimizer state for the current parameters. With ``before``, copy the former state's values."""

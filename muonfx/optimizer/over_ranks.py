@@ -50,22 +50,31 @@ GATHERING = "gathering the optimizer's state from its owners"
 
 
 def stepping_for(
-    tx: Transform, params: Mapping[str, Tensor], layout: Layout | None, settings: Settings, bucket_bytes: int | None
+    tx: Transform,
+    params: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
+    layout: Layout | None,
+    settings: Settings,
+    bucket_bytes: int | None,
 ) -> Stepping:
-    """Return the object that runs an optimizer's steps: over ranks with a layout or DTensors, else in one process."""
-    any_dtensor = next((name for name, param in params.items() if is_dtensor(param)), None)
+    """Return the object that runs an optimizer's steps: over ranks with a layout or DTensors, else in one process.
+
+    ``others`` are parameters that are not trained. The layout has them too, so that they can be saved with the others.
+    """
+    all_params = {**params, **others}
+    any_dtensor = next((name for name, param in all_params.items() if is_dtensor(param)), None)
     if layout is None and any_dtensor is None:
         bucket_bytes = bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
         return Stepping(tx, lower(inner_of(tx), dict(params)), bucket_bytes)
     if layout is None:
-        layout = from_dtensors(params)
+        layout = from_dtensors(all_params)
     elif any_dtensor is not None and not layout.dtensors:
         raise TypeError(
             f"layout: found {layout!r}, expected none, because {any_dtensor!r} is a DTensor: leave layout out"
         )
     elif not layout.is_flat and not layout.dtensors and not all(name in layout.specs for name in params):
         # Every rank holds every parameter in full, so parameters that are added later are replicated too.
-        layout = replicated(params, layout.group or layout.size)
+        layout = replicated(all_params, layout.group or layout.size)
     if bucket_bytes is not None:
         settings = settings._replace(bucket_bytes=bucket_bytes)
     return SteppingOverRanks(tx, lower(inner_of(tx), layout.meta(list(params))), layout, settings)
