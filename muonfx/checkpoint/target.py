@@ -346,6 +346,8 @@ class Target:
         if [name for name, _ in saved_numbers] == [name for name, _ in numbers]:
             pairs = zip(saved_numbers, numbers, strict=True)
             different = [(name, saved, own) for (name, saved), (_, own) in pairs if saved != own]
+            if not different:
+                return  # only labels differ, which may be written with other names
             lines = [f"{name} is {saved} in the checkpoint, {own} in the code" for name, saved, own in different[:10]]
         warn_caller(
             f"{where}: the checkpoint was saved with other numbers: {'; '.join(lines)}. The code's are used: a "

@@ -406,7 +406,7 @@ _UPDATES = "muonfx: updates"  # key in the metadata of an autograd node: the num
 
 def updates_in_graph(leaf: object) -> int:
     """Return how many calls of `apply_updates` the autograd graph of a tensor has recorded."""
-    grad_fn = leaf.grad_fn if isinstance(leaf, Tensor) else None
+    grad_fn: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None  # torch's stubs call `metadata` a method
     return 0 if grad_fn is None else grad_fn.metadata.get(_UPDATES, 0)
 
 
@@ -415,8 +415,9 @@ def count_update_in_graph(before: Sequence[object], after: Sequence[object]) -> 
     if not torch.is_grad_enabled() or functorch_is_active():
         return
     for old, new in zip(before, after, strict=True):
-        if isinstance(new, Tensor) and new.grad_fn is not None:
-            new.grad_fn.metadata[_UPDATES] = updates_in_graph(old) + 1
+        grad_fn: Any = new.grad_fn if isinstance(new, Tensor) else None
+        if grad_fn is not None:
+            grad_fn.metadata[_UPDATES] = updates_in_graph(old) + 1
 
 
 def warn_of_growing_graphs(
