@@ -444,7 +444,7 @@ def warn_of_growing_graphs(
         return
     reason = "because the gradients have no graph"
     if any(leaf.requires_grad for leaf in tree.tensors(updates)):
-        # Only `update` knows the numbers, so only it takes a long graph for a mistake.
+        # Only `update` has the numbers, so only it reports a long graph as a mistake.
         if numbers is None or updates_in_graph(leaves[grown[0]]) != MANY_UPDATES:
             return
         reason = f"because one graph records the last {MANY_UPDATES} updates"

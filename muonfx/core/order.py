@@ -41,7 +41,7 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
 
 
 def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
-    """Warn of transforms that act at every micro-batch, because they are beside an `accumulate` and not inside it."""
+    """Warn of transforms that act at every micro-batch, because they are outside an `accumulate`."""
     wrappers = {name: wrapper for name, tx in members.items() if (wrapper := _skipping_in(tx)) is not None}
     if not wrappers:
         return

@@ -21,7 +21,7 @@ Take = Callable[[int, Any, Any], Tensor | str]
 
 
 class Edits(NamedTuple):
-    """What a caller has changed in ``optimizer.state``."""
+    """The changes that a caller has made in ``optimizer.state``."""
 
     loads: list[Load]
     """The assigned tensors."""

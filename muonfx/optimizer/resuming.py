@@ -1,4 +1,4 @@
-"""What a resumed run takes from a state dict, and what from the code that created the optimizer.
+"""The numbers that a resumed run takes from a state dict, and those from the code that created the optimizer.
 
 The numbers of schedules come from the code, like their step counts, warmup lengths and kinds. All other entries of the
 groups come from the state dict, as in ``torch.optim``. Differences are reported.

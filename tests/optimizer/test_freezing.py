@@ -555,6 +555,7 @@ TIMM = {"lr_scale": 0.75, "initial_lr": 1e-3, "use_fallback": False}
 SCHEDULED = {"max_lr": 0.1, "min_lr": 0.0, "base_momentum": 0.8, "max_momentum": 0.9, "swa_lr": 0.1, "layer_id": 3}
 
 
+@pytest.mark.filterwarnings("ignore:load_state_dict. the state dict was saved with other numbers")
 @pytest.mark.parametrize("keys", [DINO, TIMM, SCHEDULED])
 @pytest.mark.parametrize("when", ["construction", "later"])
 def test_keys_of_the_users_own_are_kept_everywhere(keys: dict[str, Any], when: str) -> None:

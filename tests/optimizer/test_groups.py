@@ -133,7 +133,8 @@ def _by_matrices(model: nn.Module) -> dict[str, str]:
 def _added_later(rate: torch.Tensor) -> mfx.Muon:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = mfx.Muon(model[0].named_parameters("0"), lr=1.0, model=model, labels=_by_matrices(model))
-    optimizer.add_param_group({"params": model[1].named_parameters("1"), "lr": rate})
+    for pair in model[1].named_parameters("1"):
+        optimizer.add_param_group({"params": [pair], "lr": rate})
     del optimizer.param_groups[:2]
     return optimizer
 
@@ -564,7 +565,7 @@ def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: s
         torch.testing.assert_close(params_of(models[0]), params_of(models[1]))
     assert all(float(group["lr"]) == pytest.approx(0.0125) for group in optimizer.param_groups)
     assert [group["lr"].shape for group in optimizer.param_groups] == [shape if where == "groups" else ()] * 2
-    again = mfx.Muon(copy.deepcopy(models[0]), **options)
+    again = mfx.Muon(copy.deepcopy(models[0]), lr=0.1, **options)
     again.load_state_dict(optimizer.state_dict())
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     assert [float(group["lr"]) for group in again.param_groups] == rates

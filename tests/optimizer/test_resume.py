@@ -1,4 +1,4 @@
-"""What a resumed run takes from where: the table in docs/checkpoints.md, row by row."""
+"""The sources of a resumed run: the table in docs/checkpoints.md, row by row."""
 
 import copy
 import io

@@ -275,7 +275,7 @@ FAMILIES = {
     "calculus": "derivatives, in float64",
     "compiling": "one graph with the eager values",
 }
-"""What the laws of each family have in common, in the order in which they are checked."""
+"""The subject of the laws of each family, in the order in which they are checked."""
 
 
 def table_of_laws() -> str:

@@ -150,7 +150,7 @@ PROCESS_MODES: dict[str, Mode] = {
     "another time of the clock": _another_time,
     "another hash of strings": _another_hash,
 }
-"""What differs between two processes that run the same step, by name."""
+"""The differences between two processes that run the same step, by name."""
 
 
 @law(on=lambda example: example.shortened().clone(), share=0.1)

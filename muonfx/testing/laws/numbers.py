@@ -61,7 +61,7 @@ def _beside(leaf: Tensor, locality: Locality) -> Tensor:
 def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that NaN or infinity in a gradient changes the updates of no other leaf, matrix or element.
 
-    What may change follows from the declared `Locality`. Transforms that read the whole tree are left out.
+    The declared `Locality` determines the outputs that may change. Transforms that read the whole tree are left out.
 
     >>> import muonfx as mfx
     >>> params, steps = mfx.testing.Example.of({"w": (2, 3), "b": (3,)})
@@ -188,7 +188,7 @@ MAGNITUDES = (1e-18, 1e18)
 def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check float32 gradients with largest elements 1e-18 and 1e18: updates are finite, and are not lost to zero.
 
-    They may be lost beside usual parameters, so for small gradients the parameters are small too.
+    Adding them to usual parameters may round them away, so for small gradients the parameters are small too.
 
     >>> import muonfx as mfx
     >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -197,7 +197,7 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     for magnitude in MAGNITUDES:
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
         _require_finite(f"gradients of {magnitude:g}", history(tx, params, scaled_steps))
-        # Not large ones, because a normalized update would be lost beside them.
+        # Not large ones, because adding a normalized update to them would round it away.
         results = history(tx, _of_magnitude(params, min(1.0, magnitude)), scaled_steps)
         _require_finite(f"gradients of {magnitude:g}", results)
         for step, ((updates, _), (usual_updates, _)) in enumerate(zip(results, usual, strict=True)):

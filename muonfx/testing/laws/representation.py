@@ -82,7 +82,7 @@ def _require_history(
     *,
     of_state: Callable[[Tensor], Tensor] = torch.Tensor.clone,
 ) -> None:
-    """Raise `Breach` (a failed law) unless all steps have the expected results; ``of_state`` stores the state anew."""
+    """Raise `Breach` (a failed law) unless all steps have the expected results; ``of_state`` stores the state again."""
     state = tx.init(params)
     for step, grads in enumerate(steps):
         results = tx.update(grads, _mapped(of_state, state), params)
