@@ -178,7 +178,7 @@ class _Cut(NamedTuple):
     at: dict[str, Located]
     group: dist.ProcessGroup
     misplaced_name: str | None = None
-    """The first parameter for which DeepSpeed's mapping is wrong, to be raised on all ranks alike."""
+    """The first parameter for which DeepSpeed's mapping is wrong, for the error on all ranks."""
     saved_elsewhere: frozenset[str] = frozenset()
     """See `Pieces`."""
 
