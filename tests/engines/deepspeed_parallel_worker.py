@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from tests.engines.processes import Rank, same, serve, values_of, worst
 STEPS = 2
 WORDS = 19
 """An odd number, so that AutoTP splits the output layer unevenly."""
-RATES: dict[str, float] = {"lr": 0.02, "adamw_lr": 0.003}
+RATES: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003}
 FP32_PRODUCTS = {"dtype": "float32"}
 TENSOR_CASES = {f"AutoTP, stage {stage}": stage for stage in (0, 1, 2, 3)}
 PIPELINE_CASES = {f"pipeline, stage {stage}": stage for stage in (0, 1)}
@@ -32,7 +33,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 SCHEDULERS_BY_GROUP: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_max_lr": [0.02, 0.003], "warmup_num_steps": 2, "warmup_type": "linear"},
     "WarmupCosineLR": {"total_num_steps": 9, "warmup_num_steps": 2},
-    "OneCycle": {"cycle_min_lr": [0.001, 0.0001], "cycle_max_lr": [0.02, 0.003]},
+    "OneCycle": {"cycle_min_lr": [0.002, 0.0003], "cycle_max_lr": [0.02, 0.003]},
 }
 """Schedulers that keep a rate for each group."""
 
@@ -54,7 +55,7 @@ def config_of(stage: int, batch: int, **entries: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------- tensor parallelism
 
 
-def llama(key_heads: int = 2) -> nn.Module:
+def llama(key_heads: int = 2) -> Any:
     """Return a Llama with fewer heads for keys and values than for queries, and with biases."""
     import transformers
 
@@ -145,7 +146,7 @@ class ExpertNet(nn.Module):
         super().__init__()
         self.up = nn.Linear(8, 8)
         expert = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-        self.moe = MoE(8, expert, num_experts=4, ep_size=2, k=1, min_capacity=0, use_rts=False)
+        self.moe: Any = MoE(8, expert, num_experts=4, ep_size=2, k=1, min_capacity=0, use_rts=False)
         self.out = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -286,7 +287,7 @@ def scheduled(type_name: str, params: dict[str, Any], steps: int = 4) -> dict[st
             engine.step()
     except ValueError as error:
         return {"refused": str(error)}
-    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups]
     return {"ratio": rates[0] / rates[1] if rates[1] else None}
 
 
@@ -297,13 +298,39 @@ def scheduled_cases() -> dict[str, Any]:
     }
 
 
+def unequal_stages(here: Rank) -> dict[str, Any]:
+    """Return the warning about two pipeline stages, of which one has no matrix."""
+    from deepspeed.pipe import PipelineModule
+
+    from muonfx.engines import deepspeed as ours
+
+    model = PipelineModule(layers=[nn.Linear(8, 8), nn.LayerNorm(8)], num_stages=2, partition_method="uniform")
+    labels: dict[str, str] = {}
+    for name, param in model.named_parameters():
+        labels[name] = "muon" if param.ndim == 2 else "adamw"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours.Muon(model, labels=labels)
+    texts = [str(warning.message) for warning in caught]
+    return {"warnings": [text for text in texts if text.startswith("param_groups")]}
+
+
 OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "on other ranks": on_other_ranks,
     "unequal values": unequal_values,
+    "unequal stages": unequal_stages,
     "schedulers": lambda here: scheduled_cases(),
 }
 # In this order: a pipeline leaves groups in DeepSpeed's global state, with which experts cannot be made.
-NAMES = (*EXPERT_CASES, "schedulers", *TENSOR_CASES, *PIPELINE_CASES, "on other ranks", "unequal values")
+NAMES = (
+    *EXPERT_CASES,
+    "schedulers",
+    *TENSOR_CASES,
+    *PIPELINE_CASES,
+    "on other ranks",
+    "unequal values",
+    "unequal stages",
+)
 CASES: dict[str, Any] = {name: {} for name in NAMES}
 
 

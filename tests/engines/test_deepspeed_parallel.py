@@ -80,6 +80,11 @@ class TestReal:
         assert "rank 1" in case["error_text"]
         assert not case["written"]
 
+    def test_stages_with_other_kinds_of_parameters_are_reported(self, results: list[dict[str, Any]]) -> None:
+        (text,) = result_of(results, "unequal stages")["warnings"]
+        assert "['muon', 'adamw'] on rank 0 and ['adamw'] on rank 1" in text
+        assert "use ZeRO stage 0" in text
+
     @pytest.mark.parametrize("name", SCHEDULERS)
     def test_a_scheduler_with_one_rate_for_all_groups_is_refused(
         self, results: list[dict[str, Any]], name: str
@@ -99,7 +104,7 @@ def _model() -> nn.Sequential:
 
 
 def test_a_partition_that_autotp_does_not_describe_is_refused_by_name() -> None:
-    model = _model()
+    model: Any = _model()
     model[1].weight.tensor_model_parallel = True
     model[1].is_tp_parallel = True
     optimizer = ours.optimizer(model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)))

@@ -153,7 +153,7 @@ class _Values(NamedTuple):
         paths: list[tuple[Any, ...]] = []
         if units:  # a pipeline stage may have no parameters
             local_paths = tree.paths(units[0].unflatten(leaves))
-            paths = [tuple(new_name_of.get(entry, entry) for entry in path) for path in local_paths]
+            paths = [tuple(new_name_of.get(str(entry), entry) for entry in path) for path in local_paths]
         local_state: dict[Any, Any] = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if leaf is not None}
         identities = _of_all_ranks((own.tx.fingerprint, bool(new_name_of)))
         is_same_transform = set(identities) == {(own.tx.fingerprint, False)}

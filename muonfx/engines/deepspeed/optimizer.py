@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonfx.core import Locality, Transform
@@ -84,6 +86,7 @@ class ZeroOptimizer(GroupOwner):
                 groups.append(group)
         super().__init__(groups, {})
         self.defaults.update(defaults_for_schedulers(self.param_groups))
+        _warn_of_unequal_stages(model, self.param_groups)
         self._rates = GroupRates(self.param_groups)
         for group in self.param_groups:
             # If two keys of a group set one number, later reads compare both with this one to find the changed key.
@@ -188,6 +191,25 @@ class ZeroOptimizer(GroupOwner):
             for key, value in state_dict["state"].get(place, {}).items():
                 if isinstance(value, Tensor):  # undo the cast to the parameter's dtype by torch
                     self.state[param][key] = value.to(param.device, copy=True)
+
+
+def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warn if the stages of a pipeline have different groups; all ranks call this together."""
+    is_pipeline = hasattr(model, "num_stages") and hasattr(model, "topology")
+    if not is_pipeline or not dist.is_initialized():
+        return
+    labels_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(labels_of_ranks, [group["label"] for group in groups])
+    for rank, labels in enumerate(labels_of_ranks):
+        if len(labels) != len(labels_of_ranks[0]):
+            warnings.warn(
+                f"param_groups: found the groups {labels_of_ranks[0]} on rank 0 and {labels} on rank {rank}, because "
+                "the pipeline stages have other kinds of parameters. With ZeRO stage 1, DeepSpeed sums the gradient "
+                "norm group by group over all stages, and waits forever: use ZeRO stage 0, or another "
+                "partition_method, so that each stage has a parameter of each label",
+                stacklevel=4,
+            )
+            return
 
 
 def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:

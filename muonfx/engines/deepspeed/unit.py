@@ -189,14 +189,21 @@ class Unit:
         """Copy loaded parameters and state leaves, in the form that `to_global` returns, into the flat tensors."""
         views = self.pieces.views([x.detach() for x in self.pieces.flat])
         for name, view in views.items():
-            leaf = params[name]
-            view.copy_((leaf.data if isinstance(leaf, FlatPiece) else leaf).view(view.shape))
-        # Copied, since each unit advances its step counters in place.
-        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        held = self.to_global(states, to_load=True)[1]
-        own = [None if old is None else new for old, new in zip(held, own, strict=True)]
+            loaded_param = params[name]
+            values = loaded_param.data if isinstance(loaded_param, FlatPiece) else loaded_param
+            view.copy_(values.view(view.shape))
+        current_leaves = self.to_global(states, to_load=True)[1]
+        new_leaves: list[Any] = []
+        for current_leaf, loaded_leaf in zip(current_leaves, leaves, strict=True):
+            if current_leaf is None:  # a leaf of another flat tensor
+                new_leaves.append(None)
+            elif isinstance(loaded_leaf, Tensor):
+                new_leaves.append(loaded_leaf.clone())  # each unit advances its step counters in place
+            elif self.pieces.layout is None:
+                new_leaves.append(loaded_leaf.whole)
+            else:
+                new_leaves.append(loaded_leaf)
+        new_state = self.unflatten(new_leaves)
         if self.pieces.layout is not None:
-            after = from_global(self._transform(), self.unflatten(own), self._among_all(views))
-        else:
-            after = self.unflatten([leaf.whole if isinstance(leaf, FlatPiece) else leaf for leaf in own])
-        self._write(self._read(states), after, states)
+            new_state = from_global(self._transform(), new_state, self._among_all(views))
+        self._write(self._read(states), new_state, states)
