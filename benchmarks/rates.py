@@ -311,19 +311,14 @@ class Study:
 
     def loss(self, setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int = 0) -> float:
         """Return the loss of a run, which is trained if it is missing."""
-        run = {
-            "setting": str(setting),
-            "contender": contender,
-            "lr": rounded(matrix_rate),
-            "rest_lr": rounded(rest_rate),
-            "seed": seed,
-        }
+        lr, rest_lr = rates_of((matrix_rate, rest_rate), 1.0)
+        run = {"setting": str(setting), "contender": contender, "lr": lr, "rest_lr": rest_lr, "seed": seed}
         for row in self.rows:
             if row.items() >= run.items():
                 return float(row["loss"])
         if time.monotonic() > self.deadline:
             raise SystemExit("the time is over; the same command continues")
-        loss = train(setting, contender, run["lr"], run["rest_lr"], seed)
+        loss = train(setting, contender, lr, rest_lr, seed)
         self.add(run | {"loss": loss})
         print(*run.values(), f"{loss:.4f}", flush=True)
         return loss
