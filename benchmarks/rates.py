@@ -88,7 +88,7 @@ EARLIER = {
 
 
 RULES: dict[str, tuple[float, float]] = {SCRATCH: (1, 4), FINETUNE: (4, 2)}
-"""What the results lead to: factors of AdamW's rate, for hidden matrices and for the rest. A test compares."""
+"""Factors of AdamW's rate, for hidden matrices and for the rest. A test derives them from the results."""
 
 LARGEST = 0.01
 """The documentation gives no larger rate for matrices under the default scaling."""
