@@ -52,7 +52,7 @@ from text import Corpus, is_validation, read_corpus
 
 PATH = RESULTS / "rates_quality.json"
 WEIGHTS = Path(__file__).parents[1] / "runs" / "rates"
-"""Folder of the pretrained weights. They are trained again if they are missing."""
+"""Folder of the pretrained weights, which are trained again if they are missing, and of the lock of the results."""
 
 SEEDS = (0, 1, 2)
 DEPTH, CONTEXT, BATCH = 4, 128, 8
@@ -298,7 +298,8 @@ class Study:
 
     def add(self, row: dict[str, Any] | None = None, adamw_rates: dict[str, float] | None = None) -> None:
         """Add a result to the file; the previous file stays intact if this fails."""
-        with self.path.with_suffix(".lock").open("w") as lock:
+        WEIGHTS.mkdir(parents=True, exist_ok=True)
+        with (WEIGHTS / "results.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may share the runs
             self.read()
             if row is not None:
