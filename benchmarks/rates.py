@@ -52,7 +52,7 @@ from text import Corpus, is_validation, read_corpus
 
 PATH = RESULTS / "rates_quality.json"
 WEIGHTS = Path(__file__).parents[1] / "runs" / "rates"
-"""Folder of the pretrained weights. They are trained again if they are missing."""
+"""Folder of the pretrained weights, which are trained again if they are missing, and of the lock of the results."""
 
 SEEDS = (0, 1, 2)
 DEPTH, CONTEXT, BATCH = 4, 128, 8
@@ -88,7 +88,7 @@ EARLIER = {
 
 
 RULES: dict[str, tuple[float, float]] = {SCRATCH: (1, 4), FINETUNE: (4, 2)}
-"""The rules from the results: factors of AdamW's rate, for hidden matrices and for the rest. A test compares."""
+"""Factors of AdamW's rate, for hidden matrices and for the rest. A test derives them from the results."""
 
 LARGEST = 0.01
 """The documentation gives no larger rate for matrices under the default scaling."""
@@ -298,7 +298,8 @@ class Study:
 
     def add(self, row: dict[str, Any] | None = None, adamw_rates: dict[str, float] | None = None) -> None:
         """Add a result to the file; the previous file stays intact if this fails."""
-        with self.path.with_suffix(".lock").open("w") as lock:
+        WEIGHTS.mkdir(parents=True, exist_ok=True)
+        with (WEIGHTS / "results.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may share the runs
             self.read()
             if row is not None:
@@ -311,19 +312,14 @@ class Study:
 
     def loss(self, setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int = 0) -> float:
         """Return the loss of a run, which is trained if it is missing."""
-        run = {
-            "setting": str(setting),
-            "contender": contender,
-            "lr": rounded(matrix_rate),
-            "rest_lr": rounded(rest_rate),
-            "seed": seed,
-        }
+        lr, rest_lr = rates_of((matrix_rate, rest_rate), 1.0)
+        run = {"setting": str(setting), "contender": contender, "lr": lr, "rest_lr": rest_lr, "seed": seed}
         for row in self.rows:
             if row.items() >= run.items():
                 return float(row["loss"])
         if time.monotonic() > self.deadline:
             raise SystemExit("the time is over; the same command continues")
-        loss = train(setting, contender, run["lr"], run["rest_lr"], seed)
+        loss = train(setting, contender, lr, rest_lr, seed)
         self.add(run | {"loss": loss})
         print(*run.values(), f"{loss:.4f}", flush=True)
         return loss

@@ -204,7 +204,7 @@ def problems_of_call(page: Page, call: ast.Call, place: str) -> list[str]:
 def scaling_of(arguments: Mapping[str, ast.expr]) -> str:
     """Return ``lr_scaling``; an expression that is no string may be any scaling, so its rates are not checked."""
     scaling = arguments.get("lr_scaling", ast.Constant("match_rms_adamw"))
-    return scaling.value if isinstance(scaling, ast.Constant) else "unknown"
+    return str(scaling.value) if isinstance(scaling, ast.Constant) else "unknown"
 
 
 def problems_of_chain(page: Page, chain: ast.Call, place: str) -> list[str]:
@@ -231,7 +231,7 @@ def shape_rule(scaling: ast.Call) -> str:
     """Return the rule of ``scale_by_shape(...)``."""
     arguments = bound(mfx.scale_by_shape, scaling)
     rule = next(iter(arguments.values()), ast.Constant("match_rms_adamw"))
-    return rule.value if isinstance(rule, ast.Constant) else "unknown"
+    return str(rule.value) if isinstance(rule, ast.Constant) else "unknown"
 
 
 def calls_with_variables(page: Page, tree: ast.AST, depth: int) -> Iterator[ast.Call]:
@@ -299,7 +299,8 @@ def problems_of_literals(page: Page, tree: ast.AST, place: str) -> list[str]:
         elif isinstance(node, ast.Assign | ast.keyword) and isinstance(node.value, ast.List):
             name = node.arg if isinstance(node, ast.keyword) else ast.unparse(node.targets[0])
             if name == "max_lr" and len(node.value.elts) == 2:
-                problems += Rates(place, *(page.number(rate) for rate in node.value.elts)).problems()
+                matrices, rest = node.value.elts
+                problems += Rates(place, page.number(matrices), page.number(rest)).problems()
     return problems
 
 
