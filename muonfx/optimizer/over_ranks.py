@@ -288,7 +288,7 @@ class SteppingOverRanks(Stepping):
             raise problem
         self.assign(loads, state)
         if self._many:
-            self.binding.has_loaded = True
+            self._progress.load()
 
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy values into this rank's part of the state."""
@@ -304,8 +304,6 @@ class SteppingOverRanks(Stepping):
                 value = _part(what, value)
             if leaf is not None:
                 leaf.copy_(value.view(leaf.shape))
-        if self._many:
-            self._progress.load()
 
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
         """Raise, because the ranks create a state together, and a rank may have emptied its own alone."""
