@@ -9,7 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -48,16 +48,38 @@ class OtherProcess:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        question = pickle.dumps((tx, examples))
         try:
-            pickle.dump((tx, examples), self._process.stdin)
-            self._process.stdin.flush()
-            answer = pickle.load(self._process.stdout)
+            _send(self._process.stdin, question)
+            answer = _receive(self._process.stdout)
         except (EOFError, BrokenPipeError) as error:
             other_process.cache_clear()  # the next law starts another
             raise RuntimeError("another process has ended before it returned its results") from error
-        if isinstance(answer, str):
-            raise RuntimeError(f"another process raised {answer}")
-        return answer
+        results = pickle.loads(answer)
+        if isinstance(results, str):
+            raise RuntimeError(f"another process raised {results}")
+        return results
+
+
+# The length first, so that a message that cannot be unpickled is read to its end: the next one would be misread.
+
+
+def _send(stream: IO[bytes], message: bytes) -> None:
+    stream.write(len(message).to_bytes(8, "little"))
+    stream.write(message)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> bytes:
+    """Return the next message. Raise EOFError if the other side has closed the stream."""
+    length = stream.read(8)
+    if len(length) < 8:
+        raise EOFError
+    size = int.from_bytes(length, "little")
+    message = stream.read(size)
+    if len(message) < size:
+        raise EOFError
+    return message
 
 
 @functools.cache
@@ -72,14 +94,15 @@ def serve() -> None:
     sys.stdout = sys.stderr  # a transform may print
     while True:
         try:
-            tx, examples = pickle.load(sys.stdin.buffer)
-            answer = [history(tx, *example) for example in examples]
+            question = _receive(sys.stdin.buffer)
         except EOFError:
             return
+        try:
+            tx, examples = pickle.loads(question)
+            answer = pickle.dumps([history(tx, *example) for example in examples])
         except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, results)
-        results.flush()
+            answer = pickle.dumps(f"{type(error).__name__}: {error}")
+        _send(results, answer)
 
 
 def why_not_elsewhere(tx: Any) -> str | None:
