@@ -411,7 +411,14 @@ def updates_in_graph(leaf: object) -> int:
 
 
 def count_update_in_graph(before: Sequence[object], after: Sequence[object]) -> None:
-    """Record in the autograd graph of new parameters that it has one update more than the old parameters' graph."""
+    """Record in the autograd graph of new parameters that it has one update more than the old parameters' graph.
+
+    >>> old = torch.ones(1, requires_grad=True)
+    >>> new = 2 * old
+    >>> count_update_in_graph([old], [new])
+    >>> updates_in_graph(new)
+    1
+    """
     if not torch.is_grad_enabled() or functorch_is_active():
         return
     for old, new in zip(before, after, strict=True):

@@ -41,12 +41,13 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
     # `frexp` writes x as m 2^e with m in [1/2, 1), so 2 m / x is the power 2^(1 - e), and the division is exact.
     # `ldexp` and `pow` round, and on torch 2.11 `vmap` cannot read the exponent from the bits. If the power would not
     # be a normal number (the magnitude is subnormal or in the top binade), the nearest normal one is used and the
-    # scaled magnitude is in [2^-51, 4), still safe to square. The power of zero is 1.
+    # scaled magnitude is in [2^-51, 4), still safe to square. The power of zero is 1, and that of infinity and NaN the
+    # smallest, so that they stay what they are.
     mantissa, _ = torch.frexp(largest)
-    power = torch.where(largest > 0, 2 * mantissa / largest, torch.ones_like(largest))
+    power = torch.where(largest == 0, torch.ones_like(largest), 2 * mantissa / largest)
     smallest_power = torch.finfo(largest.dtype).smallest_normal
     largest_power = 2 / smallest_power
-    return power.clamp(smallest_power, largest_power)
+    return power.nan_to_num(nan=smallest_power).clamp(smallest_power, largest_power)
 
 
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:

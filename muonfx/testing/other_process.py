@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import io
 import os
-import pickle
 import subprocess
 import sys
 from typing import IO, Any
@@ -48,17 +48,29 @@ class OtherProcess:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        question = pickle.dumps((tx, examples))
+        question = _packed((tx, examples))
         try:
             _send(self._process.stdin, question)
             answer = _receive(self._process.stdout)
         except (EOFError, BrokenPipeError) as error:
             other_process.cache_clear()  # the next law starts another
             raise RuntimeError("another process has ended before it returned its results") from error
-        results = pickle.loads(answer)
+        results = _unpacked(answer)
         if isinstance(results, str):
             raise RuntimeError(f"another process raised {results}")
         return results
+
+
+def _packed(value: object) -> bytes:
+    """Return a value as bytes. ``pickle`` alone does not support float8 tensors."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(message: bytes) -> Any:
+    # The other process is ours, so its message is safe to unpickle.
+    return torch.load(io.BytesIO(message), weights_only=False)
 
 
 # The length first, so that a message that cannot be unpickled is read to its end: the next one would be misread.
@@ -98,10 +110,10 @@ def serve() -> None:
         except EOFError:
             return
         try:
-            tx, examples = pickle.loads(question)
-            answer = pickle.dumps([history(tx, *example) for example in examples])
+            tx, examples = _unpacked(question)
+            answer = _packed([history(tx, *example) for example in examples])
         except Exception as error:
-            answer = pickle.dumps(f"{type(error).__name__}: {error}")
+            answer = _packed(f"{type(error).__name__}: {error}")
         _send(results, answer)
 
 

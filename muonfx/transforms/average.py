@@ -13,6 +13,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, WideStateDtype, copies, leafwise, params_for
 from muonfx.tree import Present, PyTree, map
 from muonfx.tree import elementwise as ew
+from muonfx.tree.tracing import as_start
 
 __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
 
@@ -57,6 +58,7 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
 
 def _followed(master: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
     """Return the master copy, but the parameter's own value where the parameter is not the rounded copy."""
+    param = as_start(param)
     followed = torch.where(master.to(param.dtype) == param, master, param.to(master.dtype))
     return master.copy_(followed) if reuse else followed
 

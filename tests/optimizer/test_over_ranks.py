@@ -389,7 +389,7 @@ def test_a_state_dict_that_does_not_fit_on_one_rank_is_loaded_on_none(here: Here
     saved = optimizer.state_dict()
     if here.rank == 1:
         del saved["state"][0]
-    with pytest.raises(ValueError if here.rank == 1 else ShardingError):
+    with pytest.raises(ShardingError, match="'up.weight' .*without saved state on rank 1"):
         optimizer.load_state_dict(saved)
 
 
@@ -656,6 +656,7 @@ def test_ranks_with_states_of_different_moments_are_told_at_the_next_step(here: 
         for index, leaves in optimizer.state_dict()["state"].items():
             assert all(torch.equal(leaf, found[0]["state"][index][key]) for key, leaf in leaves.items())
     before = {name: whole(param).clone() for name, param in named(net).items()}
-    with pytest.raises(ShardingError, match=r"count' is 2 of torch\.int64 on rank 0 and 1 of"):
+    problem = "rank 1: loaded since the last step" if is_alone else r"count' is 2 of torch\.int64 on rank 0 and 1 of"
+    with pytest.raises(ShardingError, match=problem):
         optimizer.step()
     assert all(torch.equal(whole(param), before[name]) for name, param in named(net).items())

@@ -195,7 +195,7 @@ def _renamed(tx: Transform, example: Example) -> list[Example]:
     for prefix in ("a", "b", "model"):
         renamed.append(Example({prefix: example.params}, [{prefix: grads} for grads in example.steps]))
     try:
-        tx.init(renamed[1].params)
+        history(tx, *renamed[1])
     except (KeyError, TypeError, ValueError):  # it accepts certain names only
         return [example]
     return renamed
