@@ -6,7 +6,7 @@ WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PYTEST = $(PY) -m pytest -n $(WORKERS) --timeout 600 --durations 30 --durations-min 5
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal --timeout 600 --durations 30 --durations-min 5
 MADE := $(VENV)/.made
 EXAMPLES := $(VENV)/.installed-examples
 DEV := $(VENV)/.installed-dev

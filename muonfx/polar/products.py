@@ -49,7 +49,7 @@ class Functional:
         """Return `a + weight * b`; a subclass may overwrite the result at the next call."""
         if not _rounds_by_place(a):
             return torch.add(a, b, alpha=weight)
-        return torch.add(torch.mul(b, weight), a)
+        return torch.add(a.float(), b.float(), alpha=weight).to(a.dtype)
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
         """Return `Q x` for the matrix `Q = q.shift * I + q.scale * q.rest`; `x` may be overwritten."""
@@ -81,6 +81,7 @@ class Buffered(Functional):
         self._free: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
         self._sum: torch.Tensor | None = None
+        self._wide_sum: torch.Tensor | None = None
         self._identity: torch.Tensor | None = None
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
@@ -120,7 +121,9 @@ class Buffered(Functional):
             self._sum = self._square(len(a))
         if not _rounds_by_place(a):
             return torch.add(a, b, alpha=weight, out=self._sum)
-        return torch.mul(b, weight, out=self._sum).add_(a)
+        if self._wide_sum is None:
+            self._wide_sum = self._workspace.empty(self._sum.shape, torch.float32, self._sum.device)
+        return self._sum.copy_(self._wide_sum.copy_(b).mul_(weight).add_(a))
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
         """Return `Q x`, or `x Q` if the batch is tall, for `Q = q.shift * I + q.scale * q.rest`; may overwrite `x`."""
@@ -151,8 +154,7 @@ class Buffered(Functional):
 
 def _rounds_by_place(x: torch.Tensor) -> bool:
     """Return True if a weighted sum rounds an element by its place in memory, and so by the size of the batch."""
-    # In bf16 and fp16 a CPU rounds once in the vectorized part of a tensor, and twice in the rest. A product and then a
-    # sum round every element twice.
+    # A CPU rounds bf16 and fp16 once in the vectorized part of a tensor, and twice in the rest.
     return x.is_cpu and x.dtype.itemsize == 2
 
 

@@ -389,7 +389,7 @@ def test_a_state_dict_that_does_not_fit_on_one_rank_is_loaded_on_none(here: Here
     saved = optimizer.state_dict()
     if here.rank == 1:
         del saved["state"][0]
-    with pytest.raises(ShardingError, match="'up.weight' .*without saved state on rank 1"):
+    with pytest.raises(ShardingError, match=r"'up\.weight' .*without saved state on rank 1"):
         optimizer.load_state_dict(saved)
 
 

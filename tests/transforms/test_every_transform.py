@@ -211,7 +211,12 @@ CHAOTIC = {
     "monitor": ["large_and_small_gradients_give_finite_updates"],  # the Gram matrix of its metric overflows
 }
 EXAMPLES = max(6, settings.default.max_examples // 10)
-EVERY_CASE = [pytest.param(name, tx, id=f"{name}-{i}") for name, cases in CASES.items() for i, tx in enumerate(cases)]
+EVERY_CASE = [
+    # The first case of each always, further cases in a whole run: all laws take seconds.
+    pytest.param(name, tx, id=f"{name}-{i}", marks=[pytest.mark.slow] if i else [])
+    for name, cases in CASES.items()
+    for i, tx in enumerate(cases)
+]
 EVERY_CASE += [pytest.param(name, tx, id=f"{name}-heads") for name, tx in WITH_HEADS.items()]
 
 
