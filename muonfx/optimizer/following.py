@@ -51,7 +51,7 @@ class FollowingOptimizer(Optimizer):
         return self._groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[Group]) -> None:
+    def param_groups(self, groups: list[Group]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._groups = groups
 
     def __getstate__(self) -> dict[str, Any]:

@@ -63,9 +63,10 @@ def rough_chain(*transforms: Transform | tuple[str, Transform]) -> Transform:
 
 @contextmanager
 def without_torchs_own_warnings() -> Generator[None]:
-    """Ignore torch 2.13's warnings about its own use of ``torch.jit``, in forward mode and inductor."""
+    """Ignore torch's warnings about its own use of ``torch.jit``, in forward mode and inductor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit", FutureWarning)  # on Python 3.14
         yield
 
 
