@@ -193,12 +193,19 @@ def _renamed(tx: Transform, example: Example) -> list[Example]:
     """Return an example, and the same with longer names, so that sets of names have several orders."""
     renamed = [example]
     for prefix in ("a", "b", "model"):
-        renamed.append(Example({prefix: example.params}, [{prefix: grads} for grads in example.steps]))
-    try:
-        history(tx, *renamed[1])
-    except (KeyError, TypeError, ValueError):  # it accepts certain names only
-        return [example]
+        longer = Example({prefix: example.params}, [{prefix: grads} for grads in example.steps])
+        if _accepts(tx, longer):
+            renamed.append(longer)
     return renamed
+
+
+def _accepts(tx: Transform, example: Example) -> bool:
+    """Return False if a transform raises on an example, because it accepts certain names only."""
+    try:
+        history(tx, *example)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _settings() -> dict[str, Any]:
