@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,8 @@ def converted(checkpoint: Path, made: Path) -> Path:
     shutil.copytree(checkpoint, made, ignore=shutil.ignore_patterns("optimizer.*", "pytorch_model_fsdp.bin"))
     model = model_for(checkpoint)
     optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    # The file's rates are wanted here.
+    warnings.filterwarnings("ignore", "load_state_dict: the state dict was saved with other numbers")
     if (checkpoint / "optimizer.pt").exists():
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
         torch.save(get_optimizer_state_dict(model, optimizer), made / "optimizer.bin")
