@@ -199,6 +199,7 @@ def test_a_partition_that_does_not_use_the_views_of_its_labels_is_warned_of():
         mfx.partition({"muon": muon, "adamw": mfx.adamw()}, chosen).init(params)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="the compiler of torch 2.10 cannot trace the default of a field")
 @pytest.mark.filterwarnings("ignore:partition. by their names")
 def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
     params = {
