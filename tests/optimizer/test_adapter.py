@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -380,7 +381,7 @@ COMPILED: dict[str, Any] = {
 }
 
 
-NOT_DYNAMIC = pytest.mark.xfail(reason="Newton-Schulz is not traced with fullgraph and dynamic=True", strict=False)
+NOT_DYNAMIC = pytest.mark.xfail(raises=Unsupported, reason="Newton-Schulz is not traced with dynamic=True")
 
 
 @pytest.mark.slow
