@@ -339,6 +339,8 @@ def _warn_of_leftovers(folder: Path) -> None:
     files = [file for checkpoint in _by_step(folder) for file in unknown_files(checkpoint)]
     nbytes = 0
     for file in files:
+        if file.suffix == ".lock":  # a few bytes, and the only file of a save that has just begun
+            continue
         with suppress(OSError):  # removed since it was listed
             nbytes += file.stat().st_size
     if nbytes:

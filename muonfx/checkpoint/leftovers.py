@@ -85,7 +85,7 @@ Verdict = Literal["dead", "alive", "unknown"]
 
 
 @contextmanager
-def _judged(folder: Path, save_id: str, names: set[str]) -> Generator[Verdict]:
+def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
     """Yield whether a save is still running. In the ``with`` block, no other process can judge a dead save."""
     path = folder / lock_name(save_id)
     with ExitStack() as stack:
@@ -94,8 +94,10 @@ def _judged(folder: Path, save_id: str, names: set[str]) -> Generator[Verdict]:
             file = stack.enter_context(FileIO(path, "r+b"))
         except FileNotFoundError:
             # Files without a lock belong to a save that has ended, or to a checkpoint that was removed by half. An
-            # unfinished index without a lock is of another program or version.
-            yield "unknown" if unfinished_index_name(save_id) in names else "dead"
+            # unfinished index without a lock is of another program or version. It is searched for after the lock: a
+            # save that ends in these moments has renamed its index before it removes its lock.
+            is_unfinished = (folder / unfinished_index_name(save_id)).exists()
+            yield "unknown" if is_unfinished else "dead"
             return
         except OSError:
             yield "unknown"
@@ -118,7 +120,7 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
         return []
     found: list[Path] = []
     for save_id in sorted({save_id_of(name) for name in names}):
-        with _judged(folder, save_id, names) as verdict:
+        with _judged(folder, save_id) as verdict:
             if verdict not in verdicts:
                 continue
             try:

@@ -112,6 +112,32 @@ def test_files_of_another_machine_stay_and_latest_warns_with_path_and_bytes(tmp_
     assert ck.latest(tmp_path) == path
 
 
+def test_latest_does_not_warn_of_a_save_that_ends_after_the_folder_was_listed(tmp_path: Path, monkeypatch):
+    """Its unfinished index was listed, and is a complete index when the save is examined."""
+    path = ck.step_path(tmp_path, 1)
+    with writer(path) as process:
+        require_line(process, "written")
+        unfinished = leftovers.unfinished_index_name(leftovers.save_id_of(next(path.glob("*.safetensors")).name))
+        listed = [*os.listdir(path), unfinished]
+        assert process.stdin is not None
+        print("go on", file=process.stdin, flush=True)
+        require_line(process, "saved")
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: listed if Path(folder) == path else listdir(folder))
+    monkeypatch.setattr(leftovers, "_names_in_index", lambda folder: set())  # a third save has replaced the index
+    assert ck.latest(tmp_path) == path
+
+
+def test_latest_does_not_warn_of_a_save_that_has_just_begun(tmp_path: Path):
+    """It has created its lock file, and not yet locked it and written the boot id."""
+    path = ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
+    lock = path / leftovers.lock_name("0123456789abcdef")
+    lock.touch()
+    assert leftovers.unknown_files(path) == [lock]
+    lock.write_bytes(b"x" * 36)  # it may be written between the search and the sum of the sizes
+    assert ck.latest(tmp_path) == path
+
+
 def test_a_checkpoint_that_was_removed_by_half_is_removed_by_the_next_save(tmp_path: Path):
     """A process was killed after it had removed the index."""
     old = ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
