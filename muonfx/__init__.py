@@ -10,7 +10,7 @@ parameters. `apply_updates` adds the result to the parameters. `TransformOptimiz
 ``torch.optim.Optimizer``. The names in ``__all__``, here and in the public packages, are public; all others are
 private.
 
-``import muonfx`` loads the functional core. The optimizer classes, ``program``, ``sharding``, ``checkpoint``,
+``import muonfx`` loads the functional core. The optimizer classes, ``placement``, ``sharding``, ``checkpoint``,
 ``contrib``, ``plot`` and ``testing`` are imported when they are first used.
 """
 
@@ -57,8 +57,8 @@ from muonfx.tree.arguments import NAMES_HERE
 if TYPE_CHECKING:
     from muonfx import checkpoint as checkpoint
     from muonfx import contrib as contrib
+    from muonfx import placement as placement
     from muonfx import plot as plot
-    from muonfx import program as program
     from muonfx import sharding as sharding
     from muonfx import testing as testing
     from muonfx.checkpoint import spec as spec
@@ -74,7 +74,7 @@ __version__ = "0.2.0"
 # fmt: off
 __all__ = [
     # modules
-    "attention", "checkpoint", "contrib", "polar", "program", "schedules", "select", "sharding", "tree",
+    "attention", "checkpoint", "contrib", "placement", "polar", "schedules", "select", "sharding", "tree",
     # core
     "Donation", "Locality", "Transform", "add_updates", "apply_updates", "chain", "identity", "masked", "partition",
     "set_to_zero", "spec", "stateless", "transform",
@@ -107,7 +107,7 @@ __all__ = [
 # fmt: on
 
 _LAZY = {
-    **{name: f"muonfx.{name}" for name in ("checkpoint", "contrib", "plot", "program", "sharding", "testing")},
+    **{name: f"muonfx.{name}" for name in ("checkpoint", "contrib", "placement", "plot", "sharding", "testing")},
     "Diagnosis": "muonfx.inspect",
     "Muon": "muonfx.optimizer",
     "Summary": "muonfx.inspect",

@@ -73,7 +73,7 @@ HEAVY = {
     "muonfx.engines",
     "muonfx.optimizer",
     "muonfx.plot",
-    "muonfx.program",
+    "muonfx.placement",
     "muonfx.sharding",
     "muonfx.testing",
     "sympy",

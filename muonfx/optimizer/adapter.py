@@ -42,7 +42,7 @@ from muonfx.optimizer.over_ranks import constructed_together
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
 from muonfx.optimizer.state import StateToLoad, read_state_dict
 from muonfx.optimizer.stepping import add_in_place
-from muonfx.program.placement import Arguments
+from muonfx.placement.placement import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of

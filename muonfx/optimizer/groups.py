@@ -18,7 +18,7 @@ from muonfx.core import Locality, Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.order import combine_signs
-from muonfx.program.nodes import Node, Program
+from muonfx.placement.nodes import Node, Program
 
 Number = float | Tensor
 

@@ -11,7 +11,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.groups import BoundGroup
 from muonfx.optimizer.resuming import schedules_in, schedules_of
-from muonfx.program.nodes import Program
+from muonfx.placement.nodes import Program
 from muonfx.transforms.average import master_params
 
 _COUNTS = (0, *(2**power for power in range(21)))  # steps at which a schedule is evaluated, to find its largest rate

@@ -16,10 +16,10 @@ from muonfx.core import Transform
 from muonfx.optimizer.groups import BoundGroup
 from muonfx.optimizer.state import Load, on_this_rank, shard_error
 from muonfx.optimizer.stepping import Stepping
-from muonfx.program.lower import lower
-from muonfx.program.nodes import Program
-from muonfx.program.offload.transform import inner_of, store_of
-from muonfx.program.placement import Arguments
+from muonfx.placement.lower import lower
+from muonfx.placement.nodes import Program
+from muonfx.placement.offload import inner_of, store_of
+from muonfx.placement.placement import Arguments
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import agree, construction, wait_for_all
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of

@@ -23,11 +23,11 @@ from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.recorded import with_numbers
 from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.program.buckets import parameters_of
-from muonfx.program.execute import Executor
-from muonfx.program.nodes import Node, Program
-from muonfx.program.offload.transform import inner_of, store_of
-from muonfx.program.placement import Arguments
+from muonfx.placement.buckets import parameters_of
+from muonfx.placement.execute import Executor
+from muonfx.placement.nodes import Node, Program
+from muonfx.placement.offload import inner_of, store_of
+from muonfx.placement.placement import Arguments
 from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
 

@@ -4,7 +4,7 @@ A `Layout` records which shard of each parameter each rank holds. `sharded` turn
 runs on these shards. See the page "Sharding" of the documentation.
 """
 
-from muonfx.program.offload.transform import offload
+from muonfx.placement.offload import offload
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
 from muonfx.sharding.messages import ShardingError

@@ -13,12 +13,12 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.contract import sum_over_leaves
-from muonfx.program.buckets import parameters_of
-from muonfx.program.execute import Executor
-from muonfx.program.lower import as_one
-from muonfx.program.nodes import Stage
-from muonfx.program.offload.store import Store
-from muonfx.program.placement import Arguments, Once, Placement, Run
+from muonfx.placement.buckets import parameters_of
+from muonfx.placement.execute import Executor
+from muonfx.placement.lower import as_one
+from muonfx.placement.nodes import Stage
+from muonfx.placement.placement import Arguments, Once, Placement, Run
+from muonfx.placement.store import Store
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.consensus import warn_together
 from muonfx.sharding.dtensors import map_named

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.program.buckets import BucketedState, init_in_buckets
-from muonfx.program.offload.store import IN_MEMORY, Store
-from muonfx.program.placement import Arguments, Run, device_of
+from muonfx.placement.buckets import BucketedState, init_in_buckets
+from muonfx.placement.placement import Arguments, Run, device_of
+from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.collectives import start_exchange
 from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.program.buckets import parameters_of
-from muonfx.program.lower import Placeholder, state_around
-from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
-from muonfx.program.placement import meta_like
+from muonfx.placement.buckets import parameters_of
+from muonfx.placement.lower import Placeholder, state_around
+from muonfx.placement.nodes import Around, ChainNode, Node, Stage, WholeTree
+from muonfx.placement.placement import meta_like
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import (
     PLAIN,

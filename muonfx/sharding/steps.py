@@ -18,9 +18,9 @@ from muonfx.core.identity import text_of
 from muonfx.core.precision import kernel_products, product_dtypes
 from muonfx.core.recorded import Recorded, parts_of
 from muonfx.core.schedules import Schedule
-from muonfx.program.nodes import Program
-from muonfx.program.offload.store import IN_MEMORY
-from muonfx.program.placement import Arguments, meta_like
+from muonfx.placement.nodes import Program
+from muonfx.placement.placement import Arguments, meta_like
+from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import (
     CONSTRUCTING,

@@ -19,9 +19,9 @@ from muonfx.core.definition import Memory, make_factory
 from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.factory import with_memory
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.program.offload.store import IN_MEMORY, Store
-from muonfx.program.offload.transform import inner_of, store_of
-from muonfx.program.placement import Arguments
+from muonfx.placement.offload import inner_of, store_of
+from muonfx.placement.placement import Arguments
+from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import construction, outside_transforms
 from muonfx.sharding.dtensors import PLAIN, local_tree, to_dtensors

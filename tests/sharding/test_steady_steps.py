@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.program import execute
+from muonfx.placement import execute
 from muonfx.sharding import binding, cut
 from muonfx.sharding.plan import shares
 from muonfx.sharding.shards import Piece

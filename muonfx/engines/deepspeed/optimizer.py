@@ -28,7 +28,7 @@ from muonfx.engines.deepspeed.tensor_parallel import tensor_group_of, whole_shap
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.attachment import GroupOwner
 from muonfx.optimizer.groups import GroupNumbers, defaults_for_schedulers, routes_of, split_by_route
-from muonfx.program.lower import lower
+from muonfx.placement.lower import lower
 
 __all__ = ["ZeroOptimizer"]
 

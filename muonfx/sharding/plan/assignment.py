@@ -22,7 +22,7 @@ from muonfx.core import Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.recorded import strip_transparent
-from muonfx.program.buckets import cut_into_buckets
+from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout, require_layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of

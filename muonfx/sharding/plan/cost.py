@@ -14,10 +14,10 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.core.contract import within
+from muonfx.placement.lower import lower_node
+from muonfx.placement.nodes import Program, Stage
+from muonfx.placement.placement import Run
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.program.lower import lower_node
-from muonfx.program.nodes import Program, Stage
-from muonfx.program.placement import Run
 from muonfx.tree import Spec
 
 __all__ = ["Run", "RunCost", "costs_of", "runs_of"]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation
-from muonfx.program.offload.store import IN_MEMORY, Store, release
-from muonfx.program.offload.transfer import BucketTransfer
-from muonfx.program.placement import device_of, meta_like
+from muonfx.placement.placement import device_of, meta_like
+from muonfx.placement.store import IN_MEMORY, Store, release
+from muonfx.placement.transfer import BucketTransfer
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 

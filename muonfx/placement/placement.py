@@ -14,8 +14,8 @@ from muonfx.core.contract import sum_over_leaves
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
-    from muonfx.program.nodes import Stage
-    from muonfx.program.offload.store import Store
+    from muonfx.placement.nodes import Stage
+    from muonfx.placement.store import Store
 
 __all__ = ["SINGLE_PROCESS", "Arguments", "Once", "Placement", "Run", "device_of", "meta_like"]
 

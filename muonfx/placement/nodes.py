@@ -119,7 +119,7 @@ class Program(Shown):
 
     >>> import torch
     >>> import muonfx as mfx
-    >>> program = mfx.program.lower(mfx.chain(mfx.momentum(), mfx.orthogonalize()), {"w": torch.zeros(4, 4)})
+    >>> program = mfx.placement.lower(mfx.chain(mfx.momentum(), mfx.orthogonalize()), {"w": torch.zeros(4, 4)})
     >>> [node.kind for node in program.nodes()]
     ['chain', 'elementwise', 'matrix stage']
     """
@@ -138,7 +138,7 @@ class Program(Shown):
         >>> import torch
         >>> import muonfx as mfx
         >>> tx = mfx.chain(mfx.cautious(mfx.momentum()), mfx.orthogonalize())
-        >>> program = mfx.program.lower(tx, {"w": torch.zeros(4, 4)})
+        >>> program = mfx.placement.lower(tx, {"w": torch.zeros(4, 4)})
         >>> [node.tx.name for node in program.transforms()]
         ['chain', 'cautious', 'momentum', 'orthogonalize']
         """

@@ -16,8 +16,8 @@ from muonfx.core.combine import chain_entries
 from muonfx.core.contract import Declaration, EmptyState
 from muonfx.core.definition import make_factory
 from muonfx.core.recorded import Recorded, dotted, part_names, parts_of
-from muonfx.program.nodes import Around, ChainNode, Member, Node, OwnNumbers, Program, Stage, WholeTree
-from muonfx.program.placement import Run, meta_like
+from muonfx.placement.nodes import Around, ChainNode, Member, Node, OwnNumbers, Program, Stage, WholeTree
+from muonfx.placement.placement import Run, meta_like
 from muonfx.tree import PyTree, Structure
 
 __all__ = [

@@ -19,8 +19,7 @@ from muonfx.core import Donation, Locality, Transform
 from muonfx.core.combine import is_new
 from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.core.recorded import with_numbers
-from muonfx.polar import Workspace
-from muonfx.program.buckets import (
+from muonfx.placement.buckets import (
     BucketedState,
     can_be_shared_out,
     cut_into_buckets,
@@ -31,10 +30,11 @@ from muonfx.program.buckets import (
     store_away,
     stored_again,
 )
-from muonfx.program.lower import OwnState, Span, lower_node, resolved, spans_of, stand_in
-from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
-from muonfx.program.offload.store import IN_MEMORY, Store
-from muonfx.program.placement import SINGLE_PROCESS, Arguments, Once, Placement, Run, device_of
+from muonfx.placement.lower import OwnState, Span, lower_node, resolved, spans_of, stand_in
+from muonfx.placement.nodes import Around, ChainNode, Node, Stage, WholeTree
+from muonfx.placement.placement import SINGLE_PROCESS, Arguments, Once, Placement, Run, device_of
+from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.polar import Workspace
 from muonfx.tree import PyTree
 
 __all__ = ["Executor"]

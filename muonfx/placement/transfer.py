@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muonfx.program.offload.store import read_ahead, release
+from muonfx.placement.store import read_ahead, release
 
 __all__ = ["BucketTransfer"]
 

@@ -4,7 +4,7 @@ A program is a tree of nodes. It depends on the transform and on the names and s
 `offload` keeps the state in host memory or on disk between steps.
 """
 
-from muonfx.program.lower import lower
-from muonfx.program.nodes import Program
+from muonfx.placement.lower import lower
+from muonfx.placement.nodes import Program
 
 __all__ = ["Program", "lower"]

@@ -13,9 +13,9 @@ from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.contract import NOTHING, Declaration, require_transform
 from muonfx.core.definition import Factory, Memory, make_factory
 from muonfx.core.factory import with_memory
-from muonfx.program.execute import Executor
-from muonfx.program.offload.store import IN_MEMORY, Store
-from muonfx.program.placement import Arguments
+from muonfx.placement.execute import Executor
+from muonfx.placement.placement import Arguments
+from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import bind
 

@@ -12,11 +12,11 @@ from muonfx import tree
 from muonfx.core.hyperparams import hyperparams
 from muonfx.core.recorded import dotted, parts_of
 from muonfx.optimizer.stepping import add_in_place
+from muonfx.placement import lower
+from muonfx.placement.execute import MOST_PROGRAMS, Executor
+from muonfx.placement.nodes import Around, ChainNode, Stage
+from muonfx.placement.placement import Arguments
 from muonfx.polar import explain
-from muonfx.program import lower
-from muonfx.program.execute import MOST_PROGRAMS, Executor
-from muonfx.program.nodes import Around, ChainNode, Stage
-from muonfx.program.placement import Arguments
 
 SHAPES = {"a": (6, 4), "b": (4, 10), "bias": (7,)}
 PARAMS = {name: torch.ones(shape) for name, shape in SHAPES.items()}

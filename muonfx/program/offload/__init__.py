@@ -1,1 +1,0 @@
-"""Optimizer state in host memory or on disk, loaded bucket by bucket during a step."""
