@@ -177,6 +177,9 @@ def machine() -> str:
     cpu = Path("/proc/cpuinfo")
     words = cpu.read_text().split() if cpu.exists() else []
     vendor = words[words.index("vendor_id") + 2] if "vendor_id" in words else platform.processor()
+    if vendor == "AuthenticAMD":
+        # Zen 4 (family 25) and Zen 5 (family 26) have the same instructions, and MKL's sums differ.
+        vendor += f"-{words[words.index('family') + 2]}"
     # MKL selects its kernels by vendor, and bfloat16 products run on other instructions where there are any.
     special = sorted({"avx512_bf16", "amx_bf16"}.intersection(words))
     torch_version = torch.__version__.partition("+")[0]
