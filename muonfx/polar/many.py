@@ -16,6 +16,7 @@ from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.workspace import Workspace
+from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
 from muonfx.tree.tracing import is_differentiated, is_traced, is_watched, outside_autocast
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
@@ -253,12 +254,14 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
         return _run_stacked(xs, donated, job)
     if tall is None:  # another memory order rounds differently, and ranks may hold different orders
         flats = [_wide(x.contiguous(), short) for x in xs]
-        limit = max(1, job.scratch // scratch_bytes(short, long, plan.dtype))
+        limit = _most_in_a_batch(job)
         # As a view, a new wide result would keep its batch alive next to the copies of tall results.
         mixed = not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
     else:
         flats = [x.reshape(-1, *x.shape[-2:]) for x in xs]
-        limit = max(1, min(job.scratch // plan.scratch_bytes, plan.at_once or sum(map(len, flats))))
+        limit = 1
+        if can_be_stacked(short, long, job.kind.device):
+            limit = max(1, min(job.scratch // plan.scratch_bytes, plan.at_once or sum(map(len, flats))))
         mixed = False
     counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
     # The destination of the results of each input, or None if one batch gives the whole new result.
@@ -296,7 +299,7 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
 def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
     """Do the work of `_run` for small matrices `(m, n)`, with few calls for each of them."""
     kind = job.kind
-    limit = max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
+    limit = _most_in_a_batch(job)
     wide = [x if x.shape[0] == kind.short else x.mT for x in xs]
     tall = [own is not x for own, x in zip(wide, xs, strict=True)]
     mixed = len(set(tall)) > 1  # as in `_run`
@@ -309,7 +312,7 @@ def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list
     for start in range(0, len(xs), limit):
         given = wide[start : start + limit]
         # Contiguous also if there is one tall matrix: sums of transposed memory round in another order.
-        joined = torch.stack(given) if len(given) > 1 else given[0].contiguous()[None]
+        joined = torch.stack(given) if len(given) > 1 else aligned(given[0])[None]
         parts = outside_autocast(as_function, joined, job.plan, job.resolved).to(kind.dtype).unbind()
         taken = [i for i, own in enumerate(donated[start : start + limit]) if own]
         if taken:
@@ -319,6 +322,14 @@ def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list
         results[start:end] = [xs[i] if donated[i] else result(i, parts[i - start]) for i in range(start, end)]
         del joined, parts  # free before the next batch
     return results
+
+
+def _most_in_a_batch(job: _Job) -> int:
+    """Return the number of small matrices that are computed at a time."""
+    kind = job.kind
+    if not can_be_stacked(kind.short, kind.long, kind.device):
+        return 1
+    return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
 
 
 def _wide(x: torch.Tensor, short: int) -> torch.Tensor:
@@ -332,7 +343,12 @@ def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Jo
     kind, plan = job.kind, job.plan
     if kind.tall is None:
         # Contiguous also if there is one tall stack: sums of transposed memory round in another order.
-        joined = given[0].contiguous() if len(given) == 1 else torch.cat(given)
+        if len(given) > 1:
+            joined = torch.cat(given)
+        elif job.at_once:
+            joined = given[0].contiguous()
+        else:
+            joined = aligned(given[0])
         return outside_autocast(as_function, joined, plan, job.resolved).to(kind.dtype)
     workspace = job.workspace or Workspace()
     workspace.clear()
@@ -357,7 +373,9 @@ def _buffer(
 
 
 def _are_adjacent(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
-    """Return True if the tensors ``given`` are consecutive in memory and identical to ``taken``, the results."""
+    """Return True if the tensors ``given`` are consecutive in aligned memory, and are the results ``taken``."""
+    if not is_aligned(given[0]):
+        return False
     storage, at = given[0].untyped_storage()._cdata, given[0].storage_offset()
     for x, y in zip(given, taken, strict=True):
         if x.untyped_storage()._cdata != storage or x.storage_offset() != at or not x.is_contiguous():
