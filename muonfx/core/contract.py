@@ -78,7 +78,7 @@ class Transform(Recorded):
         """Return a table of this transform and all transforms that it calls, with their arguments.
 
         The locality is how much of the tree one element of an update depends on. The table prints as text, and as HTML
-        in a notebook. To see how the transform runs on given parameters, print the result of `muonfx.placement.lower`.
+        in a notebook. To see how the transform runs on given parameters, print the result of `muonfx.placement.placed`.
 
         >>> import muonfx as mfx
         >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()

@@ -41,8 +41,7 @@ from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.over_ranks import constructed_together
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
 from muonfx.optimizer.state import StateToLoad, read_state_dict
-from muonfx.optimizer.stepping import add_in_place
-from muonfx.placement.placement import Arguments
+from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
@@ -174,11 +173,11 @@ class TransformOptimizer(FollowingOptimizer):
         is_alone = not self._stepping.is_over_ranks
         self._attachment = Attachment(models_of(given), model, trained, frozen, left_out, alone=is_alone)
         self._attachment.note_callers_tensors(hyperparams(tx))
-        warn_of_ascent(self._stepping.program, self._stepping.routes, trained)
+        warn_of_ascent(self._stepping.visits[0], self._stepping.routes, trained)
         super().__init__(groups, {})
         self._start()
         if not self._attachment.on_meta:
-            warn_of_lost_decay(tx, self._stepping.program, self._attachment.groups, named)
+            warn_of_lost_decay(tx, self._stepping.visits, self._attachment.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
@@ -364,7 +363,7 @@ class TransformOptimizer(FollowingOptimizer):
             problem = error
             params = self._attachment.named
             updates = {name: param.grad for name, param in params.items()}
-        call = Arguments(updates, self._live["state"], params, Donation(self.donate_grads, True), extras, add_in_place)
+        call = Arguments(updates, self._live["state"], params, Donation(self.donate_grads, True), extras)
         state = self._live["state"] = self._stepping.step(call, problem)
         self._live["entries"].update(self.state, state, self._stepping.show)
         return loss

@@ -6,7 +6,7 @@ import difflib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Real
 from operator import is_
 from typing import Any, NamedTuple
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from muonfx.core import Locality, Transform
+from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.order import combine_signs
-from muonfx.placement.nodes import Node, Program
+from muonfx.core.visit import Visit
+from muonfx.placement.placed import needs_matrices
 
 Number = float | Tensor
 
@@ -211,7 +212,7 @@ class Route(NamedTuple):
     """The list of transforms that update a parameter. All parameters of one param group have the same list."""
 
     places: tuple[int, ...]
-    """The indices of these transforms among all transforms of the lowered program (`Program.transforms`)."""
+    """The indices of these transforms among all visits of the optimizer's transform."""
     label: str | None
     """The labels by which partitions select the parameter, joined by "/", or None without labels."""
     is_left_out: bool
@@ -290,45 +291,51 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
     )
 
 
-def routes_of(program: Program) -> dict[str, Route]:
+def routes_of(visits: Sequence[Visit]) -> dict[str, Route]:
     """Return a dict from parameter name to `Route` (the list of transforms that update the parameter)."""
-    nodes = tuple(program.transforms())
-    met: dict[str, list[int]] = {}
-    for place, node in enumerate(nodes):
-        for name in node.names:
-            met.setdefault(name, []).append(place)
+    indices_of: dict[str, list[int]] = {}
+    for index, visited in enumerate(visits):
+        for name in visited.names:
+            indices_of.setdefault(name, []).append(index)
     known: dict[tuple[int, ...], Route] = {}
     routes: dict[str, Route] = {}
-    for name, placed in met.items():
-        places = tuple(placed)
+    for name, indices in indices_of.items():
+        places = tuple(indices)
         if places not in known:
-            known[places] = _route(name, places, [nodes[place] for place in places])
+            known[places] = _route(name, places, [visits[index] for index in places])
         routes[name] = known[places]
     return routes
 
 
-def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
-    labels = [node.label for node in nodes if node.label is not None]
-    left_out = any(
-        any(called.label is not None for called in node.called)
-        and not any(name in called.names for called in node.called)
-        for node in nodes
-    )
-    hyperparams = hyperparams_of(nodes)
-    keys = {one.key for one in hyperparams}
-    kind = 3 if left_out or not keys else 1 if "betas" in keys else 0 if "momentum" in keys else 2
-    is_elementwise = all(
-        node.tx.locality not in (Locality.MATRIX, Locality.LEAF) for node in nodes if not node.children
-    )
-    return Route(places, "/".join(labels) or None, left_out, tuple(hyperparams), (kind, is_elementwise, places))
+def _route(name: str, places: tuple[int, ...], visits: Sequence[Visit]) -> Route:
+    labels = [visited.label for visited in visits if visited.label is not None]
+    is_left_out = any(_leaves_out(visited, name) for visited in visits)
+    hyperparams = hyperparams_of(visits)
+    by_matrix = [visited for visited in visits if needs_matrices(visited.tx)]
+    rank = _rank_of_group(is_left_out, {hyperparam.key for hyperparam in hyperparams})
+    return Route(places, "/".join(labels) or None, is_left_out, tuple(hyperparams), (rank, not by_matrix, places))
 
 
-def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
+def _leaves_out(visited: Visit, name: str) -> bool:
+    """Return True if a transform is a partition that gives a parameter the label None."""
+    is_partition = any(call.label is not None for call in visited.calls)
+    return is_partition and not any(name in call.names for call in visited.calls)
+
+
+def _rank_of_group(is_left_out: bool, keys: Set[str]) -> int:
+    """Return the place of a group in the order of groups: Muon's, Adam's, others, and those that are not trained."""
+    if is_left_out or not keys:
+        return 3
+    if "betas" in keys:
+        return 1
+    return 0 if "momentum" in keys else 2
+
+
+def warn_of_ascent(root: Visit, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
     """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
     trained = [name for name, param in params.items() if param.requires_grad and not routes[name].is_left_out]
     # Check one parameter of each route: the same transforms update the others.
     one_of = {routes[name].places: name for name in trained}
-    root = next(program.transforms())
     rising = {places for places, name in one_of.items() if 1 in _signs(root, name)}
     if found := [name for name in trained if routes[name].places in rising]:
         warn_caller(
@@ -338,15 +345,15 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
         )
 
 
-def _signs(node: Node, name: str) -> frozenset[int]:
-    """Return the possible signs (1 same, -1 reversed, 0 unknown) of a parameter's update after a node (a transform)."""
-    called = [_signs(one, name) for one in node.called if name in one.names]
-    return combine_signs(node.tx, called)
+def _signs(visited: Visit, name: str) -> frozenset[int]:
+    """Return the possible signs (1 same, -1 reversed, 0 unknown) of a parameter's update after a transform."""
+    inner = [_signs(call, name) for call in visited.calls if name in call.names]
+    return combine_signs(visited.tx, inner)
 
 
-def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
-    """Return the hyperparameters of several nodes (transforms), each with its own key for a param group."""
-    owns = [node.own for node in nodes]
+def hyperparams_of(visits: Iterable[Visit]) -> list[Hyperparam]:
+    """Return the hyperparameters of several transforms, each with its own key for a param group."""
+    owns = [visited.numbers for visited in visits]
     claims = Counter(key for own in owns for key in own.short_names)
     alike = Counter(key for own in owns for key in own.keys)
     found: list[Hyperparam] = []

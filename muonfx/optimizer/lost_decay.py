@@ -9,19 +9,19 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
+from muonfx.core.visit import Visit
 from muonfx.optimizer.groups import BoundGroup
 from muonfx.optimizer.resuming import schedules_in, schedules_of
-from muonfx.placement.nodes import Program
 from muonfx.transforms.average import master_params
 
 _COUNTS = (0, *(2**power for power in range(21)))  # steps at which a schedule is evaluated, to find its largest rate
 
 
 def warn_of_lost_decay(
-    tx: Transform, program: Program, groups: Sequence[BoundGroup], params: Mapping[str, Tensor]
+    tx: Transform, visits: Sequence[Visit], groups: Sequence[BoundGroup], params: Mapping[str, Tensor]
 ) -> None:
     """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place."""
-    has_master = {name for node in program.transforms() if node.tx.factory is master_params for name in node.names}
+    has_master = {name for visited in visits if visited.tx.factory is master_params for name in visited.names}
     lost: list[str] = []
     largest = 0.0
     for bound in groups:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.core.visit import Visit, visit
 from muonfx.optimizer.groups import BoundGroup
 from muonfx.optimizer.state import Load, on_this_rank, shard_error
-from muonfx.optimizer.stepping import Stepping
-from muonfx.placement.lower import lower
-from muonfx.placement.nodes import Program
+from muonfx.optimizer.stepping import Stepping, add_in_place
+from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import inner_of, store_of
-from muonfx.placement.placement import Arguments
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import agree, construction, wait_for_all
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
@@ -65,7 +64,7 @@ def stepping_for(
     any_dtensor = next((name for name, param in all_params.items() if is_dtensor(param)), None)
     if layout is None and any_dtensor is None:
         bucket_bytes = bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
-        return Stepping(tx, lower(inner_of(tx), dict(params)), bucket_bytes)
+        return Stepping(tx, tuple(visit(inner_of(tx), meta_like(dict(params)))), bucket_bytes)
     if layout is None:
         layout = from_dtensors(all_params)
     elif any_dtensor is not None and not layout.dtensors:
@@ -77,7 +76,7 @@ def stepping_for(
         layout = replicated(all_params, layout.group or layout.size)
     if bucket_bytes is not None:
         settings = settings._replace(bucket_bytes=bucket_bytes)
-    return SteppingOverRanks(tx, lower(inner_of(tx), layout.meta(list(params))), layout, settings)
+    return SteppingOverRanks(tx, tuple(visit(inner_of(tx), layout.meta(list(params)))), layout, settings)
 
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
@@ -148,8 +147,8 @@ class SteppingOverRanks(Stepping):
 
     is_over_ranks = True
 
-    def __init__(self, tx: Transform, program: Program, layout: Layout, settings: Settings) -> None:
-        super().__init__(tx, program, None)
+    def __init__(self, tx: Transform, visits: Sequence[Visit], layout: Layout, settings: Settings) -> None:
+        super().__init__(tx, visits, None)
         self.layout, self._settings = layout, settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
         self._progress = Progress()
@@ -323,7 +322,9 @@ class SteppingOverRanks(Stepping):
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run a step together with all ranks. If one rank has a ``problem``, all ranks raise before any change."""
-        _, after = step_sharded(self.binding, self._progress, self._now, call, problem=problem)
+        _, after = step_sharded(
+            self.binding, self._progress, self._now, call, problem=problem, apply_to_params=add_in_place
+        )
         self.share(after)
         return after
 

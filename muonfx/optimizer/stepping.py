@@ -1,4 +1,4 @@
-"""Steps of an optimizer in one process: read the groups, check the gradients, run the executor, show the state.
+"""Steps of an optimizer in one process: read the groups, check the gradients, run the placed transform, show the state.
 
 If groups have different numbers for a transform, the transform runs once for each set of numbers (`by_groups`).
 """
@@ -21,13 +21,14 @@ from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.recorded import with_numbers
+from muonfx.core.visit import Visit, check_extras
 from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank
+from muonfx.placement.arguments import Arguments
+from muonfx.placement.bucketed import require_room
 from muonfx.placement.buckets import parameters_of
-from muonfx.placement.execute import Executor
-from muonfx.placement.nodes import Node, Program
 from muonfx.placement.offload import inner_of, store_of
-from muonfx.placement.placement import Arguments
+from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
 
@@ -37,18 +38,20 @@ class Stepping:
 
     is_over_ranks = False
 
-    def __init__(self, tx: Transform, program: Program, bucket_bytes: int | None) -> None:
-        self.tx, self.program = tx, program
-        self.routes = routes_of(program)
+    def __init__(self, tx: Transform, visits: Sequence[Visit], bucket_bytes: int | None) -> None:
+        # visits: of the transform without `offload`, for the global parameters
+        self.tx = tx
+        self.visits = visits
+        self.routes = routes_of(visits)
         self.left_out = {name for name, route in self.routes.items() if route.is_left_out}
         self._inner = inner_of(tx)
         self._now = self._inner
         self._read: tuple[Sequence[BoundGroup], list[dict[str, Number]]] | None = None
-        self._common = _CommonTensors(program, ())
-        self._has_branches = any(node.tx.factory is accumulate for node in program.transforms())
-        self.executor = Executor(store=store_of(tx), bucket_bytes=bucket_bytes)
-        self._node = program.root
-        self._lowered: object = self._inner.structure  # of the node; it changes when groups begin to disagree
+        self._common = _CommonTensors(visits, ())
+        self._has_branches = any(visited.tx.factory is accumulate for visited in visits)
+        self._store = store_of(tx)
+        self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
+        self._placed = self._inner
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
@@ -58,7 +61,7 @@ class Stepping:
         """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
         check_params(params)
         warn_of_unmatched(self.tx.name_patterns, params)
-        state = self.executor.init_node(self.program.root, self._inner, params)
+        state = self._placed_transforms(self._inner, params).functions.init(params)
         self.refresh(params, groups)
         return state
 
@@ -118,7 +121,7 @@ class Stepping:
 
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
         """Return the initial state for named parameters with the current hyperparameters."""
-        return self.executor.init_node(self.program.root, self._now, params)
+        return self._placed.functions.init(params)
 
     def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
         """Raise if a gradient is sparse or complex."""
@@ -144,7 +147,7 @@ class Stepping:
         if not torch.compiler.is_compiling():
             separate_tensors(groups)
             values = [one.numbers.read(one.group) for one in groups]
-        self._common = _CommonTensors(self.program, values)
+        self._common = _CommonTensors(self.visits, values)
         self._common.check()
         self._prepare(self._with_numbers(groups, values), params)
         self._read = groups, values
@@ -157,7 +160,7 @@ class Stepping:
             [(sorted(one.names), own) for one, own in zip(groups, fit, strict=True) if one.names],
             key=lambda pair: pair[0],
         )
-        made = for_groups(self._inner, self.program, [own for _, own in filled], [names for names, _ in filled])
+        made = for_groups(self._inner, self.visits, [own for _, own in filled], [names for names, _ in filled])
         if torch.compiler.is_compiling() and self._has_branches:
             made = as_tensors(made)  # torch.cond accepts no float that changes between calls
         return made.prepare_all()
@@ -173,9 +176,7 @@ class Stepping:
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
-        if tx.structure is not self._lowered:
-            self._node, self._lowered = self.executor.program(tx, params), tx.structure
-        self.executor.prepare(self._node, tx)
+        self._placed = self._placed_transforms(tx, params).prepare_all()
         self._now = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
@@ -184,14 +185,15 @@ class Stepping:
             raise problem
         self.tx.check_extras(call.extras)
         if call.extras:
-            Program(self._node).check_extras(call.extras)
+            check_extras(self.visits, call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))
         else:
             donate, updates, state = unshared(call.donate, call.updates, call.state, call.params)
             call = call._replace(donate=donate, updates=updates, state=state)
-        self.executor.require_room(call.state, call.params, call.donate)
-        return self.executor.update_node(self._node, self._now, call)[1]
+        require_room(self._store, call.state, call.params, call.donate)
+        extras = {**call.extras, "apply_to_params": add_in_place}
+        return self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)[1]
 
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
@@ -312,7 +314,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
 
 
 def for_groups(
-    tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
+    tx: Transform, visits: Sequence[Visit], values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> Transform:
     """Return a transform with the hyperparameters of all param groups; ``members`` are each group's parameters.
 
@@ -323,23 +325,23 @@ def for_groups(
         agreed = {**group, **agreed}
     conflicts = {name for group in values for name, value in group.items() if not equal(agreed[name], value)}
     tx = with_hyperparams(tx, agreed)
-    return _in_versions(tx, next(program.transforms()), values, members, conflicts) if conflicts else tx
+    return _in_versions(tx, visits[0], values, members, conflicts) if conflicts else tx
 
 
-def _keeps_a_number(node: Node) -> bool:
-    """Return True if the state of a node (a transform) has a float tensor that belongs to no single parameter."""
-    state = node.tx.functions.init(node.like)
-    pairs = zip(tree.leaves(state), parameters_of(state, node.like), strict=True)
+def _keeps_a_number(visited: Visit) -> bool:
+    """Return True if the state of a transform has a float tensor that belongs to no single parameter."""
+    state = visited.tx.functions.init(visited.params)
+    pairs = zip(tree.leaves(state), parameters_of(state, visited.params), strict=True)
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
 
 
-def _has_common_numbers(node: Node) -> bool:
-    """Return True if a node (a transform) runs once for all parameters, so that all groups have the same numbers."""
-    return bool(node.called) or node.tx.locality is Locality.TREE or _keeps_a_number(node)
+def _has_common_numbers(visited: Visit) -> bool:
+    """Return True if a transform runs once for all parameters, so that all groups have the same numbers."""
+    return bool(visited.calls) or visited.tx.locality is Locality.TREE or _keeps_a_number(visited)
 
 
-def _different_values(node: Node, name: str) -> ValueError:
-    reason = "wraps other transforms" if node.called else "combines all parameters"
+def _different_values(visited: Visit, name: str) -> ValueError:
+    reason = "wraps other transforms" if visited.calls else "combines all parameters"
     return ValueError(
         f"param_groups: found different values of {name!r}, expected one value, because the transform that reads it "
         f"{reason}: set the same value in all groups"
@@ -349,8 +351,8 @@ def _different_values(node: Node, name: str) -> ValueError:
 class _CommonTensors:
     """Tensors of several groups that must have the same value, because one transform reads them for all parameters."""
 
-    def __init__(self, program: Program, values: Sequence[Mapping[str, Number]]) -> None:
-        self._tensors: list[tuple[Node, str, list[Tensor]]] = []
+    def __init__(self, visits: Sequence[Visit], values: Sequence[Mapping[str, Number]]) -> None:
+        self._tensors: list[tuple[Visit, str, list[Tensor]]] = []
         self._versions: list[int] = []  # of all tensors when they were compared
         tensors_of: dict[str, list[Tensor]] = {}
         for numbers in values:
@@ -360,10 +362,10 @@ class _CommonTensors:
         repeated = {name for name, tensors in tensors_of.items() if len(tensors) > 1}
         if not repeated:
             return
-        for node in program.transforms():
-            names = [name for name in node.own.names if name in repeated]
-            if names and _has_common_numbers(node):
-                self._tensors += [(node, name, tensors_of[name]) for name in names]
+        for visited in visits:
+            names = [name for name in visited.numbers.names if name in repeated]
+            if names and _has_common_numbers(visited):
+                self._tensors += [(visited, name, tensors_of[name]) for name in names]
 
     def check(self) -> None:
         """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
@@ -372,28 +374,28 @@ class _CommonTensors:
         versions = [tensor._version for _, _, tensors in self._tensors for tensor in tensors]
         if versions == self._versions:
             return
-        for node, name, (first, *others) in self._tensors:
+        for visited, name, (first, *others) in self._tensors:
             if not all(torch.equal(first, other) for other in others):
-                raise _different_values(node, name)
+                raise _different_values(visited, name)
         self._versions = versions
 
 
 def _in_versions(
     tx: Transform,
-    node: Node,
+    visited: Visit,
     values: Sequence[Mapping[str, Number]],
     members: Sequence[Sequence[str]],
     conflicts: Set[str],
 ) -> Transform:
-    own_conflicts = [name for name in node.own.names if name in conflicts]
-    if own_conflicts and _has_common_numbers(node):
+    own_conflicts = [name for name in visited.numbers.names if name in conflicts]
+    if own_conflicts and _has_common_numbers(visited):
         for name in own_conflicts:
             numbers = [group[name] for group in values if name in group]
             if not all(isinstance(number, Tensor) for number in numbers):
-                raise _different_values(node, name)
+                raise _different_values(visited, name)
         own_conflicts = []  # `_CommonTensors` compares the values of tensors, so the first group's are used
     if own_conflicts:
-        agreed = dict(zip(node.own.names, tree.leaves(tx), strict=True))
+        agreed = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
         runs: dict[tuple[object, ...], tuple[list[Number], list[str]]] = {}
         for group, names in zip(values, members, strict=True):
             own_numbers = [group.get(name, number) for name, number in agreed.items()]
@@ -401,9 +403,9 @@ def _in_versions(
             runs.setdefault(key, (own_numbers, []))[1].extend(names)
         made = tuple(with_numbers(tx, iter(numbers)) for numbers, _ in runs.values())
         return by_groups(made, tuple(tuple(names) for _, names in runs.values()))
-    called = iter(node.called)
+    calls = iter(visited.calls)
     parts = [
-        _in_versions(part, next(called), values, members, conflicts) if isinstance(part, Transform) else part
+        _in_versions(part, next(calls), values, members, conflicts) if isinstance(part, Transform) else part
         for part in tx.parts
     ]
     if all(new is old for new, old in zip(parts, tx.parts, strict=True)):

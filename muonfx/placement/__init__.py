@@ -1,10 +1,9 @@
-"""Lower a transform to a program (how each of its transforms runs) once, then execute the program at every step.
+"""Run a transform where its tensors are: on shards, bucket by bucket, or with its state in host memory or on disk.
 
-A program is a tree of nodes. It depends on the transform and on the names and shapes of parameters, never on values.
-`offload` keeps the state in host memory or on disk between steps.
+`placed` rewrites a transform to one that runs there. It depends on the transform and on the names and shapes of
+parameters, never on values.
 """
 
-from muonfx.placement.lower import lower
-from muonfx.placement.nodes import Program
+from muonfx.placement.placed import Ranks, Where, placed
 
-__all__ = ["Program", "lower"]
+__all__ = ["Ranks", "Where", "placed"]

@@ -13,8 +13,8 @@ from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.contract import NOTHING, Declaration, require_transform
 from muonfx.core.definition import Factory, Memory, make_factory
 from muonfx.core.factory import with_memory
-from muonfx.placement.execute import Executor
-from muonfx.placement.placement import Arguments
+from muonfx.placement.bucketed import require_room
+from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import bind
@@ -109,15 +109,16 @@ def offload(
     require_transform("tx", tx)
     store = _store(to, bucket_bytes)
 
-    executor = _memory.get("executor") or _memory.setdefault("executor", Executor(store=store))
+    placed: PlacedTransforms = _memory.setdefault("placed", PlacedTransforms(Where(store=store)))
 
     def init(params: PyTree) -> PyTree:
-        return executor.init(tx, params)
+        return placed(tx, params).functions.init(params)
 
     @torch.no_grad()
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        executor.require_room(state, updates if params is None else params, donate)
-        return executor.update(tx, Arguments(updates, state, params, donate, extras))
+        like = updates if params is None else params
+        require_room(store, state, like, donate)
+        return placed(tx, like).run(updates, state, params, donate=donate, **extras)
 
     return init, update
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Transform
-from muonfx.core.contract import sum_over_leaves
+from muonfx.core import Donation, Transform
+from muonfx.core.combine import chain_entries
+from muonfx.core.contract import NOTHING, sum_over_leaves
+from muonfx.core.definition import Memory
+from muonfx.core.factory import with_memory
+from muonfx.core.visit import Visit, as_chain, stand_in, visit
+from muonfx.placement.arguments import Arguments, Once
 from muonfx.placement.buckets import parameters_of
-from muonfx.placement.execute import Executor
-from muonfx.placement.lower import as_one
-from muonfx.placement.nodes import Stage
-from muonfx.placement.placement import Arguments, Once, Placement, Run
-from muonfx.placement.store import Store
+from muonfx.placement.placed import PlacedTransforms, Where
+from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.consensus import warn_together
 from muonfx.sharding.dtensors import map_named
@@ -26,6 +29,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run
 from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
+from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.shares import on_stacks
 from muonfx.tree import PyTree
 
@@ -81,8 +85,8 @@ class Progress:
 
 
 @dataclass(eq=False)
-class Binding(Placement):
-    """Runs a transform's program over the ranks of a layout: it gathers matrices, and sums scalars over all ranks.
+class Binding:
+    """Runs transforms over the ranks of a layout: it gathers matrices, and sums scalars over all ranks.
 
     `bind` builds one binding for each `settings` and `store`. Several transforms and optimizers may share it, so facts
     of one of them are in its `Progress`.
@@ -96,32 +100,36 @@ class Binding(Placement):
     once: Once = field(default_factory=Once)
     progress_of: dict[Hashable, Progress] = field(default_factory=dict)
     """A dict from the tree structure of a transform to the progress of the one that was initialized last."""
-    _at_owners: dict[tuple[Stage, torch.device], tuple[Run, RunPlan, Run, Transform]] = field(default_factory=dict)
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         specs, pieces = self.layout.specs, self.layout.pieces
         self.holds_all = self.layout.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
-        self.executor = Executor(self, self.store)
+        self.placed = PlacedTransforms(Where(self, self.store), self.global_like)
+        """Returns the transform that runs on this rank's shards, from a transform and the local parameters."""
+        self.extras: dict[str, Any] = {
+            "shard": self.shard,
+            "max_over_ranks": self.max_over_ranks,
+            "sum_over_leaves": self.sum_over_leaves,
+        }
 
-    def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> PyTree:
-        """Return this rank's initial state for neighbouring transforms that need whole matrices (a matrix stage)."""
-        plan, now, tx = self._plan_of_stage(stage, run, params)
-        return init_run(plan, now, tx, self.layout, params, store)
+    def init(self, tx: Transform, params: PyTree) -> PyTree:
+        """Return this rank's initial state for a transform. `params` has local tensors; on meta, nothing is sent."""
+        return self.placed(tx, params).functions.init(params)
 
-    def update_stage(self, stage: Stage, run: Run, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run one step of a matrix stage (neighbouring transforms that need whole matrices), bucket by bucket.
+    def visits(self, tx: Transform, params: PyTree) -> tuple[Visit, ...]:
+        """Return a `Visit` of a transform and of each transform that it calls, for the global parameters."""
+        key = ("visits", tx.treedef, tuple(tree.names(params)))
+        return self.once(key, lambda: tuple(visit(tx, self.global_like(params))))
 
-        Each matrix is gathered on one rank, computed there, and scattered. Return this rank's updates and next state.
-        """
+    def on_owners(self, tx: Transform) -> Transform:
+        """Return a transform that runs ``tx``, which needs whole matrices, with each matrix on one rank (its owner)."""
+        return _on_owners(tx, self)
 
-        def parameters() -> list[str | None]:
-            key = ("parameters of a stage", stage, len(tree.leaves(call.state)))
-            return self.once(key, lambda: parameters_of(call.state, call.updates))
-
-        plan, now, tx = self._plan_of_stage(stage, run, call.like)
-        return update_run(plan, now, tx, self.layout, call, self.store, parameters)
+    def on_all(self, tx: Transform) -> Transform:
+        """Return a transform that gathers the whole tree on every rank and runs ``tx`` on it there."""
+        return _on_all(tx, self)
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan that assigns each matrix to a rank, for neighbouring transforms that need whole matrices."""
@@ -131,17 +139,6 @@ class Binding(Placement):
         kind = torch.device("cpu") if device.type == "meta" else device
         key = ("plan", tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
         return self.once(key, lambda: plan_run(run, names, self.layout, kind, self.settings))
-
-    def _plan_of_stage(self, stage: Stage, run: Run, params: PyTree) -> tuple[RunPlan, Run, Transform]:
-        device = tree.device_of(params)
-        known = self._at_owners.get((stage, device))
-        # Transforms are compared by identity: another number makes another run.
-        if known is None or any(a is not b for (_, a), (_, b) in zip(known[0], run, strict=True)):
-            plan = self.plan(run, params)
-            shapes = {name: plan.specs[name].shape for name in plan.stacks}
-            now = on_stacks(run, shapes) if shapes else run
-            known = self._at_owners[stage, device] = run, plan, now, as_one(now)
-        return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:
         """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
@@ -156,10 +153,6 @@ class Binding(Placement):
             else:
                 meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
         return tree.unflatten(treedef, meta)
-
-    def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Return True: one layout always gives the same shapes, so a program that was built once stays valid."""
-        return True
 
     def local_like(self, params: PyTree) -> PyTree:
         """Return a tree like `params`, with a meta tensor in the shape of this rank's shard for each parameter."""
@@ -215,3 +208,71 @@ class Binding(Placement):
             "argument sum_over_leaves to its update if it needs only a sum over the tree",
             self.layout.group,
         )
+
+
+class _OnDevice(NamedTuple):
+    """What a matrix stage needs on one device."""
+
+    plan: RunPlan
+    run: Run
+    """The transforms, for the stacks of matrices in which the owners receive them."""
+    tx: Transform
+    """The same transforms as one."""
+
+
+@stand_in
+@with_memory
+def _on_owners(_memory: Memory, tx: Transform, binding: Any):
+    """Run neighbouring transforms that need whole matrices (a matrix stage), bucket by bucket.
+
+    Each matrix is gathered on one rank, its owner, computed there, and scattered.
+    """
+    entries = chain_entries(tx)
+    run = ((tx.name, tx),) if entries is None else tuple(entries.items())
+    on_devices: dict[torch.device, _OnDevice] = {}
+
+    def prepared(params: PyTree) -> _OnDevice:
+        device = tree.device_of(params)
+        if device not in on_devices:
+            plan = binding.plan(run, params)
+            shapes = {name: plan.specs[name].shape for name in plan.stacks}
+            stacked = on_stacks(run, shapes) if shapes else run
+            as_one = stacked[0][1] if entries is None else as_chain(dict(stacked))
+            on_devices[device] = _OnDevice(plan, stacked, as_one)
+        return on_devices[device]
+
+    def init(params: PyTree) -> PyTree:
+        plan, stacked, as_one = prepared(params)
+        store = IN_MEMORY if tree.device_of(params).type == "meta" else binding.store
+        return init_run(plan, stacked, as_one, binding.layout, params, store)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        def parameters() -> list[str | None]:
+            key = len(tree.leaves(state))
+            if key not in _memory:
+                _memory[key] = parameters_of(state, updates)
+            return _memory[key]
+
+        call = Arguments(updates, state, params, donate, extras)
+        plan, stacked, as_one = prepared(call.like)
+        return update_run(plan, stacked, as_one, binding.layout, call, binding.store, parameters)
+
+    return init, update
+
+
+@stand_in
+def _on_all(tx: Transform, binding: Any):
+    """Gather the whole tree on every rank, and run a transform on it there."""
+    in_one_process: dict[str, Any] = {"sum_over_leaves": sum_over_leaves, "shard": lambda values: values}
+
+    def init(params: PyTree) -> PyTree:
+        binding.warn_of_gathering(tx, params)
+        on_meta = tree.device_of(params).type == "meta"
+        return tx.functions.init(binding.global_like(params) if on_meta else binding.gather(params))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        gathered_params = None if params is None else binding.gather(params)
+        out, state = tx.run(binding.gather(updates), state, gathered_params, **{**extras, **in_one_process})
+        return binding.shard(out), state
+
+    return init, update

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.placement.arguments import Once
 from muonfx.placement.buckets import cut_into_buckets
-from muonfx.placement.placement import Once
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, outside_transforms
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of

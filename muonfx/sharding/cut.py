@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muonfx.placement.placement import Once
+from muonfx.placement.arguments import Once
 from muonfx.sharding.messages import digest
 from muonfx.sharding.shards import Piece, Span
 from muonfx.tree import Spec

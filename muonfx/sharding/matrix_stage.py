@@ -19,14 +19,15 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
+from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import BucketedState, init_in_buckets
-from muonfx.placement.placement import Arguments, Run, device_of
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.collectives import start_exchange
 from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import copied
 from muonfx.sharding.plan.assignment import RunPlan
+from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.shares import Moves
 from muonfx.sharding.shards import Window
 from muonfx.tree import PyTree
@@ -158,7 +159,7 @@ def update_run(
 
     All ranks call this together. `parameters` returns, for each leaf of the state, the name of its parameter or None.
     """
-    updates, state, params, donate, extras, _ = call
+    updates, state, params, donate, extras = call
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
     local = dict(zip(names, leaves, strict=True))

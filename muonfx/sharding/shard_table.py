@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.checks import check_tree
-from muonfx.placement.placement import Once
+from muonfx.placement.arguments import Once
 from muonfx.sharding.cut import Cut
 from muonfx.sharding.messages import Buffers, ShardingError, digest
 from muonfx.sharding.shards import Piece

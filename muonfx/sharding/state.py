@@ -8,7 +8,7 @@ each inner transform, never by the names of fields.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.core.combine import chain_entries
+from muonfx.core.visit import Placeholder, Visit, fixed, is_wrapper, record_calls, root_visit
+from muonfx.placement.arguments import meta_like
 from muonfx.placement.buckets import parameters_of
-from muonfx.placement.lower import Placeholder, state_around
-from muonfx.placement.nodes import Around, ChainNode, Node, Stage, WholeTree
-from muonfx.placement.placement import meta_like
+from muonfx.placement.placed import execution_of, matrix_stages
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import (
     PLAIN,
@@ -35,6 +36,7 @@ from muonfx.sharding.dtensors import (
 )
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
+from muonfx.sharding.plan.cost import run_of
 from muonfx.sharding.plan.shares import Share
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
@@ -76,29 +78,26 @@ class LeafPlacement:
     """The shape of the leaf on this rank; None if the leaf is None on this rank."""
 
 
-def _of_node(binding: Binding, node: Node) -> PyTree:
-    """Return a tree like the state of one node, with a `LeafPlacement` (ranks and shapes) for each leaf."""
-    if isinstance(node, Stage):
-        return _of_stage(binding, node)[node.members[0].name]
-    if isinstance(node, ChainNode):
-        state: dict[str, PyTree] = {}
-        for names, child in node.entries:
-            state |= _of_stage(binding, child) if isinstance(child, Stage) else {names[0]: _of_node(binding, child)}
-        return state
-    if isinstance(node, Around):
-        state, _ = state_around(node.tx, node.like)
-        described = _of_leaves(binding, state, node.like)
-        inner = [_of_node(binding, child) for child in node.children]
-        return tree.map(lambda leaf: inner[leaf.place] if isinstance(leaf, Placeholder) else leaf, described)
-    gathers = isinstance(node, WholeTree) and not binding.holds_all
-    return _of_leaves(binding, node.tx.functions.init(node.like), {} if gathers else node.like)
+def _placements(binding: Binding, root: Visit) -> PyTree:
+    """Return a tree like the state of a transform, with a `LeafPlacement` (ranks and shapes) for each leaf."""
+    plans: dict[Visit, RunPlan] = {}
+    if not binding.holds_all:
+        for stage in matrix_stages(root):
+            plan = binding.plan(run_of(stage), stage[0].params)
+            plans |= dict.fromkeys(stage, plan)
+    return _of_visit(binding, root, plans)
 
 
-def _of_stage(binding: Binding, stage: Stage) -> dict[str, PyTree]:
-    """Return a dict from transform name to a tree like its state, with a `LeafPlacement` for each leaf."""
-    run = tuple((member.name, member.node.tx) for member in stage.members)
-    plan = None if binding.holds_all else binding.plan(run, stage.like)
-    return {name: _of_leaves(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
+def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
+    if chain_entries(visited.tx) is not None:
+        return {member.state[-1]: _of_visit(binding, member, plans) for member in visited.calls}
+    if is_wrapper(visited.tx):
+        described = _of_leaves(binding, record_calls(visited.tx, visited.params)[0], visited.params)
+        inner = [_of_visit(binding, call, plans) for call in visited.calls]
+        return tree.map(lambda leaf: inner[leaf.index] if isinstance(leaf, Placeholder) else leaf, described)
+    state = fixed(visited).functions.init(visited.params)
+    is_gathered = execution_of(visited) == "whole tree" and not binding.holds_all
+    return _of_leaves(binding, state, {} if is_gathered else visited.params, plans.get(visited))
 
 
 def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
@@ -125,10 +124,10 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 
     def describe() -> list[LeafPlacement | None]:
         local = binding.local_like(params)
-        here = tree.leaves(binding.executor.init(tx, local))
+        here = tree.leaves(binding.init(tx, local))
         with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
-            found = tree.leaves(_of_node(binding, binding.executor.program(tx, local)))
+            found = tree.leaves(_placements(binding, root_visit(tx, binding.global_like(local))))
         return [
             replace(placed, local=None if leaf is None else tuple(leaf.shape))
             if isinstance(placed, LeafPlacement)
@@ -227,7 +226,7 @@ def interval_of(placed: LeafPlacement, share: Share) -> tuple[int, int]:
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
     """Convert a state from its form for checkpoints to the local tensors of this rank. It undoes `global_state`."""
-    meta = binding.executor.init(tx, meta_like(local_tree(params)))
+    meta = binding.init(tx, meta_like(local_tree(params)))
     leaves, treedef = tree.flatten(values)
 
     def at(wanted: Tensor | None, leaf: Tensor | FlatPiece | None) -> Tensor | None:

@@ -18,8 +18,10 @@ from muonfx.core.identity import text_of
 from muonfx.core.precision import kernel_products, product_dtypes
 from muonfx.core.recorded import Recorded, parts_of
 from muonfx.core.schedules import Schedule
-from muonfx.placement.nodes import Program
-from muonfx.placement.placement import Arguments, meta_like
+from muonfx.core.visit import check_extras
+from muonfx.placement.arguments import Arguments, meta_like
+from muonfx.placement.bucketed import require_room
+from muonfx.placement.placed import execution_of
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import (
@@ -72,9 +74,9 @@ def agreed_call(
             raise problem
         local = _checked_call(binding, tx, call, names, leaves, check=check)
         if call.extras:
-            Program(binding.executor.program(tx, local.like)).check_extras(call.extras)
+            check_extras(binding.visits(tx, local.like), call.extras)
         if binding.store != IN_MEMORY:
-            binding.executor.require_room(local.state, local.like, local.donate)
+            require_room(binding.store, local.state, local.like, local.donate)
         if tx.treedef not in binding.likes:
             binding.likes[tx.treedef] = meta_like(local.like)
         if many:
@@ -133,7 +135,7 @@ def _checked_call(
         dtypes = tuple([leaf.dtype for leaf in like if leaf is not None])
         expected = binding.once(
             ("state", tx.treedef, tuple(names), dtypes),
-            lambda: checks.ExpectedState.of(binding.executor.init(tx, meta_like(local.like))),
+            lambda: checks.ExpectedState.of(binding.init(tx, meta_like(local.like))),
         )
         checks.check_state_like(tx.name, call.state, expected, with_dtypes=params is not None)
     return local
@@ -300,7 +302,7 @@ def _facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         kept = f"offloaded, {place}, in buckets of {store.bucket_bytes} bytes"
     present = {name: leaf for name, leaf in zip(tree.names(local), tree.leaves(local), strict=True) if leaf is not None}
     described = describe_state(binding, tx, local)
-    names_of_state = tree.names(binding.executor.init(tx, binding.local_like(local)))
+    names_of_state = tree.names(binding.init(tx, binding.local_like(local)))
     return {
         "versions": {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)},
         "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
@@ -332,11 +334,10 @@ def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
     """Return, as texts by subject, the transforms that are applied to each parameter, and their arguments."""
     transforms: dict[str, str] = {}
     of_each: dict[str, list[str]] = {}
-    for place, node in enumerate(Program(binding.executor.program(tx, params)).transforms()):
-        where = f"{place} {node.numbers or node.title}"
-        transforms[where] = f"{node.kind} {_text(tree.map(lambda _: 0.0, node.tx))}"
-        for name in node.names:
-            of_each.setdefault(name, []).append(node.numbers or node.title)
+    for place, visited in enumerate(binding.visits(tx, params)):
+        transforms[f"{place} {visited.title}"] = f"{execution_of(visited)} {_text(tree.map(lambda _: 0.0, visited.tx))}"
+        for name in visited.names:
+            of_each.setdefault(name, []).append(visited.title)
     return {
         "transforms of a parameter": {name: ", ".join(titles) for name, titles in of_each.items()},
         "chains": transforms,

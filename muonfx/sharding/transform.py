@@ -19,8 +19,9 @@ from muonfx.core.definition import Memory, make_factory
 from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.factory import with_memory
 from muonfx.core.patterns import warn_of_unmatched
+from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
-from muonfx.placement.placement import Arguments
+from muonfx.placement.placed import ApplyToParams
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.consensus import construction, outside_transforms
@@ -161,7 +162,7 @@ def sharded(
         local = local_tree(params)
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
-            return binding.executor.init(inner, local)
+            return binding.init(inner, local)
         progress = _memory.setdefault(_PROGRESS, Progress())
         binding.progress_of[inner.treedef] = progress
         with outside_transforms("init of a sharded transform", params) as problem:
@@ -228,7 +229,7 @@ def init_sharded(
     local = local_tree(params)
     state: PyTree = None
     try:
-        state = binding.executor.init(tx, local)
+        state = binding.init(tx, local)
     except Exception as error:
         problem = error
     verify_params(binding.layout, local, problem, may_fail=True)
@@ -244,12 +245,19 @@ def step_sharded(
     *,
     check: bool = False,
     problem: Exception | None = None,
+    apply_to_params: ApplyToParams | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Run one step on this rank's shards. Return its updates and next state. If a rank has an error, all raise."""
+    """Run one step on this rank's shards. Return its updates and next state. If a rank has an error, all raise.
+
+    `apply_to_params` adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
+    """
     # `tx` has the current hyperparameters. Several transforms and optimizers may share a binding, none a progress.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
-    out, after = binding.executor.update(tx, local._replace(updates=updates, state=state, donate=donate))
+    extras = local.extras
+    if apply_to_params is not None:
+        extras = {**extras, "apply_to_params": apply_to_params}
+    out, after = binding.placed(tx, local.like).run(updates, state, local.params, donate=donate, **extras)
     progress.completed += 1  # not after an error on this rank alone, so that the next step finds the ranks different
     return out, tree.copy_shared(after, local.state) if check and not local.donate.state else after
 

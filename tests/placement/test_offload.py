@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.placement.offload import store, transfer
+from muonfx.placement import store, transfer
 from muonfx.testing import chains, params_and_grads, transforms
 from tests.checkpoint.common import bits
-from tests.placement.test_lower_and_execute import by_place
+from tests.placement.test_placed import by_place
 from tests.processes import Here, World, run_python
 from tests.sharding.cases import Case, cases, laid_out
 from tests.sharding.counting import counting

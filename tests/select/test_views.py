@@ -406,7 +406,7 @@ def test_a_stack_of_models_is_refused_where_labels_of_one_model_would_flatten_it
     with pytest.raises(ValueError, match=said):
         tx.update(params, vmap(tx.init)(params), params)
     with pytest.raises(ValueError, match=said):
-        mfx.placement.lower(tx, params)
+        mfx.placement.placed(tx, params)
     with pytest.raises(ValueError, match=said):
         mfx.TransformOptimizer({name: nn.Parameter(param) for name, param in params.items()}, tx)
 

@@ -1,6 +1,7 @@
 """Laws of binding and of steady steps: what shapes decide is computed once, and grows with ranks plus parameters."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
@@ -16,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.placement import execute
 from muonfx.sharding import binding, cut
 from muonfx.sharding.plan import shares
 from muonfx.sharding.shards import Piece
@@ -39,7 +39,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     for owner, *names in (
         (binding, "plan_run"),
-        (execute, "lower_node"),
+        (sys.modules["muonfx.placement.placed"], "placed"),
         (Piece, "window", "grid", "interval"),
         (mfx.Transform, "resolve"),
     ):

@@ -93,7 +93,7 @@ def explained() -> list[object]:
         plan,
         plan.explain(),
         mfx.polar.explain((64, 128)),
-        mfx.placement.lower(mfx.muon(0.1), params),
+        mfx.placement.placed(mfx.muon(0.1), params),
         mfx.checkpoint.inspect(path),
         mfx.describe({"w": "muon"}, {"w": params["up"]}),
         mfx.summary(params),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from muonfx.core import Locality, Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.hyperparams import hyperparams
+from muonfx.core.visit import visit
 from muonfx.engines.deepspeed.experts import expert_group_name
 from muonfx.engines.deepspeed.pieces import (
     flats_of,
@@ -28,7 +29,6 @@ from muonfx.engines.deepspeed.tensor_parallel import tensor_group_of, whole_shap
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.attachment import GroupOwner
 from muonfx.optimizer.groups import GroupNumbers, defaults_for_schedulers, routes_of, split_by_route
-from muonfx.placement.lower import lower
 
 __all__ = ["ZeroOptimizer"]
 
@@ -64,7 +64,7 @@ class ZeroOptimizer(GroupOwner):
         self._params = trained_parameters(model)
         self._like = {n: torch.empty(whole_shape_of(x), dtype=x.dtype, device="meta") for n, x in self._params.items()}
         tx.init(self._like)  # raises if the transform cannot handle the parameters
-        routes = routes_of(lower(tx, self._like))
+        routes = routes_of(tuple(visit(tx, self._like)))
         if left_out := [name for name in self._like if name not in routes or routes[name].is_left_out]:
             raise ValueError(
                 f"{left_out[0]!r} requires grad but has no label: give it a label, or freeze it before this call"

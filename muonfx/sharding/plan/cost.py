@@ -14,13 +14,15 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.core.contract import within
-from muonfx.placement.lower import lower_node
-from muonfx.placement.nodes import Program, Stage
-from muonfx.placement.placement import Run
+from muonfx.core.visit import Visit, fixed, root_visit
+from muonfx.placement.placed import matrix_stages
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.tree import Spec
 
 __all__ = ["Run", "RunCost", "costs_of", "runs_of"]
+
+Run = tuple[tuple[str, Transform], ...]
+"""Consecutive transforms of a chain that need whole matrices, as pairs (name, transform)."""
 
 _PER_ELEMENT = 10.0
 """The operations of one transform for each element, in addition to the cost that it declares."""
@@ -43,9 +45,15 @@ class RunCost:
 
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
     """Yield each group of neighbouring transforms that need whole matrices (a run), with its parameters' names."""
-    for node in Program(lower_node(tx, dict(params))).nodes():
-        if isinstance(node, Stage):
-            yield tuple((member.name, member.node.tx) for member in node.members), list(node.names)
+    for stage in matrix_stages(root_visit(tx, dict(params))):
+        yield run_of(stage), list(stage[0].names)
+
+
+def run_of(stage: Sequence[Visit]) -> Run:
+    """Return the transforms of a matrix stage as pairs (name in the chain, transform)."""
+    if len(stage) == 1:
+        return ((stage[0].tx.name, fixed(stage[0])),)
+    return tuple([(visited.state[-1], fixed(visited)) for visited in stage])
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.contract import within
-from muonfx.placement.lower import resolve_within
+from muonfx.core.visit import resolve_within
 from muonfx.testing.examples import Example, history, on_meta, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of

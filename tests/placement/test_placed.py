@@ -1,4 +1,4 @@
-"""Programs: steps in buckets are those on all leaves, bit for bit, and an executor keeps nothing without bound."""
+"""Placed transforms: steps in buckets are those on all leaves, bit for bit, and nothing is kept without bound."""
 
 import pytest
 import torch
@@ -10,25 +10,14 @@ from benchmarks.measure import PeakBytes
 from muonfx import testing as kit
 from muonfx import tree
 from muonfx.core.hyperparams import hyperparams
-from muonfx.core.recorded import dotted, parts_of
+from muonfx.core.visit import visit
 from muonfx.optimizer.stepping import add_in_place
-from muonfx.placement import lower
-from muonfx.placement.execute import MOST_PROGRAMS, Executor
-from muonfx.placement.nodes import Around, ChainNode, Stage
-from muonfx.placement.placement import Arguments
+from muonfx.placement import Where, placed
+from muonfx.placement.placed import PlacedTransforms
 from muonfx.polar import explain
 
 SHAPES = {"a": (6, 4), "b": (4, 10), "bias": (7,)}
 PARAMS = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-
-
-def leaf_nodes(node):
-    """The nodes that do something themselves: members of stages, and transforms that call no other."""
-    if isinstance(node, Stage):
-        return [member.node for member in node.members]
-    if isinstance(node, ChainNode | Around):
-        return [one for child in node.children for one in leaf_nodes(child)]
-    return [node]
 
 
 def test_a_users_own_route_is_found_by_running_init_on_placeholders():
@@ -44,13 +33,13 @@ def test_a_users_own_route_is_found_by_running_init_on_placeholders():
 
         return init, update
 
-    root = lower(only_biases(mfx.momentum()), PARAMS).root
-    assert [(child.names, child.state, child.numbers) for child in root.children] == [(("bias",), ("mine",), "inner")]
+    _, inner = visit(only_biases(mfx.momentum()), PARAMS)
+    assert (inner.names, inner.state, inner.name) == (("bias",), ("mine",), "inner")
 
 
 @pytest.mark.filterwarnings("ignore:partition. no parameter")
 @given(kit.transforms(matrices=True), kit.params_and_grads(ranks=(2, 4), nones=False))
-def test_states_and_numbers_are_where_the_program_says(tx: mfx.Transform, example: kit.Example):
+def test_states_and_numbers_are_where_a_visit_says(tx: mfx.Transform, example: kit.Example):
     everywhere = mfx.masked(tx, lambda p: tree.map(lambda _: True, p))
     try:
         tx = mfx.skip_nonfinite(mfx.chain(("first", tx), ("second", everywhere)))
@@ -61,16 +50,29 @@ def test_states_and_numbers_are_where_the_program_says(tx: mfx.Transform, exampl
         return
     numbers = hyperparams(tx)
     state = dict.fromkeys(tree.paths(tx.init(params)))
-    seen: list[str] = []
-    program = lower(tx, params)
-    own = [name for node in program.transforms() for name in node.own.names]
+    visits = list(visit(tx, params))
+    own = [name for visited in visits for name in visited.numbers.names]
     assert sorted(own) == sorted(numbers)
-    for node in leaf_nodes(program.root):
-        seen += [dotted(node.numbers) + name for name, _ in parts_of(node.tx)] if node.keeps_numbers else []
-        own = tree.paths(node.tx.init(node.like))
-        assert {(*node.state, *path) for path in own} <= state.keys()
-    assert set(seen) <= numbers.keys()
-    assert len(seen) == len(set(seen))
+    for visited in visits:
+        if not visited.calls:
+            paths = tree.paths(visited.tx.init(visited.params))
+            assert {(*visited.state, *path) for path in paths} <= state.keys()
+
+
+@given(kit.transforms(matrices=True), kit.params_and_grads(ranks=(2, 4), nones=False))
+def test_a_placed_transform_has_the_numbers_and_the_state_of_the_original(tx: mfx.Transform, example: kit.Example):
+    result = placed(tx, example.params, Where(bucket_bytes=64))
+    assert hyperparams(result) == hyperparams(tx)
+    assert tree.paths(result.functions.init(example.params)) == tree.paths(tx.init(example.params))
+
+
+def test_a_transform_that_is_resolved_to_one_with_other_numbers_is_refused():
+    @mfx.transform(locality=mfx.Locality.ELEMENT, resolve=lambda tx, params: mfx.scale(3.0))
+    def becomes_a_scale():
+        return mfx.identity().functions
+
+    with pytest.raises(TypeError, match=r"becomes_a_scale.*numeric arguments"):
+        placed(becomes_a_scale(), PARAMS)
 
 
 def test_a_steady_step_takes_no_scratch_for_its_products() -> None:
@@ -80,14 +82,13 @@ def test_a_steady_step_takes_no_scratch_for_its_products() -> None:
     scratch = max(explain(shape, dtype=torch.bfloat16).scratch_bytes for shape in shapes.values())
     numbers = 16 * sum(x.numel() // x.shape[-1] for x in params.values()) + 4096  # norms of rows
 
-    executor = Executor()
-    state = executor.init(tx, params)
+    run = placed(tx, params)
+    state = run.functions.init(params)
     for step in range(4):
         grads = {name: torch.randn(shape) for name, shape in shapes.items()}
         wanted, expected = tx.update(grads, state, params)
         with PeakBytes() as peak:
-            call = Arguments(grads, state, params, mfx.Donation(updates=True, state=True), {})
-            out, state = executor.update(tx, call)
+            out, state = run.run(grads, state, params, donate=mfx.Donation(updates=True, state=True))
         assert all(torch.equal(out[name], wanted[name]) for name in shapes)
         assert all(map(torch.equal, mfx.tree.leaves(state), mfx.tree.leaves(expected)))
         if step == 0:
@@ -102,15 +103,14 @@ def test_a_chain_made_anew_at_each_step_is_not_remembered_for_ever() -> None:
         labels = lambda tree: dict.fromkeys(tree, "x")  # noqa: E731  a function of its own at each call
         return mfx.skip_nonfinite(mfx.partition({"x": mfx.momentum()}, labels))
 
-    executor = Executor()
-    state = expected = executor.init(made(), params)
-    for _ in range(2 * MOST_PROGRAMS):
+    transforms = PlacedTransforms(Where())
+    state = expected = transforms(made(), params).functions.init(params)
+    for _ in range(2 * PlacedTransforms.LIMIT):
         tx = made()
-        out, state = executor.update(tx, Arguments(params, state, params, mfx.Donation(), {}))
+        out, state = transforms(tx, params).run(params, state, params)
         wanted, expected = tx.update(params, expected, params)
         assert torch.equal(out["a"], wanted["a"])
-    assert len(executor._programs) <= MOST_PROGRAMS
-    assert len(executor._current) <= 3 * MOST_PROGRAMS  # a node for each of the three transforms
+    assert len(transforms._entries) <= PlacedTransforms.LIMIT
 
 
 MANY_SHAPES = {
@@ -226,23 +226,24 @@ CHAINS = {
 
 
 def stepped(tx, layout, dtype, *, absent, donate, bucket_bytes=None):
-    """Parameters and state after three steps of an executor that applies updates."""
+    """Parameters and state after three steps that add the updates to the parameters."""
     torch.manual_seed(0)
 
     def drawn():
         return {name: layout(torch.randn(shape)).to(dtype) for name, shape in MANY_SHAPES.items()}
 
     params = drawn()
-    executor = Executor(bucket_bytes=bucket_bytes)
-    state = executor.init(tx, params)
+    run = placed(tx, params, Where(bucket_bytes=bucket_bytes))
+    state = run.functions.init(params)
     for step in range(3):
         grads = drawn()
         if step == 1:
             grads |= dict.fromkeys(absent)
         given = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
-        call = Arguments(grads, state, params, mfx.Donation(donate, True), {}, add_in_place)
+        donation = mfx.Donation(donate, True)
         with torch.no_grad():
-            _, state = executor.update(tx, call)
+            updates, state = run.run(grads, state, params, donate=donation, apply_to_params=add_in_place)
+        assert set(updates.values()) == {None}
         assert donate or all(grads[name] is None or torch.equal(grads[name], given[name]) for name in grads)
     return params, state
 

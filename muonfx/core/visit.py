@@ -1,0 +1,285 @@
+"""`visit`: the one walk over a transform and the transforms that it calls.
+
+For given parameters it finds which leaves each transform receives, where its state is in the state of the outermost
+transform, and what its numbers are called. Nothing depends on values, so meta tensors suffice as parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from muonfx import tree
+from muonfx.core.combine import chain, chain_entries
+from muonfx.core.contract import Transform
+from muonfx.core.definition import Declaration, Locality, make_factory
+from muonfx.core.recorded import Recorded, dotted, part_names, parts_of
+from muonfx.tree import PyTree
+
+Path = tuple[Any, ...]
+
+stand_in = functools.partial(make_factory, Transform, declaration=Declaration(), transparent=True)
+"""A decorator for transforms that take the place of their only argument: they have its name, numbers and state."""
+
+
+@dataclass(frozen=True)
+class OwnNumbers:
+    """The names of a transform's own hyperparameters, without hyperparameters of the transforms that it calls."""
+
+    names: tuple[str, ...]
+    """Dotted names in the outermost transform, such as "muon.momentum.decay", in order."""
+    keys: tuple[str, ...]
+    """`names` without labels, such as "momentum.decay": the keys in an optimizer's groups."""
+    short_names: Mapping[str, str | tuple[str, ...]]
+    """Short keys that the author declares, such as "lr", with the dotted name; a tuple of names for several numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """One transform that `visit` has found, with the part of the tree on which it works."""
+
+    tx: Transform
+    """The transform with all choices made that depend on names and shapes of its parameters (`Transform.resolve`)."""
+    params: PyTree
+    """The parameters that it receives."""
+    state: Path
+    """The path of its state in the outermost state, such as ``("muon", "momentum")``."""
+    name: str
+    """Its dotted name in the outermost transform, such as "muon.momentum", which begins the names of its numbers."""
+    key: str
+    """`name` without the labels of partitions, such as "momentum"."""
+    label: str | None
+    """The label by which `partition` selects it, such as "muon"."""
+    calls: tuple[Visit, ...] = field(repr=False)
+    """The visits of the transforms that it calls, in order."""
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The dotted names of its parameters."""
+        return tuple(tree.names(self.params))
+
+    @functools.cached_property
+    def delegates(self) -> bool:
+        """True for a chain or a wrapper (`is_wrapper`): its calls run where their own localities allow."""
+        return chain_entries(self.tx) is not None or is_wrapper(self.tx)
+
+    @property
+    def title(self) -> str:
+        """The name to print: the dotted name, or for the outermost transform the name of its factory."""
+        return self.name or self.tx.name
+
+    @functools.cached_property
+    def numbers(self) -> OwnNumbers:
+        """The names of its own hyperparameters."""
+        arguments = own_numbers(self.tx)
+        full_name = {argument: dotted(self.name) + argument for argument in arguments}
+        short_names: dict[str, str | tuple[str, ...]] = {}
+        for key, declared in self.tx.declaration.short_names.items():
+            if isinstance(declared, str):
+                if declared in full_name:
+                    short_names[key] = full_name[declared]
+            elif full_name.keys() >= set(declared):
+                short_names[key] = tuple([full_name[argument] for argument in declared])
+        keys = tuple([dotted(self.key) + argument for argument in arguments])
+        return OwnNumbers(tuple(full_name.values()), keys, short_names)
+
+
+def own_numbers(tx: Transform) -> list[str]:
+    """Return the names of a transform's numbers that belong to no inner transform, such as "schedule.peak"."""
+    names: list[str] = []
+    for name, part in zip(part_names(tx), tx.parts, strict=True):
+        if isinstance(part, Transform):
+            continue
+        if isinstance(part, Recorded):  # a schedule
+            names += [number for number, _ in parts_of(part, dotted(name))]
+        else:
+            names.append(name)
+    return names
+
+
+def visit(tx: Transform, params: PyTree) -> Iterator[Visit]:
+    """Yield one `Visit` for a transform and for each transform that it calls: first the outer, then the inner ones.
+
+    Args:
+        tx: any transform.
+        params: the whole parameters, not sharded; meta tensors suffice.
+
+    >>> import torch
+    >>> import muonfx as mfx
+    >>> tx = mfx.chain(mfx.cautious(mfx.momentum()), mfx.orthogonalize())
+    >>> for found in visit(tx, {"w": torch.zeros(4, 4)}):
+    ...     print(found.title, found.state, found.names)
+    chain () ('w',)
+    cautious ('cautious',) ('w',)
+    cautious.inner ('cautious', 'inner') ('w',)
+    orthogonalize ('orthogonalize',) ('w',)
+    """
+    yield from _with_inner(root_visit(tx, params))
+
+
+def _with_inner(outer: Visit) -> Iterator[Visit]:
+    yield outer
+    for inner in outer.calls:
+        yield from _with_inner(inner)
+
+
+def root_visit(tx: Transform, params: PyTree) -> Visit:
+    """Return the first `Visit` of `visit`, which has the others in its `calls`."""
+    return _visit(tx, params, state=(), name="", key="", label=None)
+
+
+def _visit(tx: Transform, params: PyTree, *, state: Path, name: str, key: str, label: str | None) -> Visit:
+    resolved = tx.resolve(params)
+    calls: list[Visit] = []
+    for call in calls_of(resolved, params):
+        inner_key = key if call.label is not None else dotted(key) + call.argument
+        calls.append(
+            _visit(
+                call.tx,
+                call.params,
+                state=(*state, *call.state),
+                name=dotted(name) + call.argument,
+                key=inner_key,
+                label=call.label,
+            )
+        )
+    return Visit(resolved, params, state, name, key, label, tuple(calls))
+
+
+def check_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) -> None:
+    """Raise if a transform cannot use one of the extra arguments of a step, such as ``value=loss``."""
+    for visited in visits:
+        check = visited.tx.declaration.check_extras
+        if check is not None:
+            check(visited.tx, extras)
+
+
+# --------------------------------------------------------------------------------- how a transform calls its inner ones
+
+
+@dataclass(frozen=True)
+class Call:
+    """A transform that another one calls, and the parameters that it passes on."""
+
+    tx: Transform
+    argument: str
+    """The name of the inner transform among the arguments: "inner", or a member of a chain or a dict."""
+    params: PyTree
+    state: Path
+    """The path of the inner state in the outer state; () if ``tx`` is no wrapper, so that the path is unknown."""
+    label: str | None
+
+
+def calls_of(tx: Transform, params: PyTree) -> list[Call]:
+    """Return the transforms that ``tx`` calls, in order. ``tx`` is resolved for ``params``."""
+    names = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
+    if (entries := chain_entries(tx)) is not None:
+        members = zip(entries.items(), names, strict=True)
+        return [Call(member, argument, params, (name,), None) for (name, member), argument in members]
+    if not tx.children:
+        return []
+    state, params_of = record_calls(tx, params, replaced=is_wrapper(tx))
+    path_of: dict[int, Path] = {}
+    for leaf, path in zip(tree.leaves(state), tree.paths(state), strict=True):
+        if isinstance(leaf, Placeholder):
+            path_of[leaf.index] = path
+    received = [params_of.get(index, params) for index in range(len(names))]
+    labels = _labels(tx, names, received)
+    return [
+        Call(inner, names[index], received[index], path_of.get(index, ()), labels[index])
+        for index, inner in enumerate(tx.children)
+    ]
+
+
+def is_wrapper(tx: Transform) -> bool:
+    """Return True if a transform calls others, and its own computation is elementwise or a sum over leaves.
+
+    The inner transforms then run where their own localities allow, and the state of each is one subtree.
+    """
+    own_locality = tx.declaration.combinator.own_locality
+    if not tx.children or chain_entries(tx) is not None:
+        return False
+    return own_locality is Locality.ELEMENT or (own_locality is Locality.TREE and sums_over_leaves(tx))
+
+
+def sums_over_leaves(tx: Transform) -> bool:
+    """Return True if the update of a transform needs no more of other leaves than a sum over them."""
+    return "sum_over_leaves" in tx.extras.named
+
+
+def _labels(tx: Transform, names: Sequence[str], received: Sequence[PyTree]) -> list[str | None]:
+    """Return the label of each inner transform, such as "muon"; None if ``tx`` does not divide its parameters."""
+    leaves = [name for params in received for name in tree.names(params)]
+    if len(leaves) > len(set(leaves)):  # some leaf is passed to several inner transforms
+        return [None] * len(names)
+    labels: set[str] = set()
+    for argument in tx.arguments.values():
+        if type(argument) is dict:
+            labels |= {str(label) for label, value in argument.items() if isinstance(value, Transform)}
+    return [name if name in labels else None for name in names]
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """A leaf in a wrapper's state, in place of the state of the inner transform number `index`."""
+
+    index: int
+
+
+@stand_in
+def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], replaced: bool):
+    def init(params: PyTree) -> PyTree:
+        record(index, params)
+        return Placeholder(index) if replaced else tx.functions.init(params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None):
+        raise AssertionError("a recorder is never run")
+
+    return init, update
+
+
+def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> tuple[PyTree, dict[int, PyTree]]:
+    """Call the ``init`` of a transform. Return its state, and the parameters that each inner transform received.
+
+    The parameters are by the number of the inner transform. By default, the state has a `Placeholder` where the state
+    of an inner transform would be; a transform that computes with this state requires ``replaced=False``.
+    """
+    received: dict[int, PyTree] = {}
+    indices = iter(range(len(tx.children)))
+    recording = tx.with_children(lambda inner: _recorder(inner, next(indices), received.__setitem__, replaced))
+    with warnings.catch_warnings():  # init on the real parameters gives the warnings
+        warnings.simplefilter("ignore")
+        return recording.functions.init(params), received
+
+
+# ----------------------------------------------------------------------------------------------- resolved transforms
+
+
+def resolve_within(tx: Transform, params: PyTree) -> Transform:
+    """Make each choice of a transform that depends on the names and shapes of parameters, and return the result.
+
+    The result can update some of the leaves, with None for all others, or shards of them.
+    """
+    return fixed(root_visit(tx, params))
+
+
+def fixed(visited: Visit) -> Transform:
+    """Return the transform of a visit with the resolved transforms of its calls inside."""
+    inner = [fixed(call) for call in visited.calls]
+    if all(new is old for new, old in zip(inner, visited.tx.children, strict=True)):
+        return visited.tx
+    entries = chain_entries(visited.tx)
+    if entries is not None:
+        return as_chain(dict(zip(entries, inner, strict=True)))
+    remaining = iter(inner)
+    return visited.tx.with_children(lambda _: next(remaining))
+
+
+def as_chain(members: Mapping[str, Transform]) -> Transform:
+    """Return a chain of members that were checked in their order before, without warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return chain(*members.items())

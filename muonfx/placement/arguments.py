@@ -1,0 +1,59 @@
+"""`Arguments`, the arguments of one update as a value, and helpers for trees of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from muonfx import tree
+from muonfx.core import Donation
+from muonfx.tree import PyTree
+
+T = TypeVar("T")
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call of a transform's ``update``."""
+
+    updates: PyTree
+    """The gradients or incoming updates on this rank. A None leaf gets no update."""
+    state: PyTree
+    params: PyTree
+    """The parameters on this rank, or None if they were not given."""
+    donate: Donation
+    extras: Mapping[str, Any]
+    """The extra arguments for the transforms, such as ``value=loss``."""
+
+    @property
+    def like(self) -> PyTree:
+        """The parameters if they were given, else the updates: the tree that gives names and shapes."""
+        return self.updates if self.params is None else self.params
+
+
+def device_of(*values: PyTree) -> torch.device:
+    """Return the device of the first real (not meta) tensor in some trees; without one, the default device."""
+    devices = (leaf.device for some in values if some is not None for leaf in tree.tensors(some))
+    first = next(devices, None)
+    if first is None:
+        return tree.device_of(None)
+    return first if first.type != "meta" else next((device for device in devices if device.type != "meta"), first)
+
+
+def meta_like(values: PyTree) -> PyTree:
+    """Return a copy of a tree in which each tensor is replaced by a meta tensor of its shape and dtype."""
+    return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), values)
+
+
+class Once:
+    """A cache for results that depend on structure, names and shapes alone. Each is computed at most once."""
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the cached result for a key. If there is none, call ``make()`` and cache its result."""
+        if key not in self.found:
+            self.found[key] = make()
+        return self.found[key]

@@ -1,0 +1,254 @@
+"""Transforms that run another one bucket by bucket, or with its state in a store.
+
+Each takes the place of a transform in `placed`: it has the numbers and the state of the transform that it runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Transform
+from muonfx.core.contract import NOTHING, EmptyState
+from muonfx.core.definition import Memory
+from muonfx.core.factory import with_memory
+from muonfx.core.visit import Placeholder, record_calls, stand_in
+from muonfx.placement.arguments import device_of
+from muonfx.placement.buckets import (
+    BucketedState,
+    can_be_shared_out,
+    cut_into_buckets,
+    init_in_store,
+    moves,
+    parameters_of,
+    sizes_of,
+    store_away,
+    stored_again,
+)
+from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.tree import PyTree, Structure
+
+Update = Callable[..., tuple[PyTree, PyTree]]
+
+
+def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) -> None:
+    """Raise OSError if the state is on a disk without enough space for a second copy, the next state."""
+    if not store.on_disk:
+        return
+    device = device_of(params)
+    copied: list[Any] = []
+    for leaf, parameter in zip(tree.leaves(state), parameters_of(state, params), strict=True):
+        is_overwritten = donate.state and store.has(leaf, device)
+        if moves(leaf, parameter) and not is_overwritten:
+            copied.append(tree.spec(leaf))
+    store.require(copied)
+
+
+@stand_in
+@with_memory
+def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int):
+    """Run a transform that works leaf by leaf on one bucket of parameters at a time, to bound its temporary memory."""
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        if params is None:
+            return tx.run(updates, state, params, donate=donate, **extras)
+        parameters = _remembered_parameters(_memory, state, updates)
+        key = "buckets", tuple(tree.names(updates))
+        if key not in _memory:
+            _memory[key] = _buckets_by_shape(params, bucket_bytes)
+        buckets = _memory[key]
+        if len(buckets) < 2 or not can_be_shared_out(tree.leaves(state), parameters):
+            return tx.run(updates, state, params, donate=donate, **extras)
+        return _run_in_buckets(IN_MEMORY, tx.run, buckets, parameters, updates, state, params, donate, extras)
+
+    return tx.functions.init, update
+
+
+def _buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
+    """Split parameter names into lists of at most `limit` bytes. Equal shapes are neighbours, to form batches."""
+    present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
+    by_shape = sorted(present, key=lambda pair: tuple(pair[1].shape))
+    return cut_into_buckets({name: leaf.nbytes for name, leaf in by_shape}, limit)
+
+
+@stand_in
+@with_memory
+def in_store(_memory: Memory, tx: Transform, store: Store):
+    """Run a transform that works leaf by leaf, and load its state from a store bucket by bucket."""
+
+    def init(params: PyTree) -> PyTree:
+        if device_of(params).type == "meta":
+            return tx.functions.init(params)
+        return init_in_store(store, tx.functions.init, params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        parameters = _remembered_parameters(_memory, state, updates)
+        present = [name for name, leaf in tree.named_leaves(updates) if leaf is not None]
+        buckets = cut_into_buckets(sizes_of(present, state, parameters), store.bucket_bytes)
+        if len(buckets) < 2 or not can_be_shared_out(tree.leaves(state), parameters):
+            buckets = [tree.names(updates)]
+        return _run_in_buckets(store, tx.run, buckets, parameters, updates, state, params, donate, extras)
+
+    return init, update
+
+
+@stand_in
+@with_memory
+def at_once(_memory: Memory, tx: Transform, store: Store):
+    """Run a transform that needs all leaves, and load its whole state from a store."""
+
+    def init(params: PyTree) -> PyTree:
+        state = tx.functions.init(params)
+        device = device_of(params)
+        if device.type == "meta":
+            return state
+        parameters = parameters_of(state, params)
+        nbytes = sum(sizes_of(tree.names(params), state, parameters).values())
+        if not nbytes:
+            return state
+        if not store.is_direct(device):
+            _warn_of_whole_state(tx, nbytes)
+        return store_away(store, device, state, parameters)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        parameters = _remembered_parameters(_memory, state, updates)
+        is_stored = any(map(moves, tree.leaves(state), parameters))
+        all_leaves = [tree.names(updates)]
+        return _run_in_buckets(
+            store if is_stored else IN_MEMORY, tx.run, all_leaves, parameters, updates, state, params, donate, extras
+        )
+
+    return init, update
+
+
+def _warn_of_whole_state(tx: Transform, nbytes: int) -> None:
+    warnings.warn(
+        f"offload: {tx.name} has the locality TREE and a state of the size of the parameters, so its whole "
+        f"state ({nbytes / 2**20:.1f} MiB) is loaded in each step instead of bucket by bucket: declare a "
+        f"smaller locality, or do not offload {tx.name}",
+        stacklevel=2,
+    )
+
+
+@stand_in
+def skippable(tx: Transform):
+    """Run a transform only if the extra argument ``only_if`` is true or None: its state is then not loaded in vain."""
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, only_if: Tensor | None = None, **extras: Any
+    ) -> tuple[PyTree, PyTree]:
+        if only_if is not None and not bool(only_if):
+            return updates, state
+        return tx.run(updates, state, params, **extras)
+
+    return tx.functions.init, update
+
+
+@stand_in
+@with_memory
+def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivision, store: Store):
+    """Run a wrapper whose own state is loaded at once; the transforms that it calls load theirs themselves."""
+
+    def init(params: PyTree) -> PyTree:
+        state = tx.functions.init(params)
+        device = device_of(params)
+        if device.type == "meta":
+            return state
+        own, inner = division.split(state)
+        return division.merge(store_away(store, device, own, parameters_of(own, params)), inner)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        own, inner = division.split(state)
+        device = device_of(updates, params)
+        new_inner: list[PyTree] = []
+
+        def run(
+            updates: PyTree, own: PyTree, params: PyTree, *, donate: Donation, **extras: Any
+        ) -> tuple[PyTree, PyTree]:
+            # The loaded copies may be overwritten, but the states of inner transforms belong to the caller.
+            inner_donation = Donation(donate.updates, caller_donation.state)
+            out, new_state = tx.run(updates, division.merge(own, inner), params, donate=inner_donation, **extras)
+            new_own, returned = division.split(new_state)
+            for old, new in zip(inner, returned, strict=True):
+                new_inner.append(stored_again(store, device, old, new, caller_donation))
+            return out, new_own
+
+        caller_donation = donate
+        parameters = _remembered_parameters(_memory, own, updates)
+        all_leaves = [tree.names(updates)]
+        out, own = _run_in_buckets(store, run, all_leaves, parameters, updates, own, params, donate, extras)
+        return out, division.merge(own, new_inner)
+
+    return init, update
+
+
+class StateDivision(NamedTuple):
+    """Separates the state of a wrapper (a transform that calls others) from the states of its inner transforms."""
+
+    structure: Structure
+    is_inner: tuple[bool, ...]
+    """For each leaf of the structure, True if it represents the state of an inner transform."""
+
+    @classmethod
+    def of(cls, tx: Transform, params: PyTree) -> StateDivision:
+        """Find out which parts of a wrapper's state belong to inner transforms. Meta tensors suffice as `params`."""
+        leaves, treedef = tree.flatten(record_calls(tx, params)[0])
+        return cls(treedef, tuple([isinstance(leaf, Placeholder) for leaf in leaves]))
+
+    def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
+        """Split a wrapper's state. Return its own part, and a list with the state of each inner transform."""
+        own: list[PyTree] = []
+        inner: list[PyTree] = []
+        for part, is_inner in zip(tree.subtrees(self.structure, state), self.is_inner, strict=True):
+            own.append(EmptyState() if is_inner else part)
+            if is_inner:
+                inner.append(part)
+        return tree.unflatten(self.structure, own), inner
+
+    def merge(self, own: PyTree, inner: Sequence[PyTree]) -> PyTree:
+        """Build a wrapper's state from its own part and the states of its inner transforms; it undoes `split`."""
+        remaining = iter(inner)
+        parts: list[PyTree] = []
+        for part, is_inner in zip(tree.subtrees(self.structure, own), self.is_inner, strict=True):
+            parts.append(next(remaining) if is_inner else part)
+        return tree.unflatten(self.structure, parts)
+
+
+def _remembered_parameters(memory: Memory, state: PyTree, updates: PyTree) -> list[str | None]:
+    """Return the parameter to which each leaf of a state belongs, or None. It is found once for a set of leaves."""
+    key = "parameters", tuple(tree.names(updates)), len(tree.leaves(state))
+    if key not in memory:
+        memory[key] = parameters_of(state, updates)
+    return memory[key]
+
+
+def _run_in_buckets(
+    store: Store,
+    run: Update,
+    buckets: Sequence[Sequence[str]],
+    parameters: Sequence[str | None],
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    donate: Donation,
+    extras: Mapping[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Call `run` (a transform's update) for each bucket of parameters in turn. Return all updates and the state."""
+    leaves, treedef = tree.flatten(updates)
+    names = tree.names(updates)
+    results: dict[str, Any] = {}
+    with BucketedState(store, device_of(updates, params), state, parameters, buckets, donate) as bucketed:
+        for turn, bucket in enumerate(buckets):
+            members = set(bucket)
+            bucket_leaves = [leaf if name in members else None for name, leaf in zip(names, leaves, strict=True)]
+            bucket_updates = tree.unflatten(treedef, bucket_leaves)
+            out = bucketed.run(turn, run, bucket_updates, params, extras, may_write=donate.updates)
+            for name, leaf in zip(names, tree.leaves(out), strict=True):
+                if name in members:
+                    results[name] = leaf
+            del bucket_leaves, bucket_updates, out  # free them before the next bucket
+    return tree.unflatten(treedef, [results.get(name) for name in names]), bucketed.end()

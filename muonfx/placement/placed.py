@@ -1,0 +1,425 @@
+"""`placed`: rewrite a transform so that it runs where its tensors are.
+
+The result is an ordinary transform. It has the numbers of the original in the same order, and the same state. What
+differs is how it runs:
+
+- Over ranks, a transform that needs whole matrices runs on their owners, one that needs the whole tree on all ranks,
+  and every other one on this rank's shards. `Ranks` supplies the two first.
+- With a `Store`, the state is in host memory or on disk, and is loaded bucket by bucket.
+- In one process, a transform that works leaf by leaf runs on one bucket of leaves at a time, to bound its memory.
+
+A chain is divided into groups of neighbours that run in the same way, so that each bucket of state is loaded once and
+each matrix is sent once. A wrapper, such as `partition`, keeps its own update; its inner transforms are placed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from muonfx import tree
+from muonfx.core import Donation, Locality, Transform
+from muonfx.core.combine import chain_entries
+from muonfx.core.contract import NOTHING, Declaration
+from muonfx.core.definition import make_factory
+from muonfx.core.recorded import with_numbers
+from muonfx.core.visit import (
+    Visit,
+    as_chain,
+    calls_of,
+    is_wrapper,
+    resolve_within,
+    root_visit,
+    stand_in,
+    sums_over_leaves,
+)
+from muonfx.placement.arguments import meta_like
+from muonfx.placement.bucketed import StateDivision, at_once, in_buckets, in_store, skippable, with_own_state_in_store
+from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.polar import Workspace
+from muonfx.tree import PyTree
+from muonfx.tree.display import Report, Row, Table
+
+
+class Ranks(Protocol):
+    """What the ranks of a layout supply to `placed`; `muonfx.sharding` has the implementation."""
+
+    @property
+    def holds_all(self) -> bool:
+        """True if there is one rank, which holds every parameter whole: nothing is sent."""
+        ...
+
+    @property
+    def extras(self) -> Mapping[str, Any]:
+        """Extra arguments for every update, such as a sum over the leaves of all ranks."""
+        ...
+
+    def on_owners(self, tx: Transform) -> Transform:
+        """Return a transform that runs ``tx`` on whole matrices, each on one rank, which owns it."""
+        ...
+
+    def on_all(self, tx: Transform) -> Transform:
+        """Return a transform that gathers the whole tree on every rank and runs ``tx`` on it there."""
+        ...
+
+
+class Where(NamedTuple):
+    """Where a transform runs, and where its state is between steps."""
+
+    ranks: Ranks | None = None
+    """None in one process."""
+    store: Store = IN_MEMORY
+    bucket_bytes: int | None = None
+    """The bytes of parameters that are updated at a time if the state is in memory; None: all."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if a rank may hold a part of a parameter only."""
+        return self.ranks is not None and not self.ranks.holds_all
+
+
+IN_ONE_PROCESS = Where()
+
+ApplyToParams = Callable[[PyTree, PyTree], None]
+"""A function ``(params, updates)`` that adds updates to parameters."""
+
+Kind = Literal["leaves", "matrices", "other"]
+
+
+def _kind(tx: Transform, where: Where) -> Kind:
+    """Return what a transform must receive at a time: any leaves or shards, whole matrices, or something else."""
+    if not where.is_sharded:
+        return "leaves" if tx.locality <= Locality.LEAF else "other"
+    if tx.locality is Locality.ELEMENT:
+        return "leaves"
+    return "matrices" if needs_matrices(tx) else "other"
+
+
+def needs_matrices(tx: Transform) -> bool:
+    """Return True if a transform needs whole matrices or leaves itself, not only a transform that it calls."""
+    delegates = chain_entries(tx) is not None or is_wrapper(tx)
+    return tx.locality in (Locality.MATRIX, Locality.LEAF) and not delegates
+
+
+# ------------------------------------------------------------------------------------------------------------ rewriting
+
+
+def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS) -> Transform:
+    """Return a transform that does the work of ``tx`` where its tensors are.
+
+    Args:
+        tx: a transform.
+        params: the parameters in full, not sharded. Values are not read, so meta tensors suffice.
+        where: where the transform runs; by default in one process, with its state in memory.
+
+    Returns:
+        A transform with the numbers and the state of ``tx``. It prints as a table of how each transform in it runs on
+        sharded parameters. The column "numbers" has the prefix of the names in `muonfx.hyperparams`, and the column
+        "state" the path of the state. Its ``update`` accepts one more extra argument, ``apply_to_params``: a function
+        ``(params, updates)`` that adds final updates to the parameters, bucket by bucket. No updates are returned then.
+
+    Raises:
+        TypeError: a transform was resolved (option ``resolve`` of `transform`) to one with other numbers.
+
+    >>> import torch
+    >>> import muonfx as mfx
+    >>> tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
+    >>> placed(tx, {"w": torch.zeros(4, 4), "v": torch.zeros(4, 2)})
+    node                                              locality  leaves  state                numbers
+    chain: chain                                      TREE      2       -                    -
+      sum over leaves: clip_by_global_norm            TREE      2       clip_by_global_norm  clip_by_global_norm
+      elementwise: momentum                           ELEMENT   2       momentum             momentum
+      matrix stage: orthogonalize, normalize_neurons  LEAF      2       orthogonalize        orthogonalize
+    """
+    like = meta_like(params)
+    rewritten = _place(tx, like, where, applies=True)
+    if list(map(id, tree.leaves(rewritten))) != list(map(id, tree.leaves(tx))):
+        raise TypeError(
+            f"{tx.name}: found other numbers after `resolve`, expected the numbers of the transform in their order: "
+            "return a transform with the same numeric arguments"
+        )
+    extras: dict[str, Any] = {"workspace": Workspace()}
+    if where.ranks is not None:
+        extras |= where.ranks.extras
+    return _with_extras(rewritten, extras, lambda: report(tx, like))
+
+
+class Placed(Transform):
+    """The result of `placed`, which prints as a table."""
+
+    def tree(self) -> Report:
+        """Return a table of how each transform runs on sharded parameters."""
+        return self.arguments["report"]()
+
+    def __repr__(self) -> str:
+        """Return the table as text."""
+        return str(self.tree())
+
+
+def _with_extras_constructor(tx: Transform, extras: Mapping[str, Any], report: Callable[[], Report]):
+    """Run a transform with extra arguments, which those of a call replace."""
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **call: Any):
+        return tx.run(updates, state, params, donate=donate, **{**extras, **call})
+
+    return tx.functions.init, update
+
+
+_with_extras = make_factory(Placed, _with_extras_constructor, Declaration(), transparent=True)
+
+
+def _place(tx: Transform, like: PyTree, where: Where, *, applies: bool = False) -> Transform:
+    """Rewrite a transform. With ``applies``, it also adds its updates to the parameters, if it is given a function."""
+    # Resolved first: a function that chooses labels or a mask runs once, and gives its warnings once.
+    tx = tx.resolve(like)
+    kind = _kind(tx, where)
+    if kind != "other":
+        return _place_unit(tx, kind, like, where, applies=applies)
+    entries = chain_entries(tx)
+    if entries is not None:
+        return _place_chain(entries, like, where, applies=applies)
+    result = _place_wrapper(tx, like, where) if is_wrapper(tx) else _place_whole(tx, where)
+    return applying(result) if applies else result
+
+
+def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applies: bool) -> Transform:
+    """Rewrite a transform, or a chain, that runs on some leaves at a time, on shards, or on whole matrices."""
+    fixed = resolve_within(tx, like)
+    if kind == "matrices":
+        assert where.ranks is not None
+        result = where.ranks.on_owners(fixed)
+        return applying(result) if applies else result
+    if applies:  # within a bucket, so that its updates are freed before the next bucket
+        fixed = applying(fixed)
+    if where.store != IN_MEMORY:
+        return in_store(fixed, where.store)
+    if where.bucket_bytes is not None:
+        return in_buckets(fixed, where.bucket_bytes)
+    return fixed
+
+
+def _place_whole(tx: Transform, where: Where) -> Transform:
+    """Rewrite a transform that needs all leaves, or sums over them."""
+    if where.is_sharded and not (tx.works_on_pieces and not tx.children):
+        assert where.ranks is not None
+        return where.ranks.on_all(tx)
+    return tx if where.store == IN_MEMORY else at_once(tx, where.store)
+
+
+def _place_wrapper(tx: Transform, like: PyTree, where: Where) -> Transform:
+    """Rewrite the inner transforms of a wrapper, each for the parameters that it receives."""
+    calls = iter(calls_of(tx, like))
+
+    def place_next(inner: Transform) -> Transform:
+        result = _place(inner, next(calls).params, where)
+        return result if where.store == IN_MEMORY else skippable(result)
+
+    rewritten = tx.with_children(place_next)
+    if where.store == IN_MEMORY:
+        return rewritten
+    return with_own_state_in_store(rewritten, StateDivision.of(tx, like), where.store)
+
+
+def _place_chain(members: Mapping[str, Transform], like: PyTree, where: Where, *, applies: bool) -> Transform:
+    """Rewrite a chain as a chain of groups of members that run together."""
+    resolved = {name: tx.resolve(like) for name, tx in members.items()}
+    groups = _groups(resolved, where)
+    rewritten: dict[str, Transform] = {}
+    for index, (kind, names) in enumerate(groups):
+        tx = resolved[names[0]] if len(names) == 1 else as_chain({name: resolved[name] for name in names})
+        is_to_apply = applies and index == len(groups) - 1
+        if kind == "other":
+            rewritten[str(index)] = _place(tx, like, where, applies=is_to_apply)
+        else:
+            rewritten[str(index)] = _place_unit(tx, kind, like, where, applies=is_to_apply)
+    return in_groups(as_chain(rewritten), tuple([names for _, names in groups]))
+
+
+def _groups(members: Mapping[str, Transform], where: Where) -> list[tuple[Kind, list[str]]]:
+    """Divide the names of a chain's members into neighbours that can run together, with what they must receive."""
+    groups: list[tuple[Kind, list[str]]] = []
+    for name, tx in members.items():
+        kind = _kind(tx, where)
+        if groups and groups[-1][0] == kind != "other":
+            groups[-1][1].append(name)
+        else:
+            groups.append((kind, [name]))
+    return groups
+
+
+@stand_in
+def in_groups(tx: Transform, groups: tuple[list[str], ...]):
+    """Run a chain of groups; its state is that of the chain whose members are in the groups.
+
+    For the groups ``(["clip"], ["momentum", "scale"])`` the state has the keys "clip", "momentum" and "scale". Member
+    number 1 of ``tx`` receives and returns the dict of the last two.
+    """
+
+    def join(by_group: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        state: dict[str, PyTree] = {}
+        for names, group_state in zip(groups, by_group.values(), strict=True):
+            state |= group_state if len(names) > 1 else {names[0]: group_state}
+        return state
+
+    def divide(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        by_group: dict[str, PyTree] = {}
+        for index, names in enumerate(groups):
+            by_group[str(index)] = {name: state[name] for name in names} if len(names) > 1 else state[names[0]]
+        return by_group
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        return join(tx.functions.init(params))
+
+    def update(
+        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        updates, by_group = tx.run(updates, divide(state), params, donate=donate, **extras)
+        new_state = join(by_group)
+        return updates, {name: new_state[name] for name in state}
+
+    return init, update
+
+
+@stand_in
+def applying(tx: Transform):
+    """Run a transform; then call ``apply_to_params(params, updates)``, if given, and return None for each update."""
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        apply_to_params: ApplyToParams | None = None,
+        **extras: Any,
+    ):
+        updates, state = tx.run(updates, state, params, donate=donate, **extras)
+        if apply_to_params is None:
+            return updates, state
+        apply_to_params(params, updates)
+        return tree.map(lambda _: None, updates), state
+
+    return tx.functions.init, update
+
+
+# ------------------------------------------------------------------------------------------- one for each structure
+
+
+class PlacedTransforms:
+    """A cache of placed transforms. A transform is rewritten once for its structure and the shapes of parameters."""
+
+    LIMIT = 64
+    """The number of entries at which the cache is cleared: a chain that is made in each step may be new each time."""
+
+    def __init__(self, where: Where, global_like: Callable[[PyTree], PyTree] | None = None) -> None:
+        # global_like(local) returns meta tensors of the whole parameters; None in one process
+        self.where = where
+        self._global_like = global_like
+        self._entries: dict[Any, list[_Entry]] = {}
+
+    def __call__(self, tx: Transform, params: PyTree) -> Transform:
+        """Return `placed` of a transform with its current numbers, for local parameters."""
+        key = tx.treedef, tuple(tree.names(params))
+        entry = self._fitting(key, params) or self._add(key, tx, params)
+        if entry.original is not tx:
+            entry.placed = with_numbers(entry.placed, iter(tree.leaves(tx)))
+            entry.original = tx
+        return entry.placed
+
+    def _fitting(self, key: Any, params: PyTree) -> _Entry | None:
+        for entry in self._entries.get(key, ()):
+            # One layout always gives the same global shapes.
+            if self._global_like is not None or entry.fits(params):
+                return entry
+        return None
+
+    def _add(self, key: Any, tx: Transform, params: PyTree) -> _Entry:
+        if len(self._entries) >= self.LIMIT:
+            self._entries.clear()
+        like = meta_like(params) if self._global_like is None else self._global_like(params)
+        entry = _Entry(like, tx, placed(tx, like, self.where))
+        self._entries.setdefault(key, []).append(entry)
+        return entry
+
+
+class _Entry:
+    def __init__(self, like: PyTree, original: Transform, placed: Transform) -> None:
+        self.like = like
+        self.original = original
+        """The transform whose numbers `placed` has."""
+        self.placed = placed
+
+    def fits(self, params: PyTree) -> bool:
+        """Return True if parameters have the shapes of `like`. A leaf that is None fits any shape."""
+        for leaf, like in zip(tree.leaves(params), tree.leaves(self.like), strict=True):
+            if leaf is not None and (like is None or like.shape != leaf.shape):
+                return False
+        return True
+
+
+# ------------------------------------------------------------------------------------------------------------- reports
+
+
+def report(tx: Transform, like: PyTree) -> Report:
+    """Return a table of how each transform runs: one row for each, or for several that run together."""
+    titles = ("node", "locality", "leaves", "state", "numbers")
+    return Report((Table(titles, [_row([root_visit(tx, like)])]),))
+
+
+def _row(visits: list[Visit]) -> Row:
+    """Return the row of one transform, or of neighbours in a chain that need whole matrices."""
+    first = visits[0]
+    cells = (
+        f"{execution_of(first)}: {', '.join(visited.tx.name for visited in visits)}",
+        first.tx.locality.name,
+        str(len(first.names)),
+        ".".join(map(str, first.state)) or "-",
+        first.name or "-",
+    )
+    if not first.delegates:
+        return Row(cells, ())
+    return Row(cells, tuple(_row(group) for group in grouped(first)))
+
+
+def grouped(outer: Visit) -> list[list[Visit]]:
+    """Return the calls of a transform; neighbours in a chain that need whole matrices are in one list."""
+    if chain_entries(outer.tx) is None:
+        return [[visited] for visited in outer.calls]
+    groups: list[list[Visit]] = []
+    for is_stage, visits in itertools.groupby(outer.calls, lambda visited: needs_matrices(visited.tx)):
+        if is_stage:
+            groups.append(list(visits))
+        else:
+            groups += [[visited] for visited in visits]
+    return groups
+
+
+def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
+    """Yield each group of neighbouring transforms that need whole matrices, and so run together on their owners."""
+    if needs_matrices(root.tx):
+        yield [root]
+    if not root.delegates:
+        return
+    for group in grouped(root):
+        if needs_matrices(group[0].tx):
+            yield group
+        else:
+            yield from matrix_stages(group[0])
+
+
+def execution_of(visited: Visit) -> str:
+    """Return how a transform runs on sharded parameters, such as "elementwise" or "matrix stage"."""
+    tx = visited.tx
+    if chain_entries(tx) is not None:
+        return "chain"
+    if is_wrapper(tx):
+        is_route = any(call.names != visited.names for call in visited.calls)
+        return "route" if is_route else "around"
+    if needs_matrices(tx):
+        return "matrix stage"
+    if tx.locality is Locality.ELEMENT:
+        return "elementwise"
+    if tx.works_on_pieces and not tx.children:
+        return "sum over leaves" if sums_over_leaves(tx) else "on pieces"
+    return "whole tree"
