@@ -71,7 +71,7 @@ class Picture:
 
 def step():
     """Draw the path of a gradient to the arithmetic of a transform; the page explains each numbered arrow."""
-    p = Picture(720, 446, "The path of a gradient: checks, the executor, three kinds of nodes, and the updates")
+    p = Picture(720, 446, "The path of a gradient: checks, the placed transform, its three ways to run a part, and the updates")
 
     def numbered(number: int, *points: tuple[float, float]):
         p.arrow(*points)
@@ -87,7 +87,7 @@ def step():
     numbered(1, (100, 78), (100, 328))
     numbered(2, (330, 78), (330, 116))
     numbered(3, (580, 78), (580, 116))
-    p.node(210, 118, 490, "program/: the executor", "node by node, bucket by bucket", color=BLUE)
+    p.node(210, 118, 490, "placement/: the placed transform", "part by part, bucket by bucket", color=BLUE)
     for place, (name, lines) in enumerate(
         (
             ("elementwise", ("runs on local shards",)),
