@@ -71,7 +71,9 @@ class Picture:
 
 def step():
     """Draw the path of a gradient to the arithmetic of a transform; the page explains each numbered arrow."""
-    p = Picture(720, 446, "The path of a gradient: checks, the placed transform, its three ways to run a part, and the updates")
+    p = Picture(
+        720, 446, "The path of a gradient: checks, the placed transform with three ways to run, and the updates"
+    )
 
     def numbered(number: int, *points: tuple[float, float]):
         p.arrow(*points)

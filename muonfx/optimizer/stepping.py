@@ -26,11 +26,11 @@ from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, ro
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
-from muonfx.placement.buckets import parameters_of
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
+from muonfx.tree.members import ownership_of, parameters_of
 
 
 class Stepping:
@@ -222,9 +222,9 @@ class StateEntries:
     def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
         self.slots: list[tuple[Tensor | None, str]] = []
         """For each leaf, its parameter, or None if it is shown under each, and its key in ``optimizer.state``."""
-        for path in tree.paths(state):
-            owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
-            self.slots.append((owner, path_of(path if owner is None else path[:-1])))
+        for ownership in ownership_of(state, named):
+            param = None if ownership.parameter is None else named[ownership.parameter]
+            self.slots.append((param, path_of(ownership.path)))
         self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
         self.shown: list[Any] = list(self._leaves)
         """For each leaf, its form in ``optimizer.state``."""

@@ -43,7 +43,7 @@ from muonfx.tree.display import Report, Row, Table
 
 
 class Ranks(Protocol):
-    """What the ranks of a layout supply to `placed`; `muonfx.sharding` has the implementation."""
+    """The interface of the ranks of a layout for `placed`; `muonfx.sharding` implements it."""
 
     @property
     def holds_all(self) -> bool:
@@ -237,7 +237,7 @@ def _place_chain(members: Mapping[str, Transform], like: PyTree, where: Where, *
 
 
 def _groups(members: Mapping[str, Transform], where: Where) -> list[tuple[Kind, list[str]]]:
-    """Divide the names of a chain's members into neighbours that can run together, with what they must receive."""
+    """Divide the names of a chain's members into neighbours of one kind, which can run together."""
     groups: list[tuple[Kind, list[str]]] = []
     for name, tx in members.items():
         kind = _kind(tx, where)

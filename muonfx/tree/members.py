@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx.tree.structure import PyTree, flatten, leaves, names, paths, unflatten
+from muonfx.tree.structure import Key, PyTree, TypedPath, flatten, leaves, names, paths, typed_paths, unflatten
 
 Path = tuple[Any, ...]
 
@@ -45,29 +45,71 @@ def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTre
     return unflatten(treedef, [mapped(leaf, name) for leaf, name in zip(found, owners, strict=True)])
 
 
+class Ownership(NamedTuple):
+    """To which parameter a leaf of a state belongs, and the path of the part of the state that it is in."""
+
+    parameter: str | None
+    """The dotted name of the parameter; None for a leaf of no single parameter, such as a step count."""
+    path: Path
+    """The path of the leaf without the parameter: ("momentum", "trace") for ("momentum", "trace", "mlp.weight")."""
+
+
 def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
     """Return a list with the name of the parameter of each leaf of a state; None for leaves such as step counts."""
-    # A state has nodes whose children are some or all parameters and nothing else. All leaves below such a child belong
-    # to its parameter, whether one tensor or a whole record.
-    known = names(params)
-    ends: dict[Path, str] = {(name,): name for name in known}  # the flat dicts of `partition` have dotted names as keys
-    ends |= dict(zip(paths(params), known, strict=True))
-    found = paths(state)
-    if () in ends:
-        shape = leaves(params)[0].shape
-        return [ends[()] if isinstance(x, Tensor) and x.shape == shape else None for x in leaves(state)]
-    depths = sorted({len(end) for end in ends}, reverse=True)
+    return [ownership.parameter for ownership in ownership_of(state, params)]
 
-    def below(path: Path, k: int) -> tuple[int, str] | None:
-        return next(
-            ((n, ends[path[k : k + n]]) for n in depths if k + n <= len(path) and path[k : k + n] in ends), None
-        )
 
-    others = {path[:k] for path in found for k in range(len(path) + 1) if below(path, k) is None}
+def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
+    """Return for each leaf of a state the parameter to which it belongs.
 
-    def parameter_of(path: Path) -> str | None:
-        # Several nodes may match. Longer parameter paths and deeper nodes are less likely to match by coincidence.
-        hits = [(*hit, k) for k in range(len(path)) if path[:k] not in others and (hit := below(path, k)) is not None]
-        return max(hits, key=lambda hit: (hit[0], hit[2]))[1] if hits else None
+    A state has nodes whose children are some or all parameters and nothing else, such as the dict of all momenta. All
+    leaves below such a child belong to its parameter, whether one tensor or a whole record. The field of a NamedTuple
+    is never a parameter, even if a parameter has its name, unless the parameters are in a NamedTuple themselves.
+    """
+    state_paths = typed_paths(state)
+    name_of = dict(zip(typed_paths(params), names(params), strict=True))
+    if () in name_of:
+        return _of_one_tensor(state, name_of[()], leaves(params)[0])
+    for name in list(name_of.values()):
+        name_of[(Key(name),)] = name  # the flat dicts of `partition` have dotted names as keys
+    lengths = sorted({len(path) for path in name_of}, reverse=True)
 
-    return [parameter_of(path) for path in found]
+    def parameter_at(path: TypedPath, start: int) -> TypedPath | None:
+        """Return the longest part of a path, from an index on, that is the path of a parameter."""
+        for length in lengths:
+            part = path[start : start + length]
+            if len(part) == length and part in name_of:
+                return part
+        return None
+
+    mixed_nodes: set[TypedPath] = set()
+    for path in state_paths:
+        for start in range(len(path) + 1):
+            if parameter_at(path, start) is None:
+                mixed_nodes.add(path[:start])
+
+    owners: list[Ownership] = []
+    for path in state_paths:
+        best_start, best_part = 0, None
+        for start in range(len(path)):
+            part = parameter_at(path, start)
+            if part is None or path[:start] in mixed_nodes:
+                continue
+            # Several nodes may match. Longer paths and deeper nodes are less likely to match by coincidence.
+            if best_part is None or len(part) >= len(best_part):
+                best_start, best_part = start, part
+        entries = tuple([key.entry for key in path])
+        if best_part is None:
+            owners.append(Ownership(None, entries))
+        else:
+            owners.append(Ownership(name_of[best_part], entries[:best_start] + entries[best_start + len(best_part) :]))
+    return owners
+
+
+def _of_one_tensor(state: PyTree, name: str, param: Any) -> list[Ownership]:
+    """Return the ownership for parameters that are a single tensor: leaves of its shape belong to it."""
+    owners: list[Ownership] = []
+    for path, leaf in zip(paths(state), leaves(state), strict=True):
+        is_like_param = isinstance(leaf, Tensor) and leaf.shape == param.shape
+        owners.append(Ownership(name if is_like_param else None, path))
+    return owners

@@ -88,6 +88,15 @@ class _Node:
             for path in child.paths((*above, entry))
         ]
 
+    def typed_paths(self, above: TypedPath) -> list[TypedPath]:
+        if self.kind is None:
+            return [above]
+        is_field = hasattr(self.kind, "_fields")
+        found: list[TypedPath] = []
+        for entry, child in zip(self.entries, self.children, strict=True):
+            found += child.typed_paths((*above, Key(entry, is_field)))
+        return found
+
     def flatten_up_to(self, tree: PyTree) -> list[PyTree]:
         if self.kind is None:
             return [tree]
@@ -254,6 +263,27 @@ def paths(tree: PyTree) -> list[tuple[object, ...]]:
         return _traced_flatten(tree, []).paths(())
     accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [tuple([getattr(entry, "field", entry.entry) for entry in accessor]) for accessor in accessors]
+
+
+class Key(NamedTuple):
+    """One step of a path: a key of a dict, an index, or the name of a field of a NamedTuple."""
+
+    entry: object
+    is_field: bool = False
+    """True for the field of a NamedTuple, which a dict's key of the same name does not equal."""
+
+
+TypedPath = tuple[Key, ...]
+
+
+def typed_paths(tree: PyTree) -> list[TypedPath]:
+    """Return the path to each leaf, in the order of `leaves`, with fields of NamedTuples marked."""
+    if torch.compiler.is_compiling():
+        return _traced_flatten(tree, []).typed_paths(())
+    typed: list[TypedPath] = []
+    for accessor in optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE):
+        typed.append(tuple([Key(getattr(entry, "field", entry.entry), hasattr(entry, "field")) for entry in accessor]))
+    return typed
 
 
 @overload

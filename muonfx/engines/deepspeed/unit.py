@@ -18,6 +18,7 @@ from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
+from muonfx.tree.members import ownership_of
 
 __all__ = ["Unit"]
 
@@ -62,13 +63,14 @@ class Unit:
         for x in self.pieces.flat:
             states[x] = {}
         shards: dict[str, dict[str, Tensor]] = {}
-        for path, leaf in zip(tree.paths(state), leaves, strict=True):
+        owners = ownership_of(state, dict.fromkeys(self._names))
+        for path, (name, path_without_name), leaf in zip(tree.paths(state), owners, leaves, strict=True):
             if leaf is None:
                 self._leaves.append(None)
                 continue
-            last = str(path[-1]) if path else ""
-            name = last if last in local and leaf.shape == local[last].shape else None
-            key = path_of(path if name is None else path[:-1])
+            key = path_of(path_without_name)
+            if name not in local or leaf.shape != local[name].shape:
+                name, key = None, path_of(path)
             self._leaves.append((key, name))
             if name is not None and self.pieces.is_flat:
                 shards.setdefault(key, {})[name] = leaf
