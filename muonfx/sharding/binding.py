@@ -211,7 +211,7 @@ class Binding:
 
 
 class _OnDevice(NamedTuple):
-    """What a matrix stage needs on one device."""
+    """The plan and the transforms of a matrix stage on one device."""
 
     plan: RunPlan
     run: Run
