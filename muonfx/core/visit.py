@@ -36,6 +36,21 @@ class OwnNumbers:
     short_names: Mapping[str, str | tuple[str, ...]]
     """Short keys that the author declares, such as "lr", with the dotted name; a tuple of names for several numbers."""
 
+    @classmethod
+    def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
+        """Return the names for a transform with a dotted name, and a key (the name without labels)."""
+        arguments = own_numbers(tx)
+        full_name = {argument: dotted(name) + argument for argument in arguments}
+        short_names: dict[str, str | tuple[str, ...]] = {}
+        for short, declared in tx.declaration.short_names.items():
+            if isinstance(declared, str):
+                if declared in full_name:
+                    short_names[short] = full_name[declared]
+            elif full_name.keys() >= set(declared):
+                short_names[short] = tuple([full_name[argument] for argument in declared])
+        keys = tuple([dotted(key) + argument for argument in arguments])
+        return cls(tuple(full_name.values()), keys, short_names)
+
 
 @dataclass(frozen=True, eq=False)
 class Visit:
@@ -55,13 +70,12 @@ class Visit:
     """The label by which `partition` selects it, such as "muon"."""
     calls: tuple[Visit, ...] = field(repr=False)
     """The visits of the transforms that it calls, in order."""
+    names: tuple[str, ...]
+    """The dotted names of its parameters."""
+    numbers: OwnNumbers
+    """The names of its own hyperparameters."""
 
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The dotted names of its parameters."""
-        return tuple(tree.names(self.params))
-
-    @functools.cached_property
+    @property
     def delegates(self) -> bool:
         """True for a chain or a wrapper (`is_wrapper`): its calls run where their own localities allow."""
         return chain_entries(self.tx) is not None or is_wrapper(self.tx)
@@ -70,21 +84,6 @@ class Visit:
     def title(self) -> str:
         """The name to print: the dotted name, or for the outermost transform the name of its factory."""
         return self.name or self.tx.name
-
-    @functools.cached_property
-    def numbers(self) -> OwnNumbers:
-        """The names of its own hyperparameters."""
-        arguments = own_numbers(self.tx)
-        full_name = {argument: dotted(self.name) + argument for argument in arguments}
-        short_names: dict[str, str | tuple[str, ...]] = {}
-        for key, declared in self.tx.declaration.short_names.items():
-            if isinstance(declared, str):
-                if declared in full_name:
-                    short_names[key] = full_name[declared]
-            elif full_name.keys() >= set(declared):
-                short_names[key] = tuple([full_name[argument] for argument in declared])
-        keys = tuple([dotted(self.key) + argument for argument in arguments])
-        return OwnNumbers(tuple(full_name.values()), keys, short_names)
 
 
 def own_numbers(tx: Transform) -> list[str]:
@@ -114,7 +113,7 @@ def visit(tx: Transform, params: PyTree) -> Iterator[Visit]:
     ...     print(found.title, found.state, found.names)
     chain () ('w',)
     cautious ('cautious',) ('w',)
-    cautious.inner ('cautious', 'inner') ('w',)
+    cautious.inner ('cautious',) ('w',)
     orthogonalize ('orthogonalize',) ('w',)
     """
     yield from _with_inner(root_visit(tx, params))
@@ -146,7 +145,10 @@ def _visit(tx: Transform, params: PyTree, *, state: Path, name: str, key: str, l
                 label=call.label,
             )
         )
-    return Visit(resolved, params, state, name, key, label, tuple(calls))
+    names = tuple(tree.names(params))
+    # Not computed later, on demand: torch.compile cannot trace the lock of a cached property.
+    numbers = OwnNumbers.of(resolved, name, key)
+    return Visit(resolved, params, state, name, key, label, tuple(calls), names, numbers)
 
 
 def check_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) -> None:

@@ -207,12 +207,12 @@ def test_one_group_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(a, b)
 
     monkeypatch.setattr(torch, "bmm", counted)
-    xs = tensors([((), 4, 6), ((), 6, 4), ((3,), 4, 6), ((0,), 4, 6), ((2, 2), 6, 4)], [torch.float32] * 5)
+    xs = tensors([((), 4, 8), ((), 8, 4), ((3,), 4, 8), ((0,), 4, 8), ((2, 2), 8, 4)], [torch.float32] * 5)
     orthogonalize_many(xs, steps=1)
-    assert products == [(9, 4, 6)]
+    assert products == [(9, 4, 8)]
     products.clear()
     orthogonalize_many(xs, steps=1, max_scratch_bytes=1)
-    assert products == [(1, 4, 6)] * 9
+    assert products == [(1, 4, 8)] * 9
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 8, 12), (256, 300), (300, 256)])
