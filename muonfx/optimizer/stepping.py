@@ -52,6 +52,8 @@ class Stepping:
         self._store = store_of(tx)
         self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
         self._placed = self._inner
+        self._placed_structure: object = None
+        """The structure of the transform from which `_placed` was made; it changes when groups begin to disagree."""
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
@@ -176,7 +178,12 @@ class Stepping:
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
-        self._placed = self._placed_transforms(tx, params).prepare_all()
+        if tx.structure is self._placed_structure:
+            placed = with_numbers(self._placed, iter(tree.leaves(tx)))
+        else:
+            placed = self._placed_transforms(tx, params)
+            self._placed_structure = tx.structure
+        self._placed = placed.prepare_all()
         self._now = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:

@@ -360,7 +360,8 @@ def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 
 
 def _has_stackable_matrices(x: Tensor) -> bool:
-    return x.ndim < 2 or can_be_stacked(x.shape[-2], x.shape[-1], x.device)
+    is_vector = x.ndim < 2 or 1 in x.shape[-2:]  # such as a norm for each row, which is in no product of matrices
+    return is_vector or can_be_stacked(x.shape[-2], x.shape[-1], x.device)
 
 
 def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
