@@ -20,8 +20,8 @@ from muonfx.program.lower import lower
 from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
+from muonfx.sharding.agree import agree
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.consensus import agree, construction, wait_for_all
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
@@ -38,6 +38,7 @@ from muonfx.sharding.state import (
     state_to_dtensors,
 )
 from muonfx.sharding.transform import Sharded, bind, init_sharded, sharded_with, step_sharded
+from muonfx.sharding.waiting import construction, wait_for_all
 from muonfx.tree import PyTree
 
 ALIGNED = 16

@@ -19,8 +19,8 @@ from muonfx.program.lower import as_one
 from muonfx.program.nodes import Stage
 from muonfx.program.offload.store import Store
 from muonfx.program.placement import Arguments, Once, Placement, Run
+from muonfx.sharding.agree import warn_together
 from muonfx.sharding.collectives import gathered
-from muonfx.sharding.consensus import warn_together
 from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run

@@ -1,4 +1,4 @@
-"""`Exchange`, an asynchronous all-to-all of tensors between ranks, with its buffers and the error `ShardingError`."""
+"""Messages between ranks: `Exchange`, an asynchronous all-to-all of tensors, `all_objects`, and `ShardingError`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "digest", "octets"]
 
 
 class ShardingError(RuntimeError):
@@ -168,3 +166,20 @@ class collective:
                 f"{self.what} failed: another rank has ended, or did not start the same call within the timeout of the "
                 f"process group: {error}. See the error of that rank, or raise the timeout of the group"
             ) from error
+
+
+def host_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device for small messages in a group. It is the CPU if possible, which avoids syncs with a GPU."""
+    cpu = torch.device("cpu")
+    device_types = getattr(group, "_device_types", [cpu])
+    if cpu in device_types:
+        return cpu
+    return torch.device(device_types[0])
+
+
+def all_objects(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
+    """Gather one Python object per rank, in a list on every rank. `what` names the operation in errors."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    with collective(what):
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered

@@ -22,10 +22,11 @@ from muonfx.core.patterns import warn_of_unmatched
 from muonfx.program.offload.store import IN_MEMORY, Store
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import Arguments
+from muonfx.sharding.agreed_call import agreed_call, next_serial, verify_ranks
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.consensus import construction, outside_transforms
 from muonfx.sharding.dtensors import PLAIN, local_tree, to_dtensors
 from muonfx.sharding.layout import Layout, require_layout
+from muonfx.sharding.local_leaves import outside_transforms
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.replicas import verify_params
@@ -38,7 +39,7 @@ from muonfx.sharding.state import (
     state_to_dtensors,
     without_dtensors,
 )
-from muonfx.sharding.steps import agreed_call, next_serial, verify_ranks
+from muonfx.sharding.waiting import construction
 from muonfx.tree import PyTree
 
 __all__ = [
