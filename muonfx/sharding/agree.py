@@ -1,7 +1,7 @@
 """Let the ranks agree before any of them changes a tensor: on a call, on which gradients are None, and on errors.
 
-The ranks compare digests in one all-reduce. Only if these differ does each rank make texts of what was compared, and
-all ranks raise one error that names the first difference.
+The ranks compare digests in one all-reduce. Only if these differ does each rank make texts of the compared values,
+and all ranks raise one error that names the first difference.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ERROR = 2
 """The first number of the message of a rank that has an error. It is larger than that of a request, which is 1."""
 
 _CALL_WORDS = 3
-"""How many words of a message are the digest of what must be equal on all ranks."""
+"""The number of words in the digest of the values that must be equal on all ranks."""
 
 _VALUE_WORDS = 2
-"""How many words of a message are the digest of what may differ, such as which gradients are None."""
+"""The number of words in the digest of the values that may differ, such as the dtypes of gradients."""
 
 
 def words(value: object, count: int) -> list[int]:
