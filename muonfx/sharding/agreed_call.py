@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
@@ -42,7 +42,7 @@ def agreed_call(
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
-        return _checked_call(binding, tx, call, check=check).call
+        return _checked_call(binding, tx, call, tree.names(call.updates), *tree.flatten(call.updates), check=check).call
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
@@ -54,7 +54,7 @@ def agreed_call(
     try:
         if problem is not None:
             raise problem
-        local, gradients = _checked_call(binding, tx, call, check=check)
+        local, gradients = _checked_call(binding, tx, call, names, leaves, treedef, check=check)
         facts = facts_of_step(binding, progress, tx, local)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = error
@@ -91,14 +91,25 @@ class _CheckedCall(NamedTuple):
     """The leaves of its updates."""
 
 
-def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _CheckedCall:
-    """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state."""
+def _checked_call(
+    binding: Binding,
+    tx: Transform,
+    call: Arguments,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    treedef: tree.Structure,
+    *,
+    check: bool,
+) -> _CheckedCall:
+    """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state.
+
+    `names`, `leaves` and `treedef` belong to the updates.
+    """
     layout = binding.layout
     tx.check_extras(call.extras)
-    leaves, treedef = tree.flatten(call.updates)
     if not checks.all_usable([local_of(leaf) for leaf in leaves]):
         checks.check_floating("updates", local_tree(call.updates))
-    gradients = local_leaves(layout, tree.names(call.updates), leaves, as_placed=False)
+    gradients = local_leaves(layout, names, leaves, as_placed=False)
     params = call.params
     if params is not None and check:
         local_leaves(layout, tree.names(params), tree.leaves(params))
