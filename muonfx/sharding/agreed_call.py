@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from muonfx import tree
@@ -14,7 +14,7 @@ from muonfx.sharding.agree import agree, agree_on_leaves
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.differences import Facts
 from muonfx.sharding.dtensors import PLAIN, local_of, local_tree
-from muonfx.sharding.facts import facts_of_binding, facts_of_step, texts_of_step
+from muonfx.sharding.facts import facts_of_binding, facts_of_step, program_facts
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.local_leaves import LocalLeaves, local_leaves
 from muonfx.sharding.messages import ShardingError, digest
@@ -50,7 +50,7 @@ def agreed_call(
     names = tree.names(call.updates)
     local = call
     gradients = LocalLeaves(leaves, [])
-    facts: Mapping[str, object] = {}
+    facts: Facts = {}
     try:
         if problem is not None:
             raise problem
@@ -66,7 +66,7 @@ def agreed_call(
         problem,
         unplaced=gradients.unplaced,
         same=facts,
-        explain=lambda: texts_of_step(binding, tx, local.like, facts),
+        explain=lambda: {**program_facts(binding, tx, local.like), **facts},
         request=progress.needs_verification(local.state),
     )
     if agreement.is_requested:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from muonfx.tree.display import format_list
 
-Facts = Mapping[str, str | Mapping[str, str]]
-"""Descriptions that must be equal on all ranks: from a subject, which an error names, to a text or texts by name."""
+Facts = Mapping[str, object]
+"""Values that must be equal on all ranks: from a subject, which an error names, to a value, or to a dict by name."""
 
 
 def listed(ranks: Sequence[int]) -> str:

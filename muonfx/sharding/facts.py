@@ -1,7 +1,7 @@
 """Facts that must be equal on all ranks: at `init`, once for each transform, and at every step.
 
-A *fact* has a subject, which an error names, and a value, or values by name. The facts of a step are plain values, of
-which the ranks compare one digest. Their texts are made only for an error.
+A fact has a subject, which an error names, and a value, or values by name. The facts of a step are plain values, of
+which the ranks compare one digest. They are gathered, and made into texts, only for an error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,6 @@ from muonfx.tree import PyTree
 
 # ----------------------------------------------------------------------------------------------------------- of a step
 
-_Values = Mapping[str, object]
-
 _NUMBERS = "numbers in their chains"
 
 
@@ -43,28 +41,23 @@ class _Fixed(NamedTuple):
 
     program: str
     """The digest of `program_facts`."""
-    schedules: list[tuple[int, str]]
-    """The schedules among the arguments: the index of a transform within the whole one, and the argument."""
     state_size: int
     """The number of leaves of the state."""
     shared_state: dict[str, int]
     """The leaves of the state that belong to no parameter, such as counters: from name to index."""
 
 
-def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> dict[str, object]:
+def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
     """Return what must be equal on all ranks in a step, by subject. `call` has local tensors."""
     key = "facts", tx.treedef, tuple(tree.names(call.like))
     fixed = binding.once(key, lambda: _find_fixed(binding, tx, call))
     leaves = tree.leaves(call.state)
-    shared: _Values = {"": f"{len(leaves)} leaves"}
+    shared: dict[str, object] = {"": f"{len(leaves)} leaves"}
     step = progress.completed
     if len(leaves) == fixed.state_size:
         shared = {name: _comparable(leaves[index]) for name, index in fixed.shared_state.items()}
         counters = [int(leaves[index]) for index in fixed.shared_state.values() if _is_host_counter(leaves[index])]
         step = max(counters, default=step)
-    numbers = _comparable_numbers(tx)
-    if fixed.schedules:
-        numbers = {**numbers, **_values_of_schedules(fixed.schedules, tx, step)}
     return {
         "programs": fixed.program,
         "sharded transforms or optimizers in this step (all ranks must step them in the same order)": (
@@ -76,25 +69,12 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         ),
         "numbers of completed steps (a rank has gone on after an error inside its step, so its parameters and state "
         "are old: load one checkpoint on all ranks)": progress.completed,
-        _NUMBERS: numbers,
+        _NUMBERS: {**_comparable_numbers(tx), **_values_of_schedules(tx, step)},
         "extra arguments, such as value=loss; reduce them first": {
             name: _comparable_extra(call.extras[name]) for name in sorted(call.extras)
         },
         "numbers in their states": shared,
     }
-
-
-def texts_of_step(binding: Binding, tx: Transform, params: PyTree, facts: _Values) -> Facts:
-    """Return the facts of a step as texts for an error, with the transforms of each parameter."""
-    texts: dict[str, str | Mapping[str, str]] = dict(program_facts(binding, tx, params))
-    for subject, fact in facts.items():
-        if subject != "programs":
-            texts[subject] = _texts(fact) if isinstance(fact, dict) else str(fact)
-    return texts
-
-
-def _texts(values: _Values) -> dict[str, str]:
-    return {name: repr(value) for name, value in values.items()}
 
 
 def _find_fixed(binding: Binding, tx: Transform, call: Arguments) -> _Fixed:
@@ -103,31 +83,27 @@ def _find_fixed(binding: Binding, tx: Transform, call: Arguments) -> _Fixed:
     shared = [index for index, placed in enumerate(described) if placed is not None and placed.name is None]
     return _Fixed(
         digest(program_facts(binding, tx, call.like)),
-        _find_schedules(tx),
         len(described),
         {names[index]: index for index in shared},
     )
 
 
-def _find_schedules(tx: Transform) -> list[tuple[int, str]]:
-    schedules: list[tuple[int, str]] = []
+def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
+    """Return the value of each schedule at a step, by a name such as "3.scale_by_learning_rate.learning_rate"."""
+    if "schedules" not in tx.derived:
+        tx.derived["schedules"] = _find_schedules(tx)
+    count = torch.tensor(float(step), dtype=torch.float64)
+    return {name: float(schedule(count)) for name, schedule in tx.derived["schedules"].items()}
+
+
+def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
+    schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
         kinds = inner.factory.definition.plain
         for name, value in inner.arguments.items():
             if isinstance(value, Schedule) or (callable(value) and "Schedule" in kinds[name]):
-                schedules.append((index, name))
+                schedules[f"{index}.{inner.name}.{name}"] = value
     return schedules
-
-
-def _values_of_schedules(schedules: list[tuple[int, str]], tx: Transform, step: int) -> dict[str, float]:
-    """Return the value of each schedule at a step, by a name such as "3.scale_by_learning_rate.learning_rate"."""
-    count = torch.tensor(float(step), dtype=torch.float64)
-    transforms = list(within(tx))
-    values: dict[str, float] = {}
-    for index, name in schedules:
-        inner = transforms[index]
-        values[f"{index}.{inner.name}.{name}"] = float(inner.arguments[name](count))
-    return values
 
 
 def _is_host_counter(leaf: object) -> bool:
@@ -138,7 +114,7 @@ def _is_host_counter(leaf: object) -> bool:
 
 
 def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
-    """Return, as texts by subject, what must be equal on all ranks before the first step, in the order to report."""
+    """Return what must be equal on all ranks before the first step, by subject, in the order to report."""
     layout = binding.layout
     device = tree.device_of(local)
     leaf_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
@@ -152,7 +128,7 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
         "kinds of device to compute on": device.type,
         **program_facts(binding, tx, local),
-        _NUMBERS: _texts(_comparable_numbers(tx)),
+        _NUMBERS: _comparable_numbers(tx),
         "settings": repr(binding.settings),
         "stores of the state": _text_of_store(binding),
         "settings of torch": _settings_of_torch(),
