@@ -314,20 +314,14 @@ def _return_results(
     incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
     for moves in bucket.returned:
         share = moves.share
-        assert share.owner is not None
-        # If this rank holds exactly these matrices, it needs no copy of its own result.
-        is_stored = moves.computes and moves.is_all
         if moves.computes and (result := done[share.name]) is not None:
-            if is_stored:
-                _store_result(moves, result, local[share.name], results)
             own = share.local(result)
             for transfer, windows in moves.transfers:
                 parts = [window.of(own) for window in windows]
                 for rank in transfer.ranks:
-                    if not (is_stored and rank == layout.rank):
-                        outgoing[rank] += parts
-        if not is_stored:
-            incoming[share.owner] += _result_views(moves, local[share.name], results)
+                    outgoing[rank] += parts
+        assert share.owner is not None
+        incoming[share.owner] += _result_views(moves, local[share.name], results)
     first = local[bucket.returned[0].share.name]
     wires = [plan.wire_dtypes(dtype)[1] for dtype in {local[moves.share.name].dtype for moves in bucket.returned}]
     wire = functools.reduce(torch.promote_types, wires)

@@ -85,8 +85,7 @@ class Exchange:
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         self._sizes = [number if rank != me else 0 for rank, number in enumerate(expected)]
         self._sent = buffers.take(sum(sizes), dtype, device)
-        packed = [tensor for tensors in sent for tensor in tensors]
-        copied(packed, _split_buffer(self._sent, [tensor.shape for tensor in packed]))
+        _pack([tensor for tensors in sent for tensor in tensors], self._sent)
         self._received = buffers.take(sum(self._sizes), dtype, device)
         # Every rank of the group must start the same exchanges in the same order.
         with collective(what):
@@ -142,6 +141,20 @@ def octets(tensor: Tensor) -> Tensor:
     if flat.stride() != (1,):
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
+
+
+def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
+    """Copy tensors into a 1-d buffer, one after another, in the dtype of the buffer."""
+    if not all(tensor.dtype == buffer.dtype for tensor in tensors):
+        copied(tensors, _split_buffer(buffer, [tensor.shape for tensor in tensors]))
+        return
+    start = 0
+    for shape, neighbours in groupby(tensors, lambda tensor: tensor.shape):
+        # One call for neighbours of one shape is faster than a copy for each.
+        same = list(neighbours)
+        end = start + len(same) * shape.numel()
+        torch.stack(same, out=buffer[start:end].view(len(same), *shape))
+        start = end
 
 
 def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
