@@ -42,7 +42,8 @@ def agreed_call(
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
-        return _checked_call(binding, tx, call, tree.names(call.updates), *tree.flatten(call.updates), check=check).call
+        leaves, treedef = tree.flatten(call.updates)
+        return _checked_call(binding, tx, call, tree.names(call.updates), leaves, treedef, check=check).call
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
