@@ -71,9 +71,7 @@ class Picture:
 
 def step():
     """Draw the path of a gradient to the arithmetic of a transform; the page explains each numbered arrow."""
-    p = Picture(
-        720, 446, "The path of a gradient: checks, the placed transform in three ways, and the updates"
-    )
+    p = Picture(720, 446, "The path of a gradient: checks, the placed transform in three ways, and the updates")
 
     def numbered(number: int, *points: tuple[float, float]):
         p.arrow(*points)

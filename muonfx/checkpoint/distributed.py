@@ -45,9 +45,10 @@ from muonfx.checkpoint.target import Rules, Target
 from muonfx.checkpoint.writing import Draft, Job
 from muonfx.core.identity import without_addresses
 from muonfx.sharding.boxes import Box
-from muonfx.sharding.consensus import listed, wait_for_all
+from muonfx.sharding.differences import listed
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.waiting import wait_for_all
 from muonfx.tree import PyTree, Spec
 
 __all__ = ["load_together", "save_together"]

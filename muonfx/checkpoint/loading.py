@@ -17,8 +17,8 @@ from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Allow, Rules, Target, patterns_of
 from muonfx.core import Transform
-from muonfx.sharding.consensus import report_failure
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
+from muonfx.sharding.waiting import report_failure
 from muonfx.tree import PyTree
 from muonfx.tree.renaming import Rename
 

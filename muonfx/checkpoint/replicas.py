@@ -17,7 +17,7 @@ from muonfx.checkpoint.data import bytes_of, crc32_of
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.spec import described
 from muonfx.sharding.boxes import Box, cover
-from muonfx.sharding.consensus import listed
+from muonfx.sharding.differences import listed
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.replicas import checksum
 from muonfx.tree import Spec

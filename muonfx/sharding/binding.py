@@ -22,8 +22,8 @@ from muonfx.placement.arguments import Arguments, Once
 from muonfx.placement.buckets import parameters_of
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.sharding.agree import warn_together
 from muonfx.sharding.collectives import gathered
-from muonfx.sharding.consensus import warn_together
 from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run

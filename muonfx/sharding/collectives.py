@@ -12,9 +12,10 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.placement.arguments import Once
 from muonfx.placement.buckets import cut_into_buckets
-from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, outside_transforms
+from muonfx.sharding.agree import DTYPES, agree_on_leaves, dtype_of
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
+from muonfx.sharding.local_leaves import local_leaves, outside_transforms
 from muonfx.sharding.messages import Exchange, ShardingError, copied
 from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import Window, part
@@ -40,21 +41,20 @@ def gathered(
     every = tree.names(local)
     with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
         try:
-            check_pieces(layout, every, leaves)
+            local_leaves(layout, every, leaves)
             if unknown := sorted(set(names or ()) - set(every)):
                 raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
         except Exception as error:  # on this rank only, perhaps: raised on all ranks together
             problem = problem or error
         chosen = sorted(names or ())
-        _, on_some, _ = agree_on_leaves(
+        agreement = agree_on_leaves(
             "gathering leaves", every, leaves, layout, problem, same=chosen, explain=lambda: {"arguments": str(chosen)}
         )
-    for name, is_missing in zip(every, on_some, strict=True):
-        if is_missing:  # equal on all ranks, so all of them raise
-            raise ShardingError(
-                f"{name!r} is None on some ranks, expected a shard on all ranks or None on all: pass the shard of "
-                "every rank"
-            )
+    if agreement.missing:  # equal on all ranks, so all of them raise
+        raise ShardingError(
+            f"{every[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on all: "
+            "pass the shard of every rank"
+        )
     chosen = [
         place for place, leaf in enumerate(leaves) if leaf is not None and (names is None or every[place] in names)
     ]
@@ -163,11 +163,11 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
                     f"the gradient of {name!r} has shape {tuple(leaf.shape)}, expected {layout.specs[name].shape}, the "
                     "global shape of the parameter: pass unsharded gradients"
                 )
-        there, _, _ = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
+        codes = agree_on_leaves("reducing gradients", names, leaves, layout, problem).codes
         device = tree.device_of(grads)
-        places = [place for place, code in enumerate(there) if code]
+        places = [place for place, code in enumerate(codes) if code]
         full = [
-            torch.zeros(layout.specs[names[place]].shape, dtype=DTYPES[there[place] - 1], device=device)
+            torch.zeros(layout.specs[names[place]].shape, dtype=dtype_of(codes[place]), device=device)
             if leaves[place] is None
             else leaves[place].detach()
             for place in places

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.sharding.collectives import gathered, reduce_scattered
-from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.dtensors import global_piece, is_dtensor, map_named
+from muonfx.sharding.local_leaves import outside_transforms
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import FlatPiece

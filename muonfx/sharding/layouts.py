@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.sharding.consensus import CONSTRUCTING, all_objects, wait_for_all
 from muonfx.sharding.cut import (
     Cut,
     Intervals,
@@ -24,10 +23,11 @@ from muonfx.sharding.cut import (
 )
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import ShardingError, digest
+from muonfx.sharding.messages import ShardingError, all_objects, digest
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.sharding.shard_table import specs_of
+from muonfx.sharding.waiting import CONSTRUCTING, wait_for_all
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.arguments import did_you_mean, plain_arguments
 from muonfx.tree.display import format_list

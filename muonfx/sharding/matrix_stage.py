@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -49,6 +49,8 @@ class _Bucket(NamedTuple):
     """For each rank, the number of elements that it sends to this rank."""
     received: list[Moves]
     """The matrices that this rank gathers and computes."""
+    alike: list[list[Moves]]
+    """The same matrices, in groups of one shape whose parts come from shards at the same positions."""
     stored: list[Moves]
     """The matrices that this rank computes and no other rank needs."""
     returned: list[Moves]
@@ -72,17 +74,28 @@ class _Bucket(NamedTuple):
         for one in returned:
             assert one.share.owner is not None
             taken[one.share.owner] += one.numel
+        received = [one for one in gathered if one.computes]
         return cls(
             moves,
             [one for one in moves if one.computes and not one.share.needs_gather],
             [one.share.name for one in gathered],
             outgoing,
             expected,
-            [one for one in gathered if one.computes],
+            received,
+            _grouped_by_windows(received),
             [one for one in moves if one.computes and not one.share.needs_send],
             returned,
             taken,
         )
+
+
+def _grouped_by_windows(received: list[Moves]) -> list[list[Moves]]:
+    groups: dict[Hashable, list[Moves]] = {}
+    for moves in received:
+        windows = tuple([windows for _, windows in moves.transfers])
+        is_whole = moves.share.shape == moves.share.whole
+        groups.setdefault((moves.share.shape, is_whole, windows), []).append(moves)
+    return list(groups.values())
 
 
 def _buckets_of(plan: RunPlan, local: Mapping[str, Any]) -> list[_Bucket]:
@@ -228,19 +241,44 @@ def _send_to_owners(
 
     def wait() -> dict[str, Tensor]:
         incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        views_of: dict[str, list[Tensor]] = {}
+        for alike in bucket.alike:
+            for dtype in dict.fromkeys([local[moves.share.name].dtype for moves in alike]):
+                same_dtype = [moves for moves in alike if local[moves.share.name].dtype == dtype]
+                # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
+                room_dtype = dtype if as_given or len(plan.run) > 1 else plan.wire_dtypes(dtype)[0]
+                _allocate(same_dtype, room_dtype, device, here, views_of)
         for moves in bucket.received:
-            name, shape = moves.share.name, moves.share.shape
-            like = local[name]
-            # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
-            dtype = like.dtype if as_given or len(plan.run) > 1 else plan.wire_dtypes(like.dtype)[0]
-            here[name] = room = torch.empty(shape, dtype=dtype, device=like.device)
-            own = moves.share.local(room)
-            for transfer, windows in moves.transfers:
-                incoming[transfer.sender] += [window.of(own) for window in windows]
+            senders = [transfer.sender for transfer, windows in moves.transfers for _ in windows]
+            for sender, view in zip(senders, views_of[moves.share.name], strict=True):
+                incoming[sender].append(view)
         exchange.wait(incoming)
         return here
 
     return not here, wait
+
+
+def _allocate(
+    alike: list[Moves],
+    dtype: torch.dtype,
+    device: torch.device,
+    rooms: dict[str, Tensor],
+    views_of: dict[str, list[Tensor]],
+) -> None:
+    """Allocate memory in which to receive matrices of one shape, whose parts are at the same positions in each.
+
+    Write the memory of each matrix to `rooms`, and the views of its parts to `views_of`, by parameter name.
+    """
+    share = alike[0].share
+    stack = torch.empty((len(alike), *share.shape), dtype=dtype, device=device)
+    names = [moves.share.name for moves in alike]
+    rooms.update(zip(names, stack.unbind(), strict=True))
+    flat = stack if share.shape == share.whole else stack.reshape(len(alike), -1)
+    windows = [window for _, windows in alike[0].transfers for window in windows]
+    views_of.update({name: [] for name in names})
+    for window in windows:
+        for name, view in zip(names, window.of_each(flat), strict=True):
+            views_of[name].append(view)
 
 
 def _held_matrices(moves: Moves, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`Exchange`, an asynchronous all-to-all of tensors between ranks, with its buffers and the error `ShardingError`."""
+"""Messages between ranks: `Exchange`, an asynchronous all-to-all of tensors, `all_objects`, and `ShardingError`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "digest", "octets"]
 
 
 class ShardingError(RuntimeError):
@@ -87,8 +85,7 @@ class Exchange:
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         self._sizes = [number if rank != me else 0 for rank, number in enumerate(expected)]
         self._sent = buffers.take(sum(sizes), dtype, device)
-        packed = [tensor for tensors in sent for tensor in tensors]
-        copied(packed, _split_buffer(self._sent, [tensor.shape for tensor in packed]))
+        _pack([tensor for tensors in sent for tensor in tensors], self._sent)
         self._received = buffers.take(sum(self._sizes), dtype, device)
         # Every rank of the group must start the same exchanges in the same order.
         with collective(what):
@@ -146,6 +143,20 @@ def octets(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
+    """Copy tensors into a 1-d buffer, one after another, in the dtype of the buffer."""
+    if not all(tensor.dtype == buffer.dtype for tensor in tensors):
+        copied(tensors, _split_buffer(buffer, [tensor.shape for tensor in tensors]))
+        return
+    start = 0
+    for shape, neighbours in groupby(tensors, lambda tensor: tensor.shape):
+        # One call for neighbours of one shape is faster than a copy for each.
+        same = list(neighbours)
+        end = start + len(same) * shape.numel()
+        torch.stack(same, out=buffer[start:end].view(len(same), *shape))
+        start = end
+
+
 def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
     # Neighbours of one shape are unbound from a stack in one call, which is faster than a view for each.
@@ -168,3 +179,20 @@ class collective:
                 f"{self.what} failed: another rank has ended, or did not start the same call within the timeout of the "
                 f"process group: {error}. See the error of that rank, or raise the timeout of the group"
             ) from error
+
+
+def host_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device for small messages in a group. It is the CPU if possible, which avoids syncs with a GPU."""
+    cpu = torch.device("cpu")
+    device_types = getattr(group, "_device_types", [cpu])
+    if cpu in device_types:
+        return cpu
+    return torch.device(device_types[0])
+
+
+def all_objects(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
+    """Gather one Python object per rank, in a list on every rank. `what` names the operation in errors."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    with collective(what):
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered

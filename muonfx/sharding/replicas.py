@@ -17,39 +17,37 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.sharding.agree import LARGE, agree, agree_on_leaves, warn_together, words
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
-from muonfx.sharding.consensus import (
-    LARGE,
-    agree,
-    agree_on_leaves,
-    all_objects,
-    check_pieces,
-    listed,
-    outside_transforms,
-    warn_together,
-    words,
-)
+from muonfx.sharding.differences import listed
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import ShardingError, collective, copied, octets
+from muonfx.sharding.local_leaves import local_leaves, outside_transforms
+from muonfx.sharding.messages import ShardingError, all_objects, collective, copied, octets
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import plain_arguments
 
-__all__ = ["broadcast", "checksum", "send_copies", "verify_params", "verify_state", "warn_of_gradients"]
-
 T = TypeVar("T")
 
 
-class _Copies(NamedTuple):
+class _Leaf(NamedTuple):
     """One leaf of a tree: its value on this rank, and the groups of ranks that must have the same value."""
 
     name: str
     value: Tensor | None
     """The leaf on this rank."""
-    holders: Sequence[Sequence[int]]
+    groups: Sequence[Sequence[int]]
     """Groups of ranks; the ranks of a group must hold equal values. The order of groups is the same on all ranks."""
+
+
+class _Difference(NamedTuple):
+    """The first leaf whose replicas differ."""
+
+    name: str
+    ranks: str
+    """The ranks, such as "has other values on rank 1 than on rank 0"."""
 
 
 def verify_params(layout: Layout, local: PyTree, problem: Exception | None = None, *, may_fail: bool = False) -> None:
@@ -57,120 +55,141 @@ def verify_params(layout: Layout, local: PyTree, problem: Exception | None = Non
 
     Set `may_fail` if any rank may pass an error. Then the ranks communicate even if there are no replicas.
     """
-    found = _find_difference("comparing parameters", _copies_of(layout, local), layout, problem, may_fail=may_fail)
-    if found is None:
+    difference = _find_difference(
+        "comparing parameters", _leaves_of_layout(layout, local), layout, problem, may_fail=may_fail
+    )
+    if difference is None:
         return
-    name, where = found
+    advice = (
+        "make them equal with muonfx.sharding.broadcast(params, layout), which returns the first holder's values, or "
+        "writes them in place with donate=True"
+    )
+    name, ranks = difference
     if name in layout.on_several_meshes:
         raise ShardingError(
-            f"{name!r} has different meshes on different ranks and {where}, expected equal values. If these are "
+            f"{name!r} has different meshes on different ranks and {ranks}, expected equal values. If these are "
             "different parameters, rename them, or place them on one mesh with more dims. If they are the same "
-            f"parameter, {_ADVICE}"
+            f"parameter, {advice}"
         )
     raise ShardingError(
-        f"nothing was changed: parameter {name!r} {where}, expected equal values, because they are replicas in "
-        f"{layout!r}. Was the model created with another seed, or loaded on some ranks only? If so, {_ADVICE}"
+        f"nothing was changed: parameter {name!r} {ranks}, expected equal values, because they are replicas in "
+        f"{layout!r}. Was the model created with another seed, or loaded on some ranks only? If so, {advice}"
     )
-
-
-_ADVICE = (
-    "make them equal with muonfx.sharding.broadcast(params, layout), which returns the first holder's values, or "
-    "writes them in place with donate=True"
-)
 
 
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
     """Raise on all ranks if replicas of a tensor in the optimizer state differ in any bit. Syncs with the device."""
-    described, leaves = describe_state(binding, tx, like), tree.leaves(state)
-    if len(described) != len(leaves):
+    placements = describe_state(binding, tx, like)
+    values = tree.leaves(state)
+    if len(placements) != len(values):
         return  # the state of another transform: the check of the state reports it
-    copies = [
-        _Copies(name, leaf if isinstance(leaf, Tensor) else None, _holders_of(binding.layout, what))
-        for name, leaf, what in zip(tree.names(state), leaves, described, strict=True)
-    ]
-    found = _find_difference("comparing states", copies, binding.layout)
-    if found is not None:
+    leaves: list[_Leaf] = []
+    for name, value, placement in zip(tree.names(state), values, placements, strict=True):
+        tensor = value if isinstance(value, Tensor) else None
+        leaves.append(_Leaf(name, tensor, _groups_of(binding.layout, placement)))
+    difference = _find_difference("comparing states", leaves, binding.layout)
+    if difference is not None:
         raise ShardingError(
-            f"nothing was changed: {found[0]!r} of the state {found[1]}, expected equal values on these ranks. Was it "
-            "loaded on some ranks only, or from different checkpoints? Load one state on all ranks"
+            f"nothing was changed: {difference.name!r} of the state {difference.ranks}, expected equal values on these "
+            "ranks. Was it loaded on some ranks only, or from different checkpoints? Load one state on all ranks"
         )
 
 
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
     """Warn if gradients of replicated parameters differ between ranks, for example because of a missing all-reduce."""
-    found = _find_difference("comparing gradients", _copies_of(layout, local), layout)
-    if found is not None and layout.group is not None:
+    difference = _find_difference("comparing gradients", _leaves_of_layout(layout, local), layout)
+    if difference is not None and layout.group is not None:
         warn_together(
-            f"the gradient of {found[0]!r} {found[1]}, expected equal values, because the parameter is replicated in "
-            f"{layout!r}: were gradients reduced over the ranks? If not, the replicas of the parameter will diverge",
+            f"the gradient of {difference.name!r} {difference.ranks}, expected equal values, because the parameter is "
+            f"replicated in {layout!r}: were gradients reduced over the ranks? If not, the replicas of the parameter "
+            "will diverge",
             layout.group,
         )
 
 
-def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
-    named = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    return [_Copies(name, named.get(name), cut.copies) for name, cut in layout.pieces.items()]
+def _leaves_of_layout(layout: Layout, local: PyTree) -> list[_Leaf]:
+    value_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
+    return [_Leaf(name, value_of.get(name), cut.copies) for name, cut in layout.pieces.items()]
 
 
-def _holders_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequence[int]]:
+def _groups_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequence[int]]:
     """Return the groups of ranks that must hold equal values of one leaf of the state."""
     if placement is None:
         return []
     if placement.name is None or any(share.owner is None for share in placement.shares):
         return [range(layout.size)]
-    return [] if placement.owned else layout.pieces[placement.name].copies
+    if placement.owned:
+        return []
+    return layout.pieces[placement.name].copies
 
 
 def _find_difference(
-    what: str, copies: Sequence[_Copies], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
-) -> tuple[str, str] | None:
-    """Find the first leaf whose replicas differ. Return its name and a message with the ranks, or None.
+    what: str, leaves: Sequence[_Leaf], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
+) -> _Difference | None:
+    """Find the first leaf whose replicas differ. Return the same on each rank, or None.
 
-    Each rank returns the same. If a rank passes an error (`problem`), all ranks raise.
+    If a rank passes an error (`problem`), all ranks raise.
     """
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:
             raise problem
         return None
-    # Each set of ranks that hold replicas compares one digest of all their leaves; more is sent only if two differ.
-    sets = dict.fromkeys(tuple(ranks) for leaf in copies for ranks in leaf.holders if len(ranks) > 1)
-    if not sets and not may_fail:
+    all_groups: dict[tuple[int, ...], None] = {}
+    for leaf in leaves:
+        all_groups.update(dict.fromkeys([tuple(ranks) for ranks in leaf.groups if len(ranks) > 1]))
+    if not all_groups and not may_fail:
         return None
-    shared = {leaf.name: leaf for leaf in copies if any(layout.rank in ranks for ranks in leaf.holders)}
-    sums: dict[str, int] = {}
+    checksum_of: dict[str, int] = {}
     if problem is None:
-        sums = dict(zip(shared, _checksums([leaf.value for leaf in shared.values()]), strict=True))
-    digests: list[int] = []
-    for ranks in sets:
-        (mine,) = words([number for name, number in sums.items() if ranks in map(tuple, shared[name].holders)], 1)
-        digests += [mine, LARGE - mine] if layout.rank in ranks and problem is None else [0, 0]
-    most = agree(what, group, problem, numbers=digests).numbers
-    if all(most[place] == LARGE - most[place + 1] for place in range(0, len(most), 2)):
+        replicas = [leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)]
+        sums = _checksums([leaf.value for leaf in replicas])
+        checksum_of = {leaf.name: number for leaf, number in zip(replicas, sums, strict=True)}
+    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
+    numbers: list[int] = []
+    for ranks in all_groups:
+        if layout.rank not in ranks or problem is not None:
+            numbers += [0, 0]
+            continue
+        sums = [checksum_of[leaf.name] for leaf in leaves if ranks in map(tuple, leaf.groups)]
+        (word,) = words(sums, 1)
+        numbers += [word, LARGE - word]
+    maxima = agree(what, group, problem, numbers=numbers).numbers
+    if all(maxima[i] == LARGE - maxima[i + 1] for i in range(0, len(maxima), 2)):
         return None
-    rows = all_objects(sums, group, what)
-    wrong: list[tuple[str, str]] = []
-    for leaf in copies:
-        for first, *others in leaf.holders:
-            odd = [rank for rank in others if rows[rank][leaf.name] != rows[first][leaf.name]]
-            if odd:
-                wrong.append((leaf.name, f"has other values on {listed(odd)} than on rank {first}"))
+    return _first_difference(leaves, all_objects(checksum_of, group, what))
+
+
+def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mapping[str, int]]) -> _Difference | None:
+    """Compare the checksums of all ranks. Return the first leaf that differs, and how many other leaves do."""
+    differences: list[_Difference] = []
+    for leaf in leaves:
+        for first, *replicas in leaf.groups:
+            expected = checksums_of_rank[first][leaf.name]
+            different = [rank for rank in replicas if checksums_of_rank[rank][leaf.name] != expected]
+            if different:
+                differences.append(
+                    _Difference(leaf.name, f"has other values on {listed(different)} than on rank {first}")
+                )
                 break
-    (name, where), *more = wrong
-    return name, where + (f" (and {len(more)} other leaves differ)" if more else "")
+    if len(differences) < 2:
+        return differences[0] if differences else None
+    name, ranks = differences[0]
+    return _Difference(name, f"{ranks} (and {len(differences) - 1} other leaves differ)")
 
 
 def _checksums(values: Sequence[Tensor | None]) -> list[int]:
     """Return a list with the checksum of each tensor as an int, and 0 for None. It syncs once for each device."""
-    found = [0] * len(values)
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for place, value in enumerate(values):
+    checksums = [0] * len(values)
+    sums_on: dict[torch.device, dict[int, Tensor]] = {}
+    for index, value in enumerate(values):
         if value is not None and not value.is_meta:
-            by_device.setdefault(value.device, {})[place] = checksum(value)
-    for sums in by_device.values():
-        for place, number in zip(sums, torch.stack([*sums.values()]).tolist(), strict=True):
-            found[place] = number
-    return found
+            sums_on.setdefault(value.device, {})[index] = checksum(value)
+    for sum_at in sums_on.values():
+        numbers = torch.stack(list(sum_at.values())).tolist()
+        for index, number in zip(sum_at, numbers, strict=True):
+            checksums[index] = number
+    return checksums
 
 
 WORDS = 1 << 20
@@ -190,7 +209,8 @@ def _weights(device: torch.device) -> Tensor:
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it."""
-    total, weights = torch.zeros((), dtype=torch.int64, device=tensor.device), _weights(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights = _weights(tensor.device)
     flat = tensor.detach().reshape(-1)
     for number, block in enumerate(flat.split(4 * WORDS // flat.element_size())):
         data = octets(block)
@@ -235,53 +255,69 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
     names = tree.names(params)
     with outside_transforms("broadcast", params) as problem:
         try:
-            check_pieces(layout, names, leaves)
+            local_leaves(layout, names, leaves)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = problem or error
-        _, on_some, _ = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
+        agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
         if layout.group is None or layout.size == 1:
             return params
-        places: dict[str, Tensor] = {}
-        for place, (name, leaf, is_missing) in enumerate(zip(names, leaves, on_some, strict=True)):
-            if leaf is None or not layout.pieces[name].copies:
+        replicated = [index for index, name in enumerate(names) if layout.pieces[name].copies]
+        for index in agreement.missing:
+            if index in replicated:  # equal on all ranks, so all of them raise
+                raise ShardingError(
+                    f"{names[index]!r} is None on some ranks, expected a tensor on all ranks that hold it"
+                )
+        local: dict[str, Tensor] = {}
+        for index in replicated:
+            if leaves[index] is None:
                 continue
-            if is_missing:  # equal on all ranks, so all of them raise
-                raise ShardingError(f"{name!r} is None on some ranks, expected a tensor on all ranks that hold it")
             if not donate:
-                leaves[place] = leaf = leaf.detach().clone()
-            places[name] = local_of(leaf).detach()
-        _from_first_holders(places, layout, layout.group)
+                leaves[index] = leaves[index].detach().clone()
+            local[names[index]] = local_of(leaves[index]).detach()
+        _broadcast_from_first_rank(local, layout, layout.group)
+        _send_from_first_holders(local, layout)
         return tree.unflatten(treedef, leaves)
 
 
-def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
-    """Overwrite this rank's shards in place with the values of the lowest rank that holds the same shard."""
-    holders = {name: layout.pieces[name].copies for name in places}
-    of_all = [name for name in places if len(holders[name][0]) == layout.size]
-    for bucket in in_buckets([places[name] for name in of_all], BUCKET):
-        tensors = [places[of_all[place]] for place in bucket]
-        packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+def _is_on_all_ranks(layout: Layout, name: str) -> bool:
+    return len(layout.pieces[name].copies[0]) == layout.size
+
+
+def _broadcast_from_first_rank(local: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
+    """Overwrite the parameters that all ranks hold in full with the values of rank 0, bucket by bucket."""
+    tensors = [tensor for name, tensor in local.items() if _is_on_all_ranks(layout, name)]
+    for indices in in_buckets(tensors, BUCKET):
+        targets = [tensors[index] for index in indices]
+        packed = torch.cat([tensor.reshape(-1) for tensor in targets])
         with collective("broadcasting parameters"):
             dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
-        parts = packed.split([tensor.numel() for tensor in tensors])
-        copied([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], tensors)
-    rest = [name for name in places if len(holders[name][0]) < layout.size]
-    most = max((len(ranks) for name in rest for ranks in holders[name]), default=1)
-    wholes = [torch.empty(layout.specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
-    for bucket in in_buckets(wholes, max(1, BUCKET // most)):
-        names = [rest[place] for place in bucket]
-        sends = [(places[name], first, others) for name in names for first, *others in holders[name]]
-        send_copies(sends, places[names[0]], layout, "broadcasting parameters")
+        blocks = packed.split([tensor.numel() for tensor in targets])
+        copied([block.view(tensor.shape) for block, tensor in zip(blocks, targets, strict=True)], targets)
+
+
+def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
+    """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
+    groups_of = {name: layout.pieces[name].copies for name in local if not _is_on_all_ranks(layout, name)}
+    names = list(groups_of)
+    # A rank may send a tensor to all other ranks of a group, so a bucket is smaller than one of a broadcast.
+    largest_group = max([len(ranks) for groups in groups_of.values() for ranks in groups], default=1)
+    wholes = [torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta") for name in names]
+    for indices in in_buckets(wholes, max(1, BUCKET // largest_group)):
+        sends: list[tuple[Tensor, int, list[int]]] = []
+        for index in indices:
+            name = names[index]
+            sends += [(local[name], first, others) for first, *others in groups_of[name]]
+        send_copies(sends, local[names[indices[0]]], layout, "broadcasting parameters")
 
 
 def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], wire: Tensor, layout: Layout, what: str) -> None:
     """Copy tensors between ranks in place. Each item of `sends` is (local tensor, sending rank, receiving ranks)."""
     outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-    for tensor, sender, takers in sends:
+    for tensor, sender, receivers in sends:
         if layout.rank == sender:
-            for taker in takers:
-                outgoing[taker].append(tensor)
-        elif layout.rank in takers:
+            for receiver in receivers:
+                outgoing[receiver].append(tensor)
+        elif layout.rank in receivers:
             incoming[sender].append(tensor)
     exchange(outgoing, incoming, wire, layout, what)

@@ -23,10 +23,11 @@ from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
 from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.sharding.agreed_call import agreed_call, next_serial, verify_ranks
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.consensus import construction, outside_transforms
 from muonfx.sharding.dtensors import PLAIN, local_tree, to_dtensors
 from muonfx.sharding.layout import Layout, require_layout
+from muonfx.sharding.local_leaves import outside_transforms
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.replicas import verify_params
@@ -39,7 +40,7 @@ from muonfx.sharding.state import (
     state_to_dtensors,
     without_dtensors,
 )
-from muonfx.sharding.steps import agreed_call, next_serial, verify_ranks
+from muonfx.sharding.waiting import construction
 from muonfx.tree import PyTree
 
 __all__ = [

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muonfx as mfx
 from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data, distributed
-from muonfx.sharding import consensus
+from muonfx.sharding import waiting
 from tests.checkpoint.common import assert_same_tree, bits, copies
 from tests.processes import Here, World, errors_of, on_ranks
 
@@ -322,14 +322,14 @@ def test_a_rank_that_calls_alone_is_told_which_ranks_did_not(here: Here, tmp_pat
         "load": lambda: ck.load(path, like=state, group=here.group),
     }
     calls["save"]()
-    kept = consensus._timeout
+    kept = waiting._timeout
     if here.rank == 0:
-        consensus._timeout = lambda group: timedelta(seconds=0.2)
+        waiting._timeout = lambda group: timedelta(seconds=0.2)
         try:
             with pytest.raises(ck.CheckpointError) as caught:
                 calls[what]()
         finally:
-            consensus._timeout = kept
+            waiting._timeout = kept
         together = rf": nothing.*all ranks must call checkpoint\.{what} together, but rank 1 did not.*"
         said = f"{type(caught.value).__name__}: {caught.value}"
         assert re.fullmatch(done.replace(".* ", ".* was not ") + together, said)

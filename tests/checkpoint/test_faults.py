@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError
-from muonfx.sharding import consensus
+from muonfx.sharding import waiting
 from tests.checkpoint.common import assert_same_tree
 from tests.checkpoint.faults import faults
 from tests.processes import run_python
@@ -118,7 +118,7 @@ def attempt(what: str, path: Path, on: int, at: int, how: str, rank: int, group:
     if at == -1:  # killed before it meets the others
         if rank == on:
             os.kill(os.getpid(), signal.SIGKILL)
-        consensus._timeout = lambda group: timedelta(seconds=1)
+        waiting._timeout = lambda group: timedelta(seconds=1)
     where = path.parent if rank == on else path.parent / "nothing"
     with faults(where, at, reads=what in LOADS, **HOW[how]) as fault, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

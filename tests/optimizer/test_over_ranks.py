@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.checkpoint import FlatPiece
-from muonfx.sharding import ShardingError, consensus
+from muonfx.sharding import ShardingError, waiting
 from muonfx.sharding.shards import IntervalTensor
 from tests.processes import Here, World, errors_of, on_ranks
 from tests.sharding.counting import counting
@@ -618,8 +618,8 @@ def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(here: Here, what: s
     net, optimizer = optimized("fsdp", here)
     train(net, optimizer, range(1))
     saved = optimizer.state_dict()
-    kept = consensus._timeout, consensus.PATIENCE
-    consensus._timeout, consensus.PATIENCE = (lambda group: timedelta(seconds=1.5)), timedelta(seconds=0.2)
+    kept = waiting._timeout, waiting.PATIENCE
+    waiting._timeout, waiting.PATIENCE = (lambda group: timedelta(seconds=1.5)), timedelta(seconds=0.2)
     try:
         if here.rank == 0:
             called = "state_dict()" if what == "save" else "load_state_dict()"
@@ -631,7 +631,7 @@ def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(here: Here, what: s
             assert f"all ranks must call {called} together, but rank 1 did not" in str(error.value)
             assert any(f"{called} waits for rank 1" in str(one.message) for one in caught)
     finally:
-        consensus._timeout, consensus.PATIENCE = kept
+        waiting._timeout, waiting.PATIENCE = kept
     dist.all_reduce(torch.ones(3), group=here.group)
     train(net, optimizer, range(1, 2))
     optimizer.load_state_dict(optimizer.state_dict())

@@ -405,6 +405,16 @@ def test_a_difference_in_a_verb_is_an_error_on_all(here: Here, what: str):
         call(layout, mine, params, here.rank == 1)
 
 
+@on_ranks(2)
+def test_a_parameter_that_is_none_on_one_rank_is_not_broadcast(here: Here):
+    params: dict[str, Any] = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.replicated(params, here.group)
+    if here.rank == 1:
+        params["b"] = None
+    with raises("'b' is None on some ranks", "expected a tensor on all ranks that hold it"):
+        sharding.broadcast(params, layout)
+
+
 @on_ranks(3)
 def test_a_difference_of_parameters_without_init_is_an_error_on_all(here: Here):
     layout, mine = flat(here, {"a": some(4, 4)} | ({"c": some(2)} if here.rank == 1 else {}))

@@ -1,4 +1,4 @@
-"""The plan on paper: our figures by hand and from the executor's transfers, those of other libraries, the output."""
+"""The plan on paper: our figures by hand and from each rank's transfers, those of other libraries, the output."""
 
 import dataclasses
 import io
@@ -117,7 +117,7 @@ def test_llama_70b_under_fsdp2_by_hand():
 
 
 def transferred(on: Setting, layout: str, **chosen: object) -> list[int]:
-    """Bytes by rank, from each rank's own transfers of each share, as the executor carries them out."""
+    """Bytes by rank, from each rank's own transfers of each share, as a step carries them out."""
     (run,) = on.plan(layout, **chosen).runs
     sent = [0] * run.size
     for share in run.shares:

@@ -1,0 +1,230 @@
+"""Let the ranks agree before any of them changes a tensor: on a call, on which gradients are None, and on errors.
+
+The ranks compare digests in one all-reduce. Only if these differ does each rank make texts of the compared values,
+and all ranks raise one error that names the first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx.sharding.differences import Facts, difference_text, errors_by_rank, first_difference, listed
+from muonfx.sharding.messages import ShardingError, all_objects, collective, digest, host_device
+from muonfx.sharding.shard_table import ShardTable
+
+LARGE = 0x3FFFFFFF
+"""Larger than any number that `agree` compares; ``LARGE - number`` turns a maximum over ranks into a minimum."""
+
+_ERROR = 2
+"""The first number of the message of a rank that has an error. It is larger than that of a request, which is 1."""
+
+_CALL_WORDS = 3
+"""The number of words in the digest of the values that must be equal on all ranks."""
+
+_VALUE_WORDS = 2
+"""The number of words in the digest of the values that may differ, such as the dtypes of gradients."""
+
+
+def words(value: object, count: int) -> list[int]:
+    """Hash a value to a list of `count` integers of 30 bits. Ranks compare these instead of the value."""
+    hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
+    return [int.from_bytes(hashed[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
+
+
+class Agreement(NamedTuple):
+    """The result of `agree`, equal on all ranks."""
+
+    are_equal: bool
+    """True if all ranks passed the same value `compared`."""
+    numbers: list[int]
+    """The maximum over ranks of each of the `numbers`."""
+    is_requested: bool
+    """True if any rank passed a `request`."""
+
+
+def agree(
+    what: str,
+    group: dist.ProcessGroup,
+    problem: BaseException | None = None,
+    *,
+    same: object = "",
+    compared: object = "",
+    explain: Callable[[], Facts] = dict,
+    numbers: Sequence[int] = (),
+    request: bool = False,
+) -> Agreement:
+    """Check with one all-reduce that all ranks make the same call. Raise the error of any rank (`problem`) on all.
+
+    The call's name, `what`, and the value `same` must be equal on all ranks. If not, `explain` returns texts for the
+    error to compare. With `request`, a rank requests something of all ranks, such as a comparison of replicas.
+    """
+    # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
+    digests = [*words((what, same), _CALL_WORDS), *words(compared, _VALUE_WORDS)]
+    # The maximum of LARGE - word gives the minimum: all ranks agree if minimum and maximum are equal.
+    complements = [LARGE - word for word in digests]
+    urgency = int(request)
+    if problem is not None:
+        urgency = _ERROR
+    message = [urgency, *digests, *complements, *numbers]
+    reduced = torch.tensor(message, dtype=torch.int32, device=host_device(group))
+    with collective(what):
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    most_urgent, *maxima = reduced.tolist()
+    if most_urgent == _ERROR:
+        _raise_errors(what, problem, group)
+    most = maxima[: len(digests)]
+    least = [LARGE - maximum for maximum in maxima[len(digests) : 2 * len(digests)]]
+    if most[:_CALL_WORDS] != least[:_CALL_WORDS]:
+        _raise_difference({"calls": what, **explain()}, group)
+    return Agreement(most == least, maxima[2 * len(digests) :], bool(most_urgent))
+
+
+def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
+    """Raise this rank's error, or, if it has none, an error that shows those of the other ranks."""
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    error_of_rank = all_objects(text, group, what)
+    if problem is not None:
+        raise problem
+    raise ShardingError(f"nothing was changed on any rank:\n{errors_by_rank(error_of_rank)}")
+
+
+def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
+    """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks."""
+    what = "finding out what differs"
+    digests = {subject: digest(fact) for subject, fact in facts.items()}
+    difference = first_difference(all_objects(digests, group, what))
+    if difference is None:
+        raise ShardingError(
+            "nothing was changed on any rank: found different calls, parameters or options on different ranks, "
+            "expected the same: construct and step the optimizer in the same way on all ranks"
+        )
+    subject, ranks = difference
+    # Facts may be long: only the two ranks that the error shows send theirs.
+    is_shown = dist.get_rank(group) in (0, ranks[0])
+    fact_of_rank = all_objects(facts.get(subject) if is_shown else None, group, what)
+    text = difference_text(fact_of_rank[0], fact_of_rank[ranks[0]], listed(ranks))
+    raise ShardingError(
+        f"nothing was changed on any rank: the ranks have different {subject}: {text}\nAll ranks must have the same."
+    )
+
+
+def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
+    """Issue a warning on all ranks of a group. If a rank turns warnings into errors, raise on all ranks."""
+    # If one rank alone raised, the others would wait for it in the next collective.
+    problem: Warning | None = None
+    try:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+    except Warning as error:
+        problem = error
+    agree("a warning", group, problem)
+
+
+# -------------------------------------------------------------------------------------------------------------- leaves
+
+DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
+
+UNPLACED = 64
+"""Added to the dtype code of a gradient whose DTensor placements differ from its parameter's, such as Partial."""
+
+
+class LeafAgreement(NamedTuple):
+    """Which leaves of a tree the ranks have. All attributes are equal on all ranks."""
+
+    codes: Sequence[int]
+    """For each leaf, the code of its dtype, plus `UNPLACED`; 0 if it is None on all ranks. See `dtype_of`."""
+    missing: list[int]
+    """The indices of the leaves that are None on some ranks only."""
+    codes_of_rank: list[list[int]]
+    """For each rank, the codes of its own leaves; empty if all ranks have the same."""
+    is_requested: bool
+    """True if any rank passed a `request`."""
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """Return the dtype of a leaf, given its code in a `LeafAgreement`, which must not be 0."""
+    return DTYPES[code % UNPLACED - 1]
+
+
+def agree_on_leaves(
+    what: str,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    layout: ShardTable,
+    problem: Exception | None = None,
+    *,
+    unplaced: Iterable[str] = (),
+    same: object = "",
+    explain: Callable[[], Facts] = dict,
+    request: bool = False,
+) -> LeafAgreement:
+    """Find out which leaves of a tree are None on some ranks. Raise on all ranks if a leaf has different dtypes.
+
+    `unplaced` are the names of gradients with other placements than their parameters. Other arguments are as in
+    `agree`.
+    """
+    codes = bytearray([_CODES.get(leaf.dtype, 0) if isinstance(leaf, Tensor) else 0 for leaf in leaves])
+    for name in unplaced:
+        codes[names.index(name)] += UNPLACED
+    if layout.group is None or layout.size == 1:
+        if problem is None and layout.size > 1:
+            problem = ShardingError(
+                f"{layout!r} was created with a number of ranks and has no process group, expected a process group: "
+                "create it in the running job, or use assemble() in one process"
+            )
+        if problem is not None:
+            raise problem
+        return LeafAgreement(codes, [], [], request)
+    trees = layout.once(("names", tuple(names)), lambda: digest((layout.digest, list(layout.specs), list(names))))
+    agreement = agree(
+        what,
+        layout.group,
+        problem,
+        same=(trees, same),
+        compared=codes,
+        explain=lambda: {
+            "parameters": str([*layout.specs]),
+            "layouts": f"{layout!r} ({layout.digest})",
+            "trees": str(list(names)),
+            **explain(),
+        },
+        request=request,
+    )
+    if agreement.are_equal:
+        return LeafAgreement(codes, [], [], agreement.is_requested)
+    codes_of_rank = _codes_of_all_ranks(codes, layout.size, layout.rank, layout.group)
+    return _merge_codes(names, codes_of_rank, agreement.is_requested)
+
+
+def _codes_of_all_ranks(codes: bytearray, size: int, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
+    """Send the codes of the leaves of this rank to all ranks. Return the codes of each rank."""
+    table = torch.zeros(size, len(codes), dtype=torch.uint8, device=host_device(group))
+    table[rank] = torch.tensor(list(codes), dtype=torch.uint8)
+    with collective("comparing leaves"):
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+    return table.tolist()
+
+
+def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_requested: bool) -> LeafAgreement:
+    """Compare the codes of the leaves of all ranks. Raise if a leaf has different dtypes or placements."""
+    merged: list[int] = []
+    missing: list[int] = []
+    for index, name in enumerate(names):
+        codes = {of_rank[index] for of_rank in codes_of_rank}
+        present = codes - {0}
+        if len(present) > 1:
+            raise ShardingError(
+                f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
+                "expected equal ones: load and shard the model in the same way on all ranks"
+            )
+        merged.append(max(codes))
+        if present and 0 in codes:
+            missing.append(index)
+    return LeafAgreement(merged, missing, codes_of_rank, is_requested)

@@ -1,0 +1,86 @@
+"""Texts of errors for ranks that differ. These functions do not communicate: they receive what ranks have sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from muonfx.tree.display import format_list
+
+Facts = Mapping[str, object]
+"""Values that must be equal on all ranks: from a subject, which an error names, to a value, or to a dict by name."""
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return a text for some ranks, to be used in a message.
+
+    >>> listed([1]), listed([1, 2])
+    ('rank 1', 'ranks 1, 2')
+    """
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {format_list(ranks, str)}"
+
+
+def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
+    """Return the errors of all ranks as lines of text. Ranks that have the same error share a line.
+
+    >>> print(errors_by_rank(["ValueError: negative", None, "ValueError: negative"]))
+    ranks 0, 2: ValueError: negative
+    """
+    ranks_with: dict[str, list[int]] = {}
+    for rank, error in enumerate(error_of_rank):
+        if error is not None:
+            ranks_with.setdefault(error, []).append(rank)
+    return "\n".join([f"{listed(ranks)}: {error}" for error, ranks in ranks_with.items()])
+
+
+def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[str, list[int]] | None:
+    """Return the first subject on which a rank differs from rank 0, and the ranks that all have that other value.
+
+    >>> first_difference([{"lr": 1, "eps": 2}, {"lr": 1, "eps": 3}, {"lr": 1, "eps": 3}])
+    ('eps', [1, 2])
+    """
+    for subject, expected in values_of_rank[0].items():
+        values = [of_rank.get(subject) for of_rank in values_of_rank]
+        different = [rank for rank, value in enumerate(values) if value != expected]
+        if different:
+            return subject, [rank for rank in different if values[rank] == values[different[0]]]
+    return None
+
+
+def difference_text(first: object, second: object, ranks: str) -> str:
+    """Return how the fact `first` of rank 0 differs from the fact `second` of the `ranks`, such as "rank 2".
+
+    >>> difference_text({"lr": "0.1", "eps": "0"}, {"lr": "0.2", "eps": "0"}, "rank 2")
+    "'lr' is 0.1 on rank 0 and 0.2 on rank 2"
+    """
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        first_text, second_text = _around_difference(str(first), str(second))
+        return f"rank 0 has {first_text}\n  {ranks}: {second_text}"
+    for name in [*first, *second]:
+        if first.get(name) != second.get(name):
+            first_text, second_text = _around_difference(
+                str(first.get(name, "missing")), str(second.get(name, "missing"))
+            )
+            return f"{name!r} is {first_text} on rank 0 and {second_text} on {ranks}"
+    return f"rank 0 has the order {list(first)}\n  {ranks}: {list(second)}"
+
+
+_LONGEST = 400
+"""The number of characters of a text that an error shows. Of a longer text, it shows the part that differs."""
+
+
+def _around_difference(first: str, second: str) -> tuple[str, str]:
+    """Shorten two long texts to the part around the first character that differs."""
+    common = 0
+    for first_character, second_character in zip(first, second, strict=False):
+        if first_character != second_character:
+            break
+        common += 1
+    return _excerpt(first, common), _excerpt(second, common)
+
+
+def _excerpt(text: str, middle: int) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    start = max(0, middle - _LONGEST // 2)
+    return f"...{text[start : middle + _LONGEST // 2]}..."

@@ -1,0 +1,60 @@
+"""Complete the gradients of a step: fill in gradients that only other ranks have, and redistribute partial ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx.sharding.agree import UNPLACED, LeafAgreement, dtype_of
+from muonfx.sharding.dtensors import is_dtensor, is_placed_like, local_of
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.replicas import send_copies
+
+
+def complete_gradients(
+    layout: Layout, names: Sequence[str], leaves: Sequence[Any], agreement: LeafAgreement, device: torch.device
+) -> list[Tensor | None]:
+    """Return the local gradients. A gradient that only other ranks have is zero, or a copy of a replica's gradient."""
+    # A gradient may be partial under tensor parallelism, and None on some ranks if only the losses of others use it.
+    for index in agreement.missing:
+        if agreement.codes[index] > UNPLACED:
+            raise ShardingError(
+                f"nothing was changed on any rank: the gradient of {names[index]!r} is a partial DTensor on some ranks "
+                "and None on others, expected a gradient on all of them: use the parameter in the loss of every rank, "
+                "or redistribute its gradient before step()"
+            )
+    gradients = [_local_gradient(layout, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    for index in agreement.missing:
+        name = names[index]
+        gradient = gradients[index]
+        if gradient is None:
+            dtype = dtype_of(agreement.codes[index])
+            gradient = torch.zeros(layout.piece(name).shape, dtype=dtype, device=device)
+            gradients[index] = gradient
+        is_present = [codes[index] > 0 for codes in agreement.codes_of_rank]
+        _copy_to_replicas(layout, name, gradient, is_present)
+    return gradients
+
+
+def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
+    """Return the local tensor of a gradient, with the placements of its parameter."""
+    spec = layout.dtensors.get(name)
+    if spec is not None and is_dtensor(leaf) and not is_placed_like(leaf, spec):
+        leaf = leaf.redistribute(placements=spec.placements)
+    return local_of(leaf)
+
+
+def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, is_present: Sequence[bool]) -> None:
+    """Overwrite a gradient on the ranks that had none with that of a rank that holds the same shard and had one."""
+    sends: list[tuple[Tensor, int, list[int]]] = []
+    for ranks in layout.holders(name).values():
+        present = [rank for rank in ranks if is_present[rank]]
+        absent = [rank for rank in ranks if not is_present[rank]]
+        if present and absent:
+            sends.append((gradient, present[0], absent))
+    if sends:
+        send_copies(sends, gradient, layout, "sharing a gradient")
