@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from muonfx.checkpoint.catalog import checkpoints, clean, inspect, with_reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
-from muonfx.checkpoint.loading import verify
+from muonfx.checkpoint.folder import checkpoints, clean, inspect, with_reader
+from muonfx.checkpoint.load import verify
 from muonfx.tree.display import Table, format_bytes, printable
 
 __all__ = ["main"]

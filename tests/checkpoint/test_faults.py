@@ -250,7 +250,7 @@ def kill_writers(folder: str, seed: int, tries: int) -> None:
 
 def run_apart(*calls: str) -> None:
     """Call functions of this file in a process of one thread, which can fork safely."""
-    code = "import muonfx.checkpoint.distributed, tests.checkpoint.test_faults as t; " + "; ".join(calls)
+    code = "import muonfx.checkpoint.together, tests.checkpoint.test_faults as t; " + "; ".join(calls)
     done = run_python("-c", code)
     assert done.stdout.count("done") == len(calls), done.stderr
 

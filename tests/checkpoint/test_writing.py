@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError, catalog
+from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError, folder
 from muonfx.checkpoint.data import Reader
+from muonfx.checkpoint.draft import Draft
 from muonfx.checkpoint.index import INDEX
-from muonfx.checkpoint.writing import Draft
 from muonfx.polar import policy
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
@@ -179,13 +179,13 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     """As network file systems report it, and an interrupt leaves it."""
     path = tmp_path / "one"
     ck.save(path, OLD, step=8)
-    replace, read = os.replace, catalog.read_index
+    replace, read = os.replace, folder.read_index
 
     def refused(source: Path, target: Path) -> None:
         if done:
             replace(source, target)
         if not readable:
-            monkeypatch.setattr(catalog, "read_index", unreadable)
+            monkeypatch.setattr(folder, "read_index", unreadable)
         raise error
 
     def unreadable(path: Path) -> NoReturn:
@@ -195,7 +195,7 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     with pytest.raises((WriteError, KeyboardInterrupt)) as caught:
         ck.save(path, NEW, step=9)
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(catalog, "read_index", read)
+    monkeypatch.setattr(folder, "read_index", read)
     assert ck.verify(path).step == (9 if done else 8)
     if isinstance(caught.value, WriteError):
         assert caught.value.written is (done if readable else None)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.catalog import folder_named, with_reader
 from muonfx.checkpoint.data import Reader
+from muonfx.checkpoint.folder import folder_named, with_reader
 from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.match import Allow, Rules, Target, patterns_of
 from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
-from muonfx.checkpoint.target import Allow, Rules, Target, patterns_of
 from muonfx.core import Transform
 from muonfx.sharding.consensus import report_failure
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
@@ -167,7 +167,7 @@ def reported(group: ProcessGroup | None) -> Generator[None]:
         yield
     except Exception as error:
         if group is not None:
-            from muonfx.checkpoint.distributed import check_group
+            from muonfx.checkpoint.together import check_group
 
             report_failure(check_group(group, "the load"), "checkpoint.load", error)
         raise
@@ -184,7 +184,7 @@ def _load(
     section: str,
 ) -> PyTree:
     if group is not None:
-        from muonfx.checkpoint.distributed import load_together  # imports torch's DCP, which is slow
+        from muonfx.checkpoint.together import load_together  # imports torch's DCP, which is slow
 
         def make_target() -> Target:
             return Target.of(make_like(), tx, rules, device, section, whole=False)

@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from muonfx.checkpoint.background import wait_for_saves
-from muonfx.checkpoint.catalog import TRIES, folder_named, inspect, reading, replaced_often
 from muonfx.checkpoint.data import Part, Reader
+from muonfx.checkpoint.draft import Draft, Job
 from muonfx.checkpoint.errors import CheckpointError, MismatchError, ReplacedError, WriteError
+from muonfx.checkpoint.folder import TRIES, folder_named, inspect, reading, replaced_often
 from muonfx.checkpoint.index import Chunk, DataFile, Leaf
-from muonfx.checkpoint.replicas import RankSummary, box_of, checksum_of_part, is_held_once, require_consistent
-from muonfx.checkpoint.target import Rules, Target
-from muonfx.checkpoint.writing import Draft, Job
+from muonfx.checkpoint.match import Rules, Target
+from muonfx.checkpoint.plan import RankSummary, box_of, checksum_of_part, is_held_once, require_consistent
 from muonfx.core.identity import without_addresses
 from muonfx.sharding.boxes import Box
 from muonfx.sharding.consensus import listed, wait_for_all

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from muonfx.checkpoint.background import Saving, start, wait_for_saves
 from muonfx.checkpoint.data import Part
+from muonfx.checkpoint.draft import Draft, Job
 from muonfx.checkpoint.index import Leaf
-from muonfx.checkpoint.writing import Draft, Job
 from muonfx.core import Transform
 from muonfx.sharding.boxes import Box
 from muonfx.tree import PyTree, Spec
@@ -142,7 +142,7 @@ def save_async(
 
 def _run(job: Job) -> None:
     if job.group is not None:
-        from muonfx.checkpoint.distributed import save_together  # imports torch's DCP, which is slow
+        from muonfx.checkpoint.together import save_together  # imports torch's DCP, which is slow
 
         save_together(job)
         return

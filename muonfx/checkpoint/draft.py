@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.background import warn_of_failed_saves
-from muonfx.checkpoint.catalog import (
+from muonfx.checkpoint.data import Part, write_data
+from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
+from muonfx.checkpoint.files import fresh_file, make_folder, no_collection, open_regular, sync_folder
+from muonfx.checkpoint.folder import (
     check_step,
     folder_named,
     inspect,
@@ -28,9 +31,6 @@ from muonfx.checkpoint.catalog import (
     step_of,
     warn_of_later_steps,
 )
-from muonfx.checkpoint.data import Part, write_data
-from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
-from muonfx.checkpoint.files import fresh_file, make_folder, no_collection, open_regular, sync_folder
 from muonfx.checkpoint.index import FORMAT, INDEX, Chunk, DataFile, Index, data_name, text_of, unfinished_index_name
 from muonfx.checkpoint.leftovers import SaveLock
 from muonfx.checkpoint.names import PARAMS, in_section, named_tensors
