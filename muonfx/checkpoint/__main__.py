@@ -15,8 +15,6 @@ from muonfx.checkpoint.folder import checkpoints, clean, inspect, with_reader
 from muonfx.checkpoint.load import verify
 from muonfx.tree.display import Table, format_bytes, printable
 
-__all__ = ["main"]
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. Arguments that cannot be parsed end the process with exit code 2."""
@@ -48,7 +46,7 @@ def _inspect(path: Path) -> int:
     rows: list[tuple[str, ...]] = []
     for inner in found:
         try:
-            index = with_reader(inner, lambda index, reader: index)
+            index = with_reader(inner, lambda reader: reader.index)
             cells = str(index.step), str(len(index.leaves)), format_bytes(index.nbytes), "looks whole"
         except CheckpointError as error:
             cells = "?", "?", "?", str(error)

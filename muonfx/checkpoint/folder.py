@@ -18,14 +18,6 @@ from muonfx.checkpoint.leftovers import remove_dead_files, remove_ended_files, u
 from muonfx.core.checks import positive_int
 from muonfx.tree.display import format_bytes
 
-# fmt: off
-__all__ = [
-    "TRIES", "check_step", "checkpoints", "clean", "folder_named", "inspect", "latest", "prune", "reading",
-    "remove_files", "remove_files_of_killed_saves", "replaced_often", "step_of", "step_path", "warn_of_later_steps",
-    "with_reader",
-]
-# fmt: on
-
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -97,28 +89,33 @@ def inspect(path: str | os.PathLike[str]) -> Index:
         ) from error
 
 
-TRIES = 100
+ATTEMPTS = 100
 """Number of attempts to read a checkpoint that is being replaced."""
 
 Result = TypeVar("Result")
 
 
-def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
-    """Open a checkpoint and return ``work(index, reader)``; try again if a save replaces the checkpoint meanwhile."""
-    for _ in range(TRIES):
+def retried(path: object, attempt: Callable[[], Result]) -> Result:
+    """Return ``attempt()``, which reads a checkpoint; call it again if a save replaced the checkpoint meanwhile."""
+    for _ in range(ATTEMPTS):
+        with suppress(ReplacedError):
+            return attempt()
+    raise ReplacedError(f"{path} was replaced {ATTEMPTS} times while it was read: pause its writer, or read a copy")
+
+
+def with_reader(path: Path, work: Callable[[Reader], Result]) -> Result:
+    """Open all files of a checkpoint and return ``work(reader)``; read again if a save replaced it meanwhile."""
+
+    def attempt() -> Result:
         index = inspect(path)
-        with suppress(ReplacedError), reading(path, index), Reader(path, index) as reader:
-            return work(index, reader.check_files())
-    raise ReplacedError(replaced_often(path))
+        with replacement(path, index), Reader(path, index) as reader:
+            return work(reader.check_files())
 
-
-def replaced_often(path: Path) -> str:
-    """Return the error message for a checkpoint that was replaced during each of `TRIES` attempts to read it."""
-    return f"{path} was replaced {TRIES} times while it was read: pause its writer, or read a copy"
+    return retried(path, attempt)
 
 
 @contextmanager
-def reading(path: Path, index: Index) -> Generator[None]:
+def replacement(path: Path, index: Index) -> Generator[None]:
     """In the ``with`` block, convert a `CorruptError` to a `ReplacedError` if another save replaced the checkpoint."""
     try:
         yield
@@ -179,7 +176,7 @@ def _by_step(folder: Path) -> list[Path]:
 
 def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
     try:
-        with_reader(path, lambda index, reader: reader.verify() if verify else None)
+        with_reader(path, lambda reader: reader.verify() if verify else None)
     except CheckpointError as error:
         return error
     return None

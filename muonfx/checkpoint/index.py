@@ -26,13 +26,6 @@ from muonfx.tree import Spec
 from muonfx.tree.display import Report, Shown, Table, format_bytes, printable
 from muonfx.tree.dtypes import DTYPES, NAMES
 
-# fmt: off
-__all__ = [
-    "BLOCK", "FORMAT", "INDEX", "LONGEST_HEADER", "VERSION", "Chunk", "DataFile", "Index", "Leaf",
-    "data_name", "is_own_name", "lock_name", "read_index", "save_id_of", "text_of", "unfinished_index_name",
-]
-# fmt: on
-
 FORMAT = "muonfx checkpoint"
 VERSION = 1
 INDEX = "index.json"

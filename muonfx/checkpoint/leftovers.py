@@ -26,8 +26,6 @@ try:
 except ImportError:  # not a POSIX system: no lock can be taken, and nothing is removed
     fcntl = None
 
-__all__ = ["SaveLock", "remove_dead_files", "remove_ended_files", "unknown_files"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LONGEST_LOCK = 4096
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from torch import Tensor
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.folder import folder_named, with_reader
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.match import Allow, Rules, Target, patterns_of
+from muonfx.checkpoint.loader import load_checkpoint
+from muonfx.checkpoint.match import Allow, Rules, patterns_of
 from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
+from muonfx.checkpoint.target import Target
+from muonfx.checkpoint.together import check_group
 from muonfx.core import Transform
 from muonfx.sharding.consensus import report_failure
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
@@ -24,8 +27,6 @@ from muonfx.tree.renaming import Rename
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["load", "load_params", "read", "verify"]
 
 
 def load(
@@ -167,8 +168,6 @@ def reported(group: ProcessGroup | None) -> Generator[None]:
         yield
     except Exception as error:
         if group is not None:
-            from muonfx.checkpoint.together import check_group
-
             report_failure(check_group(group, "the load"), "checkpoint.load", error)
         raise
 
@@ -183,23 +182,10 @@ def _load(
     *,
     section: str,
 ) -> PyTree:
-    if group is not None:
-        from muonfx.checkpoint.together import load_together  # imports torch's DCP, which is slow
+    def make_target() -> Target:
+        return Target.of(make_like(), tx, rules, device, section, is_alone=group is None)
 
-        def make_target() -> Target:
-            return Target.of(make_like(), tx, rules, device, section, whole=False)
-
-        return load_together(path, make_target, rules, group)
-    path = folder_named(path)
-    target = Target.of(make_like(), tx, rules, device, section, whole=True)
-
-    def read_all(index: Index, reader: Reader) -> dict[str, Any]:
-        leaves, destinations = target.allocate(index, str(path))
-        # Without a group, Target.of has refused every leaf of which this rank holds only a shard.
-        reader.read_into({name: getattr(leaf, "whole", leaf) for name, leaf in destinations.items()})
-        return leaves
-
-    return target.filled(with_reader(path, read_all))
+    return load_checkpoint(path, make_target, rules, group)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -215,8 +201,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     {'trace/w': tensor([1., 1.])}
     """
 
-    def read_all(index: Index, reader: Reader) -> dict[str, Tensor]:
-        leaves = {name: torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype) for name, leaf in index.leaves.items()}
+    def read_all(reader: Reader) -> dict[str, Tensor]:
+        leaves: dict[str, Tensor] = {}
+        for name, leaf in reader.index.leaves.items():
+            leaves[name] = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
         reader.read_into(leaves)
         return leaves
 
@@ -238,4 +226,4 @@ def verify(path: str | os.PathLike[str]) -> Index:
     >>> mfx.checkpoint.verify(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)})).nbytes
     8
     """
-    return with_reader(folder_named(path), lambda _, reader: reader.verify())
+    return with_reader(folder_named(path), Reader.verify)

@@ -26,8 +26,6 @@ from muonfx.core import Transform
 from muonfx.tree import PyTree
 from muonfx.tree.wrappers import MAY_BE_WRAPPED, unwrapped
 
-__all__ = ["PARAMS", "in_section", "name_of", "named_leaves", "named_tensors", "plain_names"]
-
 _MISTAKEN = {
     Transform: "its state, which tx.init(params) or tx.update(...) returned",
     torch.optim.Optimizer: "its state, optimizer.transform_state",

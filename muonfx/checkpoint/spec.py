@@ -18,8 +18,6 @@ from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["StateSpec", "described", "spec", "spec_of_named"]
-
 
 def described(spec: Spec) -> str:
     """Return a shape and dtype as text for messages, such as "(2, 3) float32"."""
