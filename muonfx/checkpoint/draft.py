@@ -8,6 +8,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from muonfx.checkpoint.files import fresh_file, make_folder, open_regular, sync_
 from muonfx.checkpoint.folder import inspect, prune, remove_files, remove_files_of_killed_saves, warn_of_later_steps
 from muonfx.checkpoint.index import FORMAT, INDEX, Chunk, DataFile, Index, data_name, text_of, unfinished_index_name
 from muonfx.checkpoint.leftovers import SaveLock
+from muonfx.checkpoint.locks import open_to_wait, wait_for_readers
 
 
 class Draft:
@@ -39,6 +41,7 @@ class Draft:
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._files: list[Path] = [self._unfinished_index]
         self._lock = SaveLock(path, self.save_id)
+        self._replaced_index: FileIO | None = None
         self._replaced_files: tuple[DataFile, ...] = ()
         self._index_at_begin: tuple[int, int] | None = None
         self._has_other_writer = False
@@ -89,6 +92,7 @@ class Draft:
         self._has_other_writer = self._identity_of_index() != self._index_at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
             self._replaced_files = inspect(self.path).files
+        self._replaced_index = open_to_wait(self.path / INDEX)
         self._rename_began = True  # from here on readers may see the files, so they are kept even if a later step fails
         os.replace(self._unfinished_index, self.path / INDEX)
         self._rename_ended = True
@@ -110,6 +114,7 @@ class Draft:
         """
         try:
             try:
+                wait_for_readers(self._replaced_index)  # of the replaced checkpoint, which open its files
                 remove_files(self.path, self._replaced_files)
             finally:
                 self._lock.release()
@@ -171,7 +176,7 @@ class Draft:
 
     @contextmanager
     def write_errors(self) -> Generator[None]:
-        """Convert an `OSError` of the ``with`` block to a `WriteError`, which names the checkpoint that is at the path."""
+        """Convert an `OSError` of the ``with`` block to a `WriteError`, which names the checkpoint at the path."""
         try:
             yield
         except OSError as error:

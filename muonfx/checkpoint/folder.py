@@ -7,14 +7,16 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
+from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import INDEX, DataFile, Index, read_index
 from muonfx.checkpoint.leftovers import remove_dead_files, remove_ended_files, unknown_files
+from muonfx.checkpoint.locks import lock
 from muonfx.core.checks import positive_int
 from muonfx.tree.display import format_bytes
 
@@ -78,38 +80,67 @@ def inspect(path: str | os.PathLike[str]) -> Index:
     (3, {'seed': 0}, Spec(shape=(2,), dtype=torch.float32))
     """
     path = folder_named(path)
-    try:
+    with _errors_of_index(path):
         return read_index(path / INDEX)
+
+
+@contextmanager
+def _errors_of_index(path: Path) -> Generator[None]:
+    """Convert an OSError of reading an index to an error of the checkpoint at ``path``."""
+    try:
+        yield
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(_why_no_checkpoint(path)) from None
     except OSError as error:
-        of_the_path = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
-        raise (CheckpointError if of_the_path else CorruptError)(
-            f"{path / INDEX}: cannot be read: {error.strerror}"
-        ) from error
+        message = f"{path / INDEX}: cannot be read: {error.strerror}"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP):
+            raise CheckpointError(message) from error
+        raise CorruptError(message) from error
 
 
-ATTEMPTS = 100
-"""Number of attempts to read a checkpoint that is being replaced."""
+@contextmanager
+def inspect_and_keep(path: Path) -> Generator[Index]:
+    """Yield the index of a checkpoint. In the ``with`` block, a save that replaces it does not remove its data files.
+
+    Raise `ReplacedError` if it was replaced before that.
+    """
+    with _errors_of_index(path), open_regular(path / INDEX) as file:
+        lock(file, shared=True)
+        index = read_index(path / INDEX)
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX)):
+            raise ReplacedError(f"{path} was replaced while it was read")
+        yield index
+
+
+ATTEMPTS = 10
+"""Number of attempts to read a checkpoint that is being replaced.
+
+A reader locks the index while it opens the data files. The first attempt fails if the index is replaced in the moment
+before the lock, or if ranks have read different ones; in the second, all ranks use the index that rank 0 has locked.
+More attempts are needed only on file systems without locks, and if there are more data files than can be held open.
+"""
 
 Result = TypeVar("Result")
 
 
-def retried(path: object, attempt: Callable[[], Result]) -> Result:
-    """Return ``attempt()``, which reads a checkpoint; call it again if a save replaced the checkpoint meanwhile."""
-    for _ in range(ATTEMPTS):
+def retried(path: object, attempt: Callable[[int], Result]) -> Result:
+    """Return ``attempt(0)``, which reads a checkpoint; call it with 1, 2, ... if a save replaced it meanwhile."""
+    for number in range(ATTEMPTS):
         with suppress(ReplacedError):
-            return attempt()
+            return attempt(number)
     raise ReplacedError(f"{path} was replaced {ATTEMPTS} times while it was read: pause its writer, or read a copy")
 
 
 def with_reader(path: Path, work: Callable[[Reader], Result]) -> Result:
     """Open all files of a checkpoint and return ``work(reader)``; read again if a save replaced it meanwhile."""
 
-    def attempt() -> Result:
-        index = inspect(path)
-        with replacement(path, index), Reader(path, index) as reader:
-            return work(reader.check_files())
+    def attempt(number: int) -> Result:
+        with ExitStack() as stack:
+            with inspect_and_keep(path) as index, replacement(path, index):
+                reader = stack.enter_context(Reader(path, index))
+                reader.check_files()
+            with replacement(path, index):
+                return work(reader)
 
     return retried(path, attempt)
 

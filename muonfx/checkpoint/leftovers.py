@@ -20,11 +20,7 @@ from typing import Literal
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.files import make_folder, read_regular
 from muonfx.checkpoint.index import INDEX, is_own_name, lock_name, read_index, save_id_of, unfinished_index_name
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: no lock can be taken, and nothing is removed
-    fcntl = None
+from muonfx.checkpoint.locks import lock
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LONGEST_LOCK = 4096
@@ -53,7 +49,7 @@ class SaveLock:
             make_folder(self.path.parent)
             self._file = FileIO(self.path, "xb")
         boot = b""
-        if _lock(self._file):
+        if lock(self._file):
             boot = _this_boot()
         self._file.write(boot)
 
@@ -66,17 +62,6 @@ class SaveLock:
         with suppress(OSError):
             self._file.close()
         self._file = None
-
-
-def _lock(file: FileIO) -> bool:
-    """Lock an open file for this process; return False if another process has locked it, or it cannot be locked."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 Verdict = Literal["dead", "alive", "unknown"]
@@ -103,7 +88,7 @@ def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
         if not boot or boot != _this_boot():
             yield "unknown"
             return
-        yield "dead" if _lock(file) else "alive"
+        yield "dead" if lock(file) else "alive"
 
 
 def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:

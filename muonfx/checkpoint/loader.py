@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from muonfx.checkpoint.background import wait_for_save
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
-from muonfx.checkpoint.folder import folder_named, inspect, replacement, retried
+from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
+from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.match import Rules
 from muonfx.checkpoint.target import Target
 from muonfx.checkpoint.together import Alone, Together, require_same
@@ -36,6 +37,7 @@ class Loader:
         self.make_target = make_target
         self.rules = rules
         self._stack = ExitStack()
+        self._kept = self._stack.enter_context(ExitStack())
 
     def __enter__(self) -> Loader:
         return self
@@ -43,11 +45,18 @@ class Loader:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def open(self) -> OpenedCheckpoint:
-        """Allocate the tensors to fill, and open the data files that this rank needs."""
+    def keep(self) -> Index:
+        """Return the index, and keep saves from removing its data files until `open` has ended on all ranks."""
+        return self._kept.enter_context(inspect_and_keep(folder_named(self.path)))
+
+    def open(self, shared_index: Index | None) -> OpenedCheckpoint:
+        """Allocate the tensors to fill, and open the data files that this rank needs.
+
+        ``shared_index`` is the index that rank 0 keeps; None if each rank reads the index itself.
+        """
         folder = folder_named(self.path)
         self.target = self.make_target()
-        index = inspect(folder)
+        index = shared_index or self.keep()
         self.leaves, destinations = self.target.allocate(index, str(folder))
         with replacement(folder, index):
             self.reader = self._stack.enter_context(Reader(folder, index))
@@ -64,6 +73,7 @@ class Loader:
 
     def read(self) -> None:
         """Read the values that this rank needs."""
+        self._kept.close()  # all ranks have opened their files
         with replacement(self.reader.folder, self.reader.index):
             self.reader.read(self.transfers)
             self.reader.close()  # inside the step, so that an error is raised on all ranks
@@ -87,9 +97,13 @@ def load_checkpoint(path: Any, make_target: Callable[[], Target], rules: Rules, 
         except ShardingError as error:
             raise CheckpointError(f"{path} was not loaded: {error}") from error
 
-    def attempt() -> PyTree:
+    def attempt(number: int) -> PyTree:
         with Loader(path, make_target, rules) as loader:
-            ranks.step(loader.open, loader.require_same)
+            shared_index: Index | None = None
+            if number > 0 and ranks.size > 1:
+                keep = loader.keep if ranks.rank == 0 else _no_index
+                shared_index = ranks.step(keep, _first_for_all)
+            ranks.step(lambda: loader.open(shared_index), loader.require_same)
             ranks.step(loader.read, _no_merge)
             return loader.result()
 
@@ -97,6 +111,15 @@ def load_checkpoint(path: Any, make_target: Callable[[], Target], rules: Rules, 
         return retried(path, attempt)
     except LostRanksError as error:
         raise CheckpointError(f"{path} was not loaded: {error}") from error
+
+
+def _no_index() -> None:
+    return None
+
+
+def _first_for_all(indexes: list[Index | None]) -> Sequence[Index | None]:
+    """Answer all ranks with the index of rank 0."""
+    return [indexes[0]] * len(indexes)
 
 
 def _no_merge(nothing: list[None]) -> Sequence[None]:
