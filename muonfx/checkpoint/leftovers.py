@@ -101,7 +101,7 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
     is_suspicious = "unknown" in verdicts or any(name.startswith(".save-") for name in names)
     if not names or (not is_suspicious and (folder / INDEX).exists()):
         return []
-    found: list[Path] = []
+    unnamed: list[Path] = []
     for save_id in sorted({save_id_of(name) for name in names}):
         with _judged(folder, save_id) as verdict:
             if verdict not in verdicts:
@@ -110,15 +110,15 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
                 # Read after the verdict: a save that has just ended has been named, and its lock is gone.
                 named = _names_in_index(folder)
             except (OSError, CheckpointError):
-                return found  # any file may belong to an index that cannot be read
+                return unnamed  # any file may belong to an index that cannot be read
             files = [folder / name for name in sorted(names - named) if save_id_of(name) == save_id]
             # The lock file is the last, so that a removal that is interrupted is completed later.
             files.sort(key=lambda file: file.name == lock_name(save_id))
             if remove:
                 for file in files:
                     file.unlink(missing_ok=True)
-            found += files
-    return found
+            unnamed += files
+    return unnamed
 
 
 def _names_in_index(folder: Path) -> set[str]:
