@@ -11,7 +11,6 @@ from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.match import Rules
 from muonfx.checkpoint.target import Target
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.sharding.messages import ShardingError
@@ -32,10 +31,9 @@ class Loader:
     opened.
     """
 
-    def __init__(self, path: Any, make_target: Callable[[], Target], rules: Rules) -> None:
+    def __init__(self, path: Any, make_target: Callable[[], Target]) -> None:
         self.path = path
         self.make_target = make_target
-        self.rules = rules
         self._stack = ExitStack()
         self._kept = self._stack.enter_context(ExitStack())
 
@@ -62,7 +60,7 @@ class Loader:
             self.reader = self._stack.enter_context(Reader(folder, index))
             self.transfers = self.reader.transfers_to(destinations)
             self.reader.check_files({transfer.chunk.file for transfer in self.transfers})
-        return OpenedCheckpoint(index.save_id, {"path": str(folder), **self.rules.arguments()})
+        return OpenedCheckpoint(index.save_id, {"path": str(folder), **self.target.rules.arguments()})
 
     def require_same(self, opened: Sequence[OpenedCheckpoint]) -> Sequence[None]:
         """Check that all ranks call `load` with equal arguments, and have opened one checkpoint."""
@@ -83,7 +81,7 @@ class Loader:
         return self.target.filled(self.leaves)
 
 
-def load_checkpoint(path: Any, make_target: Callable[[], Target], rules: Rules, group: Any) -> PyTree:
+def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) -> PyTree:
     """Load a checkpoint. With a group, every rank calls this, and an error on one rank is raised on all.
 
     ``make_target`` returns the tree to fill; an error that it raises is raised on all ranks.
@@ -98,7 +96,7 @@ def load_checkpoint(path: Any, make_target: Callable[[], Target], rules: Rules, 
             raise CheckpointError(f"{path} was not loaded: {error}") from error
 
     def attempt(number: int) -> PyTree:
-        with Loader(path, make_target, rules) as loader:
+        with Loader(path, make_target) as loader:
             shared_index: Index | None = None
             if number > 0 and ranks.size > 1:
                 keep = loader.keep if ranks.rank == 0 else _no_index
