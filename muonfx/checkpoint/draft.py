@@ -172,6 +172,9 @@ class Draft:
         if is_committed is False:
             self.discard()
         self._lock.release()
+        if self._replaced_index is not None:
+            with suppress(OSError):
+                self._replaced_index.close()
         return is_committed
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from muonfx.checkpoint.background import wait_for_save
@@ -40,8 +40,10 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After an error, which is equal on all ranks, an error of closing a file on this rank does not replace it.
+        with suppress(CheckpointError) if kind is not None else nullcontext():
+            self._stack.close()
 
     def keep(self) -> Index:
         """Return the index, and keep saves from removing its data files until `open` has ended on all ranks."""

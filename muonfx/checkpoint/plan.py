@@ -92,6 +92,8 @@ class SavePlanner:
 
 def assignment(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
     """Return the shards that each rank writes: each shard once, and about as many bytes on each rank as possible."""
+    if len(proposals) == 1:
+        return [[shard.key for shard in proposals[0].shards]]
     holders: dict[ShardKey, list[int]] = {}
     for rank, proposal in enumerate(proposals):
         for shard in proposal.shards:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from muonfx.checkpoint.data import Entry
 from muonfx.checkpoint.draft import Draft
 from muonfx.checkpoint.errors import LostRanksError, WriteError
+from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.plan import Proposal, SavePlanner, ShardKey
 from muonfx.checkpoint.shards import slices_of
@@ -72,12 +73,14 @@ class Writer:
         self.specs: dict[str, Spec] = {}
         """The shape and dtype of each leaf of all ranks; on rank 0 only."""
 
+    @no_collection()
     def propose(self) -> Proposal:
         """Return this rank's shards and arguments."""
         if self.request.problem is not None:
             raise self.request.problem
         return self.planner.propose(self.request.arguments())
 
+    @no_collection()
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
         """Assign each shard to one rank that holds it, create the folder of the checkpoint, and lock the save."""
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
@@ -100,17 +103,19 @@ class Writer:
             return WrittenShards(None, [])
         entries: list[Entry] = []
         key_of_entry: dict[str, ShardKey] = {}
-        for key in assignment.keys:
-            leaf = self.request.leaves[key.name]
-            entry = Entry(_entry_key(key, tuple(leaf.shape)), leaf.dtype, key.box)
-            entries.append(entry)
-            key_of_entry[entry.key] = key
+        with no_collection():
+            for key in assignment.keys:
+                leaf = self.request.leaves[key.name]
+                entry = Entry(_entry_key(key, tuple(leaf.shape)), leaf.dtype, key.box)
+                entries.append(entry)
+                key_of_entry[entry.key] = key
         with draft.write_errors():
             file, chunks = draft.write(
                 assignment.file, entries, lambda entry_key: self.planner.values[key_of_entry[entry_key]]
             )
         return WrittenShards(file, [(key_of_entry[entry_key].name, chunk) for entry_key, chunk in chunks.items()])
 
+    @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
         """Write the index, which completes the checkpoint, and remove what is obsolete."""
         files: list[DataFile] = []
