@@ -59,6 +59,21 @@ def test_a_reader_of_the_old_one_is_not_disturbed_by_the_new(tmp_path: Path):
     assert_same_tree(ck.load(tmp_path, like=OLD), NEW)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="locks")
+def test_a_save_waits_for_a_reader_that_has_not_opened_the_files_yet(tmp_path: Path):
+    ck.save(tmp_path, OLD)
+    with folder.inspect_and_keep(tmp_path) as index:
+        saving = ck.save_async(tmp_path, NEW)
+        while ck.inspect(tmp_path).save_id == index.save_id:
+            time.sleep(0.001)
+        with Reader(tmp_path, index) as reader:
+            assert reader.verify() is index
+        assert not saving.done
+    saving.wait()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert_same_tree(ck.load(tmp_path, like=OLD), NEW)
+
+
 def steps(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in ck.checkpoints(folder)]
 
