@@ -27,9 +27,8 @@ def may_import() -> dict[str, set[str]]:
 MAY_IMPORT = may_import()
 
 
-# Imported by those who need them, where they need them: what imports Triton, which may not be installed, and torch's
-# distributed checkpoints, whose import takes longer than all of ours.
-LAZY = {"muonfx.checkpoint.distributed", "muonfx.polar.kernels.symmetric"}
+# Imported by those who need it, where they need it: what imports Triton, which may not be installed.
+LAZY = {"muonfx.polar.kernels.symmetric"}
 
 
 def imported_files(package: Path) -> Iterator[tuple[str, str, str]]:
@@ -177,7 +176,7 @@ def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str)
 
 
 ALLOWED = {
-    "checkpoint/distributed.py": "a pause before a replaced checkpoint is read again",
+    "checkpoint/locks.py": "the longest time that a save waits for readers of the checkpoint that it replaces",
     "testing/progress.py": "lines of progress are at least some seconds apart",
     "testing/laws/ambient.py": "a law moves the clock, to see that no result depends on it",
 }

@@ -7,7 +7,6 @@ whole tensors, not shards, so any number of processes can load it. Nothing is un
 
 from muonfx.checkpoint import convert
 from muonfx.checkpoint.background import Saving
-from muonfx.checkpoint.catalog import checkpoints, clean, inspect, latest, prune, step_path
 from muonfx.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -16,9 +15,10 @@ from muonfx.checkpoint.errors import (
     NotFoundError,
     WriteError,
 )
+from muonfx.checkpoint.folder import checkpoints, clean, inspect, latest, prune, step_path
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.loading import load, load_params, read, verify
-from muonfx.checkpoint.saving import save, save_async
+from muonfx.checkpoint.load import load, load_params, read, verify
+from muonfx.checkpoint.save import save, save_async
 from muonfx.checkpoint.spec import StateSpec, spec
 from muonfx.sharding.shards import FlatPiece
 

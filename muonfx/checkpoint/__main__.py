@@ -10,12 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from muonfx.checkpoint.catalog import checkpoints, clean, inspect, with_reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
-from muonfx.checkpoint.loading import verify
+from muonfx.checkpoint.folder import checkpoints, clean, inspect, with_reader
+from muonfx.checkpoint.load import verify
 from muonfx.tree.display import Table, format_bytes, printable
-
-__all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,31 +40,34 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _inspect(path: Path) -> int:
-    if not (found := checkpoints(path)):
+    """Print a checkpoint, or a table of the checkpoints in a folder."""
+    inner = checkpoints(path)
+    if not inner:
         print(inspect(path))
         return 0
     rows: list[tuple[str, ...]] = []
-    for inner in found:
+    for checkpoint in inner:
         try:
-            index = with_reader(inner, lambda index, reader: index)
-            cells = str(index.step), str(len(index.leaves)), format_bytes(index.nbytes), "looks whole"
+            index = with_reader(checkpoint, lambda reader: reader.index)
         except CheckpointError as error:
-            cells = "?", "?", "?", str(error)
-        rows.append((inner.name, *cells))
+            rows.append((checkpoint.name, "?", "?", "?", str(error)))
+        else:
+            leaves = str(len(index.leaves))
+            rows.append((checkpoint.name, str(index.step), leaves, format_bytes(index.nbytes), "looks whole"))
     print(Table(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3)).to_text())
     return 0
 
 
 def _verify(path: Path) -> int:
     code = 0
-    for inner in checkpoints(path) or [path]:
+    for checkpoint in checkpoints(path) or [path]:
         try:
-            index = verify(inner)
+            index = verify(checkpoint)
         except CorruptError as error:
-            print(f"{inner}: damaged: {printable(error)}")
+            print(f"{checkpoint}: damaged: {printable(error)}")
             code = 1
         else:
-            print(f"{inner}: good, {len(index.leaves)} leaves, {format_bytes(index.nbytes)}")
+            print(f"{checkpoint}: good, {len(index.leaves)} leaves, {format_bytes(index.nbytes)}")
     return code
 
 

@@ -1,8 +1,8 @@
-"""Run saves in the background, in order, and report failed saves on which `Saving.wait` was not called.
+"""Run one save in the background, and report its error if `Saving.wait` is not called.
 
-The saves of a process are written one after another, in the order of the calls. Otherwise a save in the background
-could end after a later save to the same path and replace its result, and two saves could exchange messages on one
-process group at the same time.
+A process has at most one save in the background: the next save first waits for it. So the saves of a process are
+written in the order of the calls, two saves never exchange messages on one process group at the same time, and host
+memory holds one copy of a state.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-
-__all__ = ["Saving", "start", "wait_for_saves", "warn_of_failed_saves"]
 
 
 class Saving:
@@ -30,6 +28,7 @@ class Saving:
     def __init__(self, path: Path, future: Future[None]) -> None:
         self.path = path
         self._future = future
+        self._is_reported = False
 
     @property
     def done(self) -> bool:
@@ -51,65 +50,64 @@ class Saving:
         """
         # A TimeoutError of `exception` itself is raised here and is not a failure of the save, which continues.
         error = self._future.exception(timeout)
+        self._is_reported = True
         if error is not None:
-            if self in _savings:
-                _savings.remove(self)  # the failure is reported here
             raise error
         return self.path
 
-    def failure(self) -> str | None:
-        """Return a sentence that describes the error of this finished save; None if the save succeeded."""
+    def unreported_failure(self) -> str | None:
+        """Wait for the end, and return a sentence about an error that was not reported yet; None without one."""
         error = self._future.exception()
-        if error is None:
+        if error is None or self._is_reported:
             return None
+        self._is_reported = True
         return f"the save to {self.path} in the background failed, and wait() was not called on it: {error!r}"
 
 
-_savings: list[Saving] = []
-"""The saves in the background that have not ended, and failed saves on which `wait` was not called."""
+_latest: Saving | None = None
+"""The last save that was started in the background. All earlier ones have ended, and their errors were reported."""
 
 
 def start(path: Path, save: Callable[[], None]) -> Saving:
-    """Start a thread that calls ``save`` when all earlier background saves have ended; return its handle."""
-    earlier = _under_way()
-
-    def run() -> None:
-        wait(earlier)
-        save()
-
-    # One thread per save, which ends with it: threads do not survive a fork.
+    """Call ``save`` in a thread, and return the handle; the caller has called `finish_earlier_save`."""
+    global _latest
+    # One thread per save, which ends with it: threads do not survive a fork. The interpreter waits for it at exit.
     pool = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
-    saving = Saving(path, pool.submit(run))
+    _latest = Saving(path, pool.submit(save))
     pool.shutdown(wait=False)
-    _savings.append(saving)
-    return saving
+    return _latest
 
 
-def wait_for_saves() -> None:
-    """Wait until all background saves that this process has started have ended."""
-    wait(_under_way())
+def wait_for_save() -> None:
+    """Wait until the save in the background has ended, if there is one."""
+    if _latest is not None:
+        wait([_latest._future])
 
 
-def _under_way() -> list[Future[None]]:
-    return [saving._future for saving in _savings if not saving.done]
-
-
-def warn_of_failed_saves() -> None:
-    """Warn of failed background saves on which `Saving.wait` was not called, of each save only once."""
-    for saving in [saving for saving in _savings if saving.done]:
-        _savings.remove(saving)
-        if (failure := saving.failure()) is not None:
-            warnings.warn(f"{failure}: call wait() on the result of save_async", stacklevel=4)
+def finish_earlier_save() -> None:
+    """Wait until the save in the background has ended; warn once if it failed and `Saving.wait` was not called."""
+    if _latest is None:
+        return
+    failure = _latest.unreported_failure()
+    if failure is not None:
+        warnings.warn(f"{failure}: call wait() on the result of save_async", stacklevel=4)
 
 
 @atexit.register
 def _report_at_exit() -> None:
-    """Print, when the process exits, the failed background saves on which `Saving.wait` was not called."""
-    for saving in _savings:
-        if saving.done and (failure := saving.failure()) is not None:
-            print(f"muonfx: {failure}", file=sys.stderr)
+    """Print, when the process exits, the error of a save on which `Saving.wait` was not called."""
+    if _latest is None:
+        return
+    failure = _latest.unreported_failure()
+    if failure is not None:
+        print(f"muonfx: {failure}", file=sys.stderr)
+
+
+def _forget() -> None:
+    """Forget the save in a child process, which does not have its thread; the parent process reports its error."""
+    global _latest
+    _latest = None
 
 
 if hasattr(os, "register_at_fork"):
-    # A child process has none of the threads, and only the parent reports failures.
-    os.register_at_fork(after_in_child=_savings.clear)
+    os.register_at_fork(after_in_child=_forget)

@@ -30,24 +30,14 @@ from torch import Tensor
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.files import fresh_file, open_regular
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Index, Leaf
-from muonfx.sharding.boxes import Box
+from muonfx.checkpoint.shards import shards_of
+from muonfx.sharding.boxes import Box, intersection
+from muonfx.sharding.shards import part
 from muonfx.tree.dtypes import SAFETENSORS_NAMES
-
-__all__ = ["Part", "Reader", "bytes_of", "write_data"]
-
 
 crc32_of: Callable[[Any], int] = zlib.crc32
 with suppress(ImportError):  # isal has the same values, in about a tenth of the time
     crc32_of = import_module("isal.isal_zlib").crc32
-
-
-class Part(NamedTuple):
-    """One entry of a data file: a box (rectangular part) of a tensor, with its dtype and its key."""
-
-    key: str
-    """Unique name of the box in the data file."""
-    dtype: torch.dtype
-    box: Box
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -68,7 +58,26 @@ def check_byte_order() -> None:
         raise CheckpointError("checkpoints store little-endian numbers, and this machine is big-endian")
 
 
-def write_data(path: Path, parts: Sequence[Part], values: Callable[[str], Tensor]) -> tuple[DataFile, dict[str, Chunk]]:
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class Entry(NamedTuple):
+    """One entry of a data file: a box (rectangular part) of a tensor, with its dtype and its key."""
+
+    key: str
+    """Unique name of the box in the data file."""
+    dtype: torch.dtype
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the box."""
+        return self.box.numel * self.dtype.itemsize
+
+
+def write_data(
+    path: Path, entries: Sequence[Entry], values: Callable[[str], Tensor]
+) -> tuple[DataFile, dict[str, Chunk]]:
     """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
 
     ``values(key)`` returns the tensor of the box with this key; it is called immediately before the tensor is written.
@@ -76,41 +85,53 @@ def write_data(path: Path, parts: Sequence[Part], values: Callable[[str], Tensor
     """
     check_byte_order()
     # Largest element size first, so that each leaf begins at a multiple of its element size.
-    order = sorted(parts, key=lambda part: (-part.dtype.itemsize, part.key))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for part in order:
-        begin, end = end, end + prod(part.box.sizes) * part.dtype.itemsize
-        kind = SAFETENSORS_NAMES.get(part.dtype)
-        shape = part.box.sizes if kind else (end - begin,)
-        header[part.key] = {"dtype": kind or "U8", "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    if len(head) > LONGEST_HEADER:
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
+    header = _header_of(ordered)
+    if len(header) > LONGEST_HEADER:
         raise CheckpointError(
-            f"{path}: the names of {len(parts)} leaves take {len(head)} bytes, more than the header "
+            f"{path}: the names of {len(entries)} leaves take {len(header)} bytes, more than the header "
             f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
         )
     chunks: dict[str, Chunk] = {}
     with fresh_file(path) as file:
-        file.write(head)
-        begin = len(head)
-        for part in order:
-            tensor = values(part.key).detach().resolve_conj().resolve_neg().cpu().contiguous()
-            crc32: list[str] = []
+        file.write(header)
+        begin = len(header)
+        for entry in ordered:
+            tensor = values(entry.key).detach().resolve_conj().resolve_neg().cpu().contiguous()
             data = bytes_of(tensor)
-            for at in range(0, len(data), BLOCK):
-                block = data[at : at + BLOCK]
+            checksums: list[str] = []
+            for offset in range(0, len(data), BLOCK):
+                block = data[offset : offset + BLOCK]
                 file.write(block)
-                crc32.append(checksum_of(block))
-            chunks[part.key] = Chunk(0, begin, part.box, tuple(crc32))
+                checksums.append(checksum_of(block))
+            chunks[entry.key] = Chunk(0, begin, entry.box, tuple(checksums))
             begin += len(data)
             del tensor  # free it before the next tensor is made
-    return DataFile(path.name, begin, len(head), checksum_of(head)), chunks
+    return DataFile(path.name, begin, len(header), checksum_of(header)), chunks
 
+
+def _header_of(entries: Sequence[Entry]) -> bytes:
+    """Return the first bytes of a safetensors file with these entries: the length of the header, and the header."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        begin = end
+        end += entry.nbytes
+        dtype_name = SAFETENSORS_NAMES.get(entry.dtype)
+        shape = entry.box.sizes
+        if dtype_name is None:  # safetensors has no name for it, and stores its bytes
+            dtype_name = "U8"
+            shape = (entry.nbytes,)
+        described[entry.key] = {"dtype": dtype_name, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
 
 _MOST_OPEN = 64
+"""Data files that a reader holds open. The system limits their number, and each rank has written one file."""
 
 
 @contextmanager
@@ -122,34 +143,67 @@ def _reading(path: Path) -> Generator[None]:
         raise CorruptError(f"{path}: the data file cannot be read: {error.strerror}") from error
 
 
-def _fill(file: FileIO, at: int, into: memoryview) -> None:
-    """Fill ``into`` with the bytes of a file from position ``at``. It is safe to call this in several threads."""
-    while into:
+def _fill(file: FileIO, begin: int, destination: memoryview) -> None:
+    """Fill memory with the bytes of a file from position ``begin``. It is safe to call this in several threads."""
+    while destination:
         if hasattr(os, "preadv"):
-            got = os.preadv(file.fileno(), [into], at)
+            count = os.preadv(file.fileno(), [destination], begin)
         else:
-            file.seek(at)
-            got = file.readinto(into) or 0
-        if not got:
+            file.seek(begin)
+            count = file.readinto(destination) or 0
+        if not count:
             raise OSError(errno.EIO, "it ends too early")
-        at, into = at + got, into[got:]
+        begin += count
+        destination = destination[count:]
 
 
 class _Block(NamedTuple):
-    """A block of at most 4 MiB of a data file: its position, checksum, destination, and the name of its tensor."""
+    """A block of at most 4 MiB of a data file: its position, checksum, destination, and the name of its leaf."""
 
     file: int
     begin: int
-    into: memoryview
+    destination: memoryview
     crc32: str
     name: str
 
 
-def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_Block]:
-    return [
-        _Block(chunk.file, chunk.begin + place * BLOCK, into[at : at + BLOCK], chunk.crc32[place], name)
-        for place, at in enumerate(range(0, len(into), BLOCK), first)
-    ]
+def _blocks(name: str, chunk: Chunk, destination: memoryview, first: int = 0) -> list[_Block]:
+    """Divide the bytes of a chunk from block number ``first``, as many as ``destination`` has, into blocks."""
+    blocks: list[_Block] = []
+    for number, offset in enumerate(range(0, len(destination), BLOCK), first):
+        block_bytes = destination[offset : offset + BLOCK]
+        blocks.append(_Block(chunk.file, chunk.begin + number * BLOCK, block_bytes, chunk.crc32[number], name))
+    return blocks
+
+
+class Transfer(NamedTuple):
+    """A box of a leaf to copy from one chunk of the checkpoint to the memory of a tensor."""
+
+    name: str
+    chunk: Chunk
+    box: Box
+    """The box in the coordinates of the leaf; it is within the box of the chunk."""
+    destination: Tensor
+    """A tensor with the sizes of the box."""
+
+
+def transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
+    """Return the copies that fill the shards of ``leaf`` on this rank from the chunks of a ``stored`` leaf."""
+    transfers: list[Transfer] = []
+    for shard in shards_of(leaf):
+        for chunk in stored.chunks:
+            if chunk.box == shard.box:
+                overlap = chunk.box
+                destination = shard.values
+            else:
+                overlap = intersection(shard.box, chunk.box)
+                if overlap is None:
+                    continue
+                offsets = map(int.__sub__, overlap.offsets, shard.box.offsets)
+                destination = part(shard.values, Box(tuple(offsets), overlap.sizes))
+            if overlap.numel:
+                transfers.append(Transfer(name, chunk, overlap, destination))
+    return transfers
 
 
 class Reader:
@@ -157,7 +211,8 @@ class Reader:
 
     def __init__(self, folder: Path, index: Index) -> None:
         check_byte_order()
-        self.folder, self.index = folder, index
+        self.folder = folder
+        self.index = index
         self._files: dict[int, tuple[FileIO, ExitStack]] = {}
         # One pool per reader, not a global one: threads do not survive a fork.
         threads = torch.get_num_threads() if hasattr(os, "preadv") else 1
@@ -180,44 +235,94 @@ class Reader:
 
     def check_files(self, numbers: Iterable[int] | None = None) -> Reader:
         """Open data files by number, or all of them, and check their sizes and headers; return the reader itself."""
-        for number in range(len(self.index.files)) if numbers is None else sorted(numbers):
+        if numbers is None:
+            numbers = range(len(self.index.files))
+        for number in sorted(numbers):
             self._file(number)
         return self
 
     def _file(self, number: int) -> FileIO:
         """Return the data file with this number in the index, open; check its size and header when it is opened."""
         if number not in self._files:
-            # The number of open files is limited, and each rank has written one file; no read is in progress.
-            if len(self._files) >= _MOST_OPEN:
+            if len(self._files) >= _MOST_OPEN:  # no read of another file is in progress
                 self._files.pop(next(iter(self._files)))[1].close()
-            described = self.index.files[number]
-            path = self.folder / described.name
-            with ExitStack() as stack:
-                stack.enter_context(_reading(path))
-                file = stack.enter_context(open_regular(path))
-                if (found := file.seek(0, os.SEEK_END)) != described.nbytes:
-                    raise CorruptError(f"{path}: the data file has {found} bytes, expected {described.nbytes}")
-                head = bytearray(described.header_nbytes)
-                _fill(file, 0, memoryview(head))
-                if checksum_of(head) != described.header_crc32:
-                    raise CorruptError(f"{path}: the header of the data file is damaged")
-                self._files[number] = file, stack.pop_all()
+            self._files[number] = self._open(self.index.files[number])
         return self._files[number][0]
+
+    def _open(self, described: DataFile) -> tuple[FileIO, ExitStack]:
+        """Open a data file, and check its size and header; return it with a stack that closes it."""
+        path = self.folder / described.name
+        with ExitStack() as stack:
+            stack.enter_context(_reading(path))
+            file = stack.enter_context(open_regular(path))
+            nbytes = file.seek(0, os.SEEK_END)
+            if nbytes != described.nbytes:
+                raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {described.nbytes}")
+            header = bytearray(described.header_nbytes)
+            _fill(file, 0, memoryview(header))
+            if checksum_of(header) != described.header_crc32:
+                raise CorruptError(f"{path}: the header of the data file is damaged")
+            return file, stack.pop_all()
+
+    def transfers_to(self, destinations: Mapping[str, Any]) -> list[Transfer]:
+        """Return the copies that fill ``destinations``, a dict from leaf name to a tensor or this rank's shards."""
+        transfers: list[Transfer] = []
+        for name, leaf in destinations.items():
+            transfers += transfers_of(name, self.index.leaves[name], leaf)
+        return transfers
+
+    def read_into(self, destinations: Mapping[str, Any]) -> None:
+        """Read leaves into tensors or shards, a dict by leaf name; convert dtypes, and copy to their devices."""
+        self.read(self.transfers_to(destinations))
+
+    def read(self, transfers: Iterable[Transfer]) -> None:
+        """Copy boxes of leaves to memory. A whole chunk is read in place if the tensor has its dtype and order."""
+        blocks: list[_Block] = []
+        for transfer in transfers:
+            name, chunk, box, destination = transfer
+            dtype = self.index.leaves[name].spec.dtype
+            if box == chunk.box and _takes_bytes(destination, dtype):
+                blocks += _blocks(name, chunk, bytes_of(destination))
+            else:
+                self._read_and_convert(transfer, dtype)
+        self._read_blocks(blocks)
+
+    def _read_and_convert(self, transfer: Transfer, dtype: torch.dtype) -> None:
+        """Read the blocks of a chunk that contain a box into a buffer, and copy the box from there."""
+        name, chunk, box, destination = transfer
+        sizes = chunk.box.sizes
+        strides = [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+        first_element = 0
+        last_element = 0
+        for dim, stride in enumerate(strides):
+            first_element += stride * (box.offsets[dim] - chunk.box.offsets[dim])
+            last_element += stride * (box.ends[dim] - 1 - chunk.box.offsets[dim])
+        first_block = first_element * dtype.itemsize // BLOCK
+        end_block = last_element * dtype.itemsize // BLOCK + 1
+        chunk_nbytes = chunk.box.numel * dtype.itemsize
+        buffer_begin = first_block * BLOCK
+        buffer_end = min(chunk_nbytes, end_block * BLOCK)
+        buffer = torch.empty((buffer_end - buffer_begin) // dtype.itemsize, dtype=dtype)
+        self._read_blocks(_blocks(name, chunk, bytes_of(buffer), first_block))
+        offset_in_buffer = first_element - buffer_begin // dtype.itemsize
+        destination.copy_(buffer.as_strided(box.sizes, strides, offset_in_buffer))
+
+    def verify(self) -> Index:
+        """Read every byte of the checkpoint, verify all checksums, and return the index."""
+        self.check_files()
+        for name, leaf in self.index.leaves.items():
+            for chunk in leaf.chunks:
+                buffer = torch.empty(chunk.box.numel * leaf.spec.dtype.itemsize, dtype=torch.uint8)
+                self._read_blocks(_blocks(name, chunk, bytes_of(buffer)))
+        return self.index
 
     def _read_blocks(self, blocks: list[_Block]) -> None:
         """Read blocks of at most 4 MiB and verify their checksums; blocks of one file are read in parallel."""
         blocks.sort(key=attrgetter("file", "begin"))
-        for number, of_file in groupby(blocks, attrgetter("file")):
-            file, path = self._file(number), self.folder / self.index.files[number].name
-            parts: list[list[_Block]] = []  # small leaves share a part: a task costs more than the read
-            left = 0
-            for block in of_file:
-                if left < len(block.into):
-                    parts.append([])
-                    left = BLOCK
-                parts[-1].append(block)
-                left -= len(block.into)
-            reads = [self._pool.submit(self._read_part, path, file, part) for part in parts]
+        for number, blocks_of_file in groupby(blocks, attrgetter("file")):
+            file = self._file(number)
+            path = self.folder / self.index.files[number].name
+            reads = [self._pool.submit(_read_task, path, file, task) for task in _tasks(blocks_of_file)]
             try:
                 for read in reads:
                     read.result()
@@ -226,58 +331,30 @@ class Reader:
                     read.cancel()
                 wait(reads)  # the memory must not be freed while a thread writes to it
 
-    def _read_part(self, path: Path, file: FileIO, part: list[_Block]) -> None:
-        with _reading(path):
-            for _, begin, into, crc32, name in part:
-                _fill(file, begin, into)
-                if checksum_of(into) != crc32:
-                    where = f"bytes {begin} to {begin + len(into)} of the file"
-                    raise CorruptError(f"{path}: the leaf {name!r} is damaged in {where}")
 
-    def read_into(self, destinations: Mapping[str, Tensor]) -> None:
-        """Read whole tensors into the tensors of ``destinations``, a dict by leaf name; convert dtypes and devices."""
-        blocks: list[_Block] = []
-        for name, out in destinations.items():
-            leaf = self.index.leaves[name]
-            for chunk in leaf.chunks:
-                part = out[tuple(map(slice, chunk.box.offsets, chunk.box.ends))] if len(leaf.chunks) > 1 else out
-                if _takes_bytes(part, leaf):
-                    blocks += _blocks(name, chunk, bytes_of(part))
-                else:
-                    self.read_box(name, leaf, chunk, Box((0,) * out.ndim, chunk.box.sizes), part)
-        self._read_blocks(blocks)
-
-    def read_box(self, name: str, leaf: Leaf, chunk: Chunk, box: Box, out: Tensor) -> None:
-        """Read a part of a tensor into ``out``, which has its shape; read only the blocks that contain the part.
-
-        ``chunk`` is a stored box of the tensor ``name``. ``box`` is the part, with offsets relative to the stored box.
-        """
-        if not box.numel:
-            return
-        if box.sizes == chunk.box.sizes and _takes_bytes(out, leaf):
-            self._read_blocks(_blocks(name, chunk, bytes_of(out)))
-            return
-        dtype = leaf.spec.dtype
-        strides = [prod(chunk.box.sizes[dim + 1 :]) for dim in range(len(chunk.box.sizes))]
-        start = sum(map(int.__mul__, box.offsets, strides))
-        stop = sum(stride * (end - 1) for stride, end in zip(strides, box.ends, strict=True)) + 1
-        first = start * dtype.itemsize // BLOCK
-        nbytes = prod(chunk.box.sizes) * dtype.itemsize
-        end = min(nbytes, -(-stop * dtype.itemsize // BLOCK) * BLOCK)
-        held = torch.empty((end - first * BLOCK) // dtype.itemsize, dtype=dtype)
-        self._read_blocks(_blocks(name, chunk, bytes_of(held), first))
-        out.copy_(held.as_strided(box.sizes, strides, start - first * BLOCK // dtype.itemsize))
-
-    def verify(self) -> Index:
-        """Read every byte of the checkpoint, verify all checksums, and return the index."""
-        self.check_files()
-        for name, leaf in self.index.leaves.items():
-            for chunk in leaf.chunks:
-                held = torch.empty(prod(chunk.box.sizes) * leaf.spec.dtype.itemsize, dtype=torch.uint8)
-                self._read_blocks(_blocks(name, chunk, bytes_of(held)))
-        return self.index
+def _tasks(blocks: Iterable[_Block]) -> list[list[_Block]]:
+    """Group blocks of about 4 MiB together: for small leaves, a task for each would cost more than the read."""
+    tasks: list[list[_Block]] = []
+    room = 0
+    for block in blocks:
+        if room < len(block.destination):
+            tasks.append([])
+            room = BLOCK
+        tasks[-1].append(block)
+        room -= len(block.destination)
+    return tasks
 
 
-def _takes_bytes(out: Tensor, leaf: Leaf) -> bool:
-    """Return whether the stored bytes of a tensor can be read directly into ``out``, without a conversion."""
-    return out.dtype == leaf.spec.dtype and out.device.type == "cpu" and out.is_contiguous()
+def _read_task(path: Path, file: FileIO, blocks: Iterable[_Block]) -> None:
+    """Read some blocks of a file, and verify their checksums."""
+    with _reading(path):
+        for _, begin, destination, crc32, name in blocks:
+            _fill(file, begin, destination)
+            if checksum_of(destination) != crc32:
+                end = begin + len(destination)
+                raise CorruptError(f"{path}: the leaf {name!r} is damaged in bytes {begin} to {end} of the file")
+
+
+def _takes_bytes(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether stored bytes of a dtype can be read directly into a tensor, without a conversion."""
+    return tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# fmt: off
-__all__ = [
-    "CheckpointError", "CorruptError", "FormatError", "MismatchError", "NotFoundError", "ReplacedError", "WriteError",
-    "first_of_each_kind",
-]
-# fmt: on
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, read or used; the base class of all checkpoint errors."""
@@ -30,13 +23,13 @@ class WriteError(CheckpointError):
     Either the previous checkpoint is unchanged, or the new one is complete and a later operation has failed.
     """
 
-    def __init__(self, message: str, written: bool | None = False) -> None:
+    def __init__(self, message: str, written: bool = False) -> None:
         super().__init__(message)
         self.written = written
-        """True if the new checkpoint is at the path; None if that cannot be known."""
+        """True if the new checkpoint is complete at the path. If that cannot be known, the message says so."""
 
-    def __reduce__(self) -> tuple[type[WriteError], tuple[str, bool | None]]:
-        """Pickle both arguments, since torch sends errors from one rank to the others."""
+    def __reduce__(self) -> tuple[type[WriteError], tuple[str, bool]]:
+        """Pickle both arguments, since errors are sent from one rank to the others."""
         return type(self), (str(self), self.written)
 
 
@@ -45,7 +38,11 @@ class CorruptError(CheckpointError):
 
 
 class ReplacedError(CheckpointError):
-    """A checkpoint was replaced while it was read; loading retries, and raises this error after 100 attempts."""
+    """A checkpoint was replaced while it was read; it is read again, and the error is raised if that happens often."""
+
+
+class LostRanksError(CheckpointError):
+    """The communication with the other ranks has failed, usually because a process has ended."""
 
 
 class MismatchError(CheckpointError, ValueError):
@@ -57,21 +54,23 @@ class MismatchError(CheckpointError, ValueError):
         """All differences between the checkpoint and the requested state, one sentence each."""
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[str, tuple[str, ...]]]:
-        """Pickle both arguments, since torch sends errors from one rank to the others."""
+        """Pickle both arguments, since errors are sent from one rank to the others."""
         return type(self), (str(self), self.problems)
 
 
 def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
     """Return the first ``most`` error texts of each kind, and for longer lists a line that counts the rest.
 
-    The kind of an error text is the word before its first colon, such as "missing".
+    The kind of an error text is the word before its first colon, such as "missing" in "missing:   'trace/w'".
     """
-    kinds: dict[str, list[str]] = {}
+    problems_by_kind: dict[str, list[str]] = {}
     for problem in problems:
-        kind, colon, _ = problem.partition(":")
-        kinds.setdefault(f"{kind}{colon}" if colon and kind.isidentifier() else "", []).append(problem)
-    return [
-        line
-        for kind, lines in kinds.items()
-        for line in (*lines[:most], *[f"{kind} ... and {len(lines) - most} more".strip()] * (len(lines) > most))
-    ]
+        word, colon, _ = problem.partition(":")
+        kind = f"{word}:" if colon and word.isidentifier() else ""
+        problems_by_kind.setdefault(kind, []).append(problem)
+    lines: list[str] = []
+    for kind, texts in problems_by_kind.items():
+        lines += texts[:most]
+        if len(texts) > most:
+            lines.append(f"{kind} ... and {len(texts) - most} more".strip())
+    return lines

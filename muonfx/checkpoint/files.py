@@ -19,9 +19,6 @@ from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["fresh_file", "make_folder", "no_collection", "open_regular", "read_regular", "sync_folder"]
-
-
 _BUFFER = 1 << 20
 """Bytes of small tensors that are written in one call; a system call for each takes longer than the copy."""
 

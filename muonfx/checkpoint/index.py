@@ -26,13 +26,6 @@ from muonfx.tree import Spec
 from muonfx.tree.display import Report, Shown, Table, format_bytes, printable
 from muonfx.tree.dtypes import DTYPES, NAMES
 
-# fmt: off
-__all__ = [
-    "BLOCK", "FORMAT", "INDEX", "LONGEST_HEADER", "VERSION", "Chunk", "DataFile", "Index", "Leaf",
-    "data_name", "is_own_name", "lock_name", "read_index", "save_id_of", "text_of", "unfinished_index_name",
-]
-# fmt: on
-
 FORMAT = "muonfx checkpoint"
 VERSION = 1
 INDEX = "index.json"
@@ -123,20 +116,29 @@ class Index(Shown):
 
     def report(self) -> Report:
         """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors."""
-        said = {
-            "step": "-" if self.step is None else self.step,
-            "chain": f"{self.chain} (fingerprint {self.fingerprint})" if self.fingerprint is not None else "-",
+        step = "-"
+        if self.step is not None:
+            step = str(self.step)
+        chain = "-"
+        if self.fingerprint is not None:
+            chain = f"{self.chain} (fingerprint {self.fingerprint})"
+        extra = "-"
+        if self.extra:
+            extra = json.dumps(self.extra, sort_keys=True)
+        heading = {
+            "step": step,
+            "chain": chain,
             "written by": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-            "extra": json.dumps(self.extra, sort_keys=True) if self.extra else "-",
+            "extra": extra,
             "files": f"{len(self.files)}, {format_bytes(sum(file.nbytes for file in self.files))}",
         }
-        heading = "\n".join(f"{key:10}  {printable(value):.2000}" for key, value in said.items())
-        rows = [
-            (name, str(spec.shape), str(spec.dtype).removeprefix("torch."), format_bytes(spec.nbytes), str(len(chunks)))
-            for name, (spec, chunks) in self.leaves.items()
-        ]
+        lines = [f"{key:10}  {printable(value):.2000}" for key, value in heading.items()]
+        rows: list[tuple[str, ...]] = []
+        for name, (spec, chunks) in self.leaves.items():
+            dtype_name = str(spec.dtype).removeprefix("torch.")
+            rows.append((name, str(spec.shape), dtype_name, format_bytes(spec.nbytes), str(len(chunks))))
         table = Table(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
-        return Report((heading, table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}"))
+        return Report(("\n".join(lines), table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}"))
 
 
 def data_name(save_id: str, rank: int, ranks: int) -> str:
@@ -176,33 +178,31 @@ _OWN_NAME = re.compile(
 @no_collection()
 def text_of(index: Index) -> bytes:
     """Return the bytes of ``index.json``; raise `CheckpointError` if they exceed the size that can be read again."""
+    chain: dict[str, Any] | None = None
+    if index.fingerprint is not None:
+        chain = {"fingerprint": index.fingerprint, "repr": index.chain, "products": index.products}
     body = {
         "format": FORMAT,
         "version": VERSION,
         "save_id": index.save_id,
         "step": index.step,
         "extra": index.extra,
-        "chain": None
-        if index.fingerprint is None
-        else {"fingerprint": index.fingerprint, "repr": index.chain, "products": index.products},
+        "chain": chain,
         "versions": index.versions,
         "files": [file._asdict() for file in index.files],
-        "leaves": {
-            name: {
-                "dtype": NAMES[leaf.spec.dtype],
-                "shape": leaf.spec.shape,
-                "chunks": [
-                    {"file": file, "begin": begin, "offsets": box.offsets, "sizes": box.sizes, "crc32": crc32}
-                    for file, begin, box, crc32 in leaf.chunks
-                ],
-            }
-            for name, leaf in index.leaves.items()
-        },
+        "leaves": {name: _json_of_leaf(leaf) for name, leaf in index.leaves.items()},
     }
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     if _START + len(text) + len(_TAIL) > LONGEST:
         raise CheckpointError(f"the index has {len(text)} bytes, expected at most {LONGEST}: save fewer leaves")
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
+
+
+def _json_of_leaf(leaf: Leaf) -> dict[str, Any]:
+    chunks: list[dict[str, Any]] = []
+    for file, begin, box, crc32 in leaf.chunks:
+        chunks.append({"file": file, "begin": begin, "offsets": box.offsets, "sizes": box.sizes, "crc32": crc32})
+    return {"dtype": NAMES[leaf.spec.dtype], "shape": leaf.spec.shape, "chunks": chunks}
 
 
 @no_collection()
@@ -239,7 +239,86 @@ def read_index(path: Path) -> Index:
 # the memory that a reader allocates, and keep it within the folder.
 
 
+def _index(body: Any) -> Index:
+    """Return the `Index` that a parsed text describes."""
+    step = body["step"]
+    if step is not None:
+        (step,) = _sizes([step])
+    chain: Any = body["chain"]
+    if chain is None:
+        chain = {"fingerprint": None, "repr": None, "products": {}}
+    else:
+        _texts([chain["fingerprint"], chain["repr"], *chain["products"].values()])
+    _texts([body["save_id"], *body["versions"].values()])
+    files = tuple(_file(entry) for entry in body["files"])
+    leaves = {name: _leaf(name, entry, files) for name, entry in body["leaves"].items()}
+    _require_filled(files, leaves)
+    return Index(
+        save_id=body["save_id"],
+        step=step,
+        extra=dict(body["extra"]),
+        fingerprint=chain["fingerprint"],
+        chain=chain["repr"],
+        products=dict(chain["products"]),
+        versions=dict(body["versions"]),
+        files=files,
+        leaves=leaves,
+    )
+
+
+def _file(entry: Any) -> DataFile:
+    """Return the `DataFile` that an entry of the index describes."""
+    nbytes, header_nbytes = _sizes((entry["nbytes"], entry["header_nbytes"]))
+    name, header_crc32 = _texts((entry["name"], entry["header_crc32"]))
+    if not is_own_name(name):
+        raise ValueError(f"{name:.80} is not the name of a data file")
+    if header_nbytes > LONGEST_HEADER:
+        raise ValueError(f"the header of {name} has {header_nbytes} bytes, at most {LONGEST_HEADER}")
+    return DataFile(name, nbytes, header_nbytes, header_crc32)
+
+
+def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
+    """Return the `Leaf` that an entry of the index describes; its chunks hold each element once."""
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
+    shape = _sizes(entry["shape"])
+    if len(shape) > _MOST_DIMS or prod(filter(None, shape)) * dtype.itemsize > _BIGGEST:
+        raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
+    chunks = tuple(_chunk(name, chunk_entry, dtype.itemsize, files) for chunk_entry in entry["chunks"])
+    boxes = [chunk.box for chunk in chunks]
+    if boxes != [Box((0,) * len(shape), shape)]:
+        problem = cover(shape, boxes)
+        if problem is not None:
+            raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
+    return Leaf(Spec(shape, dtype), chunks)
+
+
+def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
+    """Return the `Chunk` that an entry of the leaf ``name`` describes; it is within a data file."""
+    number, begin = _sizes((entry["file"], entry["begin"]))
+    box = Box(_sizes(entry["offsets"]), _sizes(entry["sizes"]))
+    crc32 = _texts(entry["crc32"])
+    nbytes = box.numel * itemsize
+    if number >= len(files) or not files[number].header_nbytes <= begin <= files[number].nbytes - nbytes:
+        raise ValueError(f"a chunk of {name!r} is outside of the data files")
+    if len(crc32) != -(-nbytes // BLOCK):
+        raise ValueError(f"a chunk of {name!r} has {len(crc32)} checksums, expected one for each {BLOCK} bytes")
+    return Chunk(number, begin, box, crc32)
+
+
+def _require_filled(files: tuple[DataFile, ...], leaves: dict[str, Leaf]) -> None:
+    """Raise unless the chunks have as many bytes as the data files: else a small file could fill the memory."""
+    ends = [file.header_nbytes for file in files]
+    for leaf in leaves.values():
+        for chunk in leaf.chunks:
+            ends[chunk.file] += chunk.box.numel * leaf.spec.dtype.itemsize
+    if ends != [file.nbytes for file in files]:
+        raise ValueError("the leaves do not fill the data files")
+
+
 def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return numbers from an index as a tuple; raise unless each is an int that can be a size or position."""
     sizes = tuple(values)
     for value in sizes:  # a call for each number would take much of the time of a load
         if type(value) is not int or not 0 <= value <= _BIGGEST:
@@ -247,68 +326,10 @@ def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
     return sizes
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a string, found {value!r:.80}")
-    return value
-
-
-def _texts(values: Any) -> dict[str, str]:
-    return {key: _text(value) for key, value in values.items()}
-
-
-def _files(entries: Any) -> tuple[DataFile, ...]:
-    files: list[DataFile] = []
-    for entry in entries:
-        nbytes, header_nbytes = _sizes((entry["nbytes"], entry["header_nbytes"]))
-        file = DataFile(_text(entry["name"]), nbytes, header_nbytes, _text(entry["header_crc32"]))
-        if not is_own_name(file.name):
-            raise ValueError(f"{file.name:.80} is not the name of a data file")
-        if header_nbytes > LONGEST_HEADER:
-            raise ValueError(f"the header of {file.name} has {header_nbytes} bytes, at most {LONGEST_HEADER}")
-        files.append(file)
-    return tuple(files)
-
-
-def _index(body: Any) -> Index:
-    chain, files = body["chain"], _files(body["files"])
-    ends = [file.header_nbytes for file in files]
-    leaves = {name: _leaf(name, entry, files, ends) for name, entry in body["leaves"].items()}
-    if ends != [file.nbytes for file in files]:
-        raise ValueError("the leaves do not fill the data files")
-    return Index(
-        _text(body["save_id"]),
-        None if body["step"] is None else _sizes([body["step"]])[0],
-        dict(body["extra"]),
-        None if chain is None else _text(chain["fingerprint"]),
-        None if chain is None else _text(chain["repr"]),
-        {} if chain is None else _texts(chain["products"]),
-        _texts(body["versions"]),
-        files,
-        leaves,
-    )
-
-
-def _leaf(name: str, entry: Any, files: tuple[DataFile, ...], ends: list[int]) -> Leaf:
-    """Return the `Leaf` that an entry of the index describes; count its bytes in ``ends``, by data file."""
-    dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
-    if dtype is None:
-        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
-    if len(shape) > _MOST_DIMS or prod(filter(None, shape)) * dtype.itemsize > _BIGGEST:
-        raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
-    chunks: list[Chunk] = []
-    for part in entry["chunks"]:
-        number, begin = _sizes((part["file"], part["begin"]))
-        box, crc32 = Box(_sizes(part["offsets"]), _sizes(part["sizes"])), tuple(map(_text, part["crc32"]))
-        nbytes = prod(box.sizes) * dtype.itemsize
-        file = files[number] if number < len(files) else None
-        if file is None or not file.header_nbytes <= begin <= file.nbytes - nbytes:
-            raise ValueError(f"a chunk of {name!r} is outside of the data files")
-        if len(crc32) != -(-nbytes // BLOCK):
-            raise ValueError(f"a chunk of {name!r} has {len(crc32)} checksums, expected one for each {BLOCK} bytes")
-        ends[number] += nbytes
-        chunks.append(Chunk(number, begin, box, crc32))
-    boxes = [chunk.box for chunk in chunks]
-    if boxes != [Box((0,) * len(shape), shape)] and (problem := cover(shape, boxes)):
-        raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
-    return Leaf(Spec(shape, dtype), tuple(chunks))
+def _texts(values: Iterable[Any]) -> tuple[str, ...]:
+    """Return texts from an index as a tuple; raise unless each is a string."""
+    texts = tuple(values)
+    for value in texts:
+        if not isinstance(value, str):
+            raise TypeError(f"expected a string, found {value!r:.80}")
+    return texts

@@ -20,13 +20,7 @@ from typing import Literal
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.files import make_folder, read_regular
 from muonfx.checkpoint.index import INDEX, is_own_name, lock_name, read_index, save_id_of, unfinished_index_name
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: no lock can be taken, and nothing is removed
-    fcntl = None
-
-__all__ = ["SaveLock", "remove_dead_files", "remove_ended_files", "unknown_files"]
+from muonfx.checkpoint.locks import lock
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LONGEST_LOCK = 4096
@@ -55,7 +49,7 @@ class SaveLock:
             make_folder(self.path.parent)
             self._file = FileIO(self.path, "xb")
         boot = b""
-        if _lock(self._file):
+        if lock(self._file):
             boot = _this_boot()
         self._file.write(boot)
 
@@ -68,17 +62,6 @@ class SaveLock:
         with suppress(OSError):
             self._file.close()
         self._file = None
-
-
-def _lock(file: FileIO) -> bool:
-    """Lock an open file for this process; return False if another process has locked it, or it cannot be locked."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 Verdict = Literal["dead", "alive", "unknown"]
@@ -105,7 +88,7 @@ def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
         if not boot or boot != _this_boot():
             yield "unknown"
             return
-        yield "dead" if _lock(file) else "alive"
+        yield "dead" if lock(file) else "alive"
 
 
 def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
@@ -118,7 +101,7 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
     is_suspicious = "unknown" in verdicts or any(name.startswith(".save-") for name in names)
     if not names or (not is_suspicious and (folder / INDEX).exists()):
         return []
-    found: list[Path] = []
+    unnamed: list[Path] = []
     for save_id in sorted({save_id_of(name) for name in names}):
         with _judged(folder, save_id) as verdict:
             if verdict not in verdicts:
@@ -127,15 +110,15 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
                 # Read after the verdict: a save that has just ended has been named, and its lock is gone.
                 named = _names_in_index(folder)
             except (OSError, CheckpointError):
-                return found  # any file may belong to an index that cannot be read
+                return unnamed  # any file may belong to an index that cannot be read
             files = [folder / name for name in sorted(names - named) if save_id_of(name) == save_id]
             # The lock file is the last, so that a removal that is interrupted is completed later.
             files.sort(key=lambda file: file.name == lock_name(save_id))
             if remove:
                 for file in files:
                     file.unlink(missing_ok=True)
-            found += files
-    return found
+            unnamed += files
+    return unnamed
 
 
 def _names_in_index(folder: Path) -> set[str]:

@@ -26,8 +26,6 @@ from muonfx.core import Transform
 from muonfx.tree import PyTree
 from muonfx.tree.wrappers import MAY_BE_WRAPPED, unwrapped
 
-__all__ = ["PARAMS", "in_section", "name_of", "named_leaves", "named_tensors", "plain_names"]
-
 _MISTAKEN = {
     Transform: "its state, which tx.init(params) or tx.update(...) returned",
     torch.optim.Optimizer: "its state, optimizer.transform_state",
@@ -73,17 +71,17 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     Names begin with ``section``, such as "params", if given. Prefixes from wrappers like ``torch.compile`` are removed.
     """
     if section:
-        found = [section + "".join(f"/{_escaped(entry)}" for entry in path) for path in tree.paths(values)]
+        stored_names = ["/".join([section, *map(_escaped, path)]) for path in tree.paths(values)]
     else:
-        found = [name_of(path) for path in tree.paths(values)]
-    plain = plain_names(found)
-    names = [plain[name] for name in found]
-    if len(set(names)) < len(names):
-        twice = next(name for name, times in Counter(names).items() if times > 1)
-        raise ValueError(
-            f"two leaves have the name {twice!r} when the prefixes of wrappers (torch.compile, DataParallel, ...) are "
-            "removed: rename one of them"
-        )
+        stored_names = [name_of(path) for path in tree.paths(values)]
+    plain_name_of = plain_names(stored_names)
+    names = [plain_name_of[name] for name in stored_names]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(
+                f"two leaves have the name {name!r} when the prefixes of wrappers (torch.compile, DataParallel, ...) "
+                "are removed: rename one of them"
+            )
     return list(zip(names, tree.leaves(values), strict=True))
 
 
@@ -104,22 +102,29 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Return a dict from each leaf name to the name without the prefixes of wrappers such as ``torch.compile``."""
-    found = {name: name for name in names}
-    if not any(map(MAY_BE_WRAPPED.search, found)):
-        return found
+    plain_name_of = {name: name for name in names}
+    if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):
+        return plain_name_of
     # Leaves with a common prefix, such as those of one momentum, belong to one model.
     siblings: dict[str, dict[str, str]] = {}
-    for name in found:
-        above, level, last = name.rpartition("/")
-        if not _INTEGER.fullmatch(last):
-            entry = re.sub("~[01]", lambda found: _ESCAPES[found[0]], last.removeprefix("~2"))
-            siblings.setdefault(above + level, {})[entry] = name
-    for above, group in siblings.items():
-        for entry, plain in unwrapped(group).items():
-            if plain != entry:
-                reserved = "~2" if not above and plain in _RESERVED else ""
-                found[group[entry]] = above + reserved + _escaped(plain)
-    return found
+    for name in plain_name_of:
+        above, level, escaped = name.rpartition("/")
+        if not _INTEGER.fullmatch(escaped):
+            siblings.setdefault(above + level, {})[_unescaped(escaped)] = name
+    for above, name_of_entry in siblings.items():
+        for entry, plain_entry in unwrapped(name_of_entry).items():
+            if plain_entry == entry:
+                continue
+            escaped = _escaped(plain_entry)
+            if not above and plain_entry in _RESERVED:
+                escaped = "~2" + escaped
+            plain_name_of[name_of_entry[entry]] = above + escaped
+    return plain_name_of
+
+
+def _unescaped(escaped: str) -> str:
+    """Return the string of an escaped entry: "a/b" for "a~1b"."""
+    return re.sub("~[01]", lambda match: _ESCAPES[match[0]], escaped.removeprefix("~2"))
 
 
 def in_section(name: str, section: str) -> bool:

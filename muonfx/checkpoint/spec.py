@@ -18,8 +18,6 @@ from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["StateSpec", "described", "spec", "spec_of_named"]
-
 
 def described(spec: Spec) -> str:
     """Return a shape and dtype as text for messages, such as "(2, 3) float32"."""
@@ -66,12 +64,13 @@ class StateSpec:
 
     def __str__(self) -> str:
         """Return one line for each leaf: name, shape, dtype."""
-        shapes = {name: str(spec.shape) for name, spec in self.leaves.items()}
-        wide = max((len(name) for name in shapes), default=0), max((len(shape) for shape in shapes.values()), default=0)
-        return "\n".join(
-            f"{name:{wide[0]}}  {shapes[name]:{wide[1]}}  {str(spec.dtype).removeprefix('torch.')}"
-            for name, spec in self.leaves.items()
-        )
+        name_width = max([len(name) for name in self.leaves], default=0)
+        shape_width = max([len(str(spec.shape)) for spec in self.leaves.values()], default=0)
+        lines: list[str] = []
+        for name, spec in self.leaves.items():
+            dtype_name = str(spec.dtype).removeprefix("torch.")
+            lines.append(f"{name:{name_width}}  {spec.shape!s:{shape_width}}  {dtype_name}")
+        return "\n".join(lines)
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +102,9 @@ class StateSpec:
 
         It is the dtype for parameters of this ``dtype`` on this ``device``. The dict is empty if no transform is known.
         """
-        return {} if self._tx is None else product_dtypes(strip_transparent(self._tx), [dtype], device)
+        if self._tx is None:
+            return {}
+        return product_dtypes(strip_transparent(self._tx), [dtype], device)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Return a state tree with the leaves in a dict by name; leaves without an entry in the dict are None."""
@@ -113,8 +114,11 @@ class StateSpec:
 def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | None = None) -> StateSpec:
     """Return the `StateSpec` of the tree ``values``; ``named`` is a list of its (name, leaf) pairs."""
     leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
-    found = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(name for name, _ in named))
-    return found if tx is None else found.of_chain(tx)
+    names = tuple(name for name, _ in named)
+    state_spec = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=names)
+    if tx is None:
+        return state_spec
+    return state_spec.of_chain(tx)
 
 
 def spec(tx: Transform, params: PyTree) -> StateSpec:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
-from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data, distributed
+from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data
+from muonfx.checkpoint.draft import Draft
 from muonfx.sharding import waiting
 from tests.checkpoint.common import assert_same_tree, bits, copies
 from tests.processes import Here, World, errors_of, on_ranks
@@ -123,7 +124,7 @@ def load_mixed(here: Here, path: Path, seed: int, layout: int, kinds: tuple[str,
 
 def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) -> None:
     """Save, with something wrong on one rank, or in the shards of all."""
-    state, original = mixed(tree_of(seed), here, ("plain", "flat"), seed), distributed.Draft.write
+    state, original = mixed(tree_of(seed), here, ("plain", "flat"), seed), Draft.write
 
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
@@ -136,7 +137,7 @@ def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) 
         start, numel = {"hole": (4, 3), "overlap": (2, 5)}[trouble]
         state["piece"] = FlatPiece((4, 2), start * here.rank, torch.zeros(numel))
     elif here.rank == on and trouble in ("no space", "not shared"):
-        distributed.Draft.write = {"no space": full, "not shared": elsewhere}[trouble]
+        Draft.write = {"no space": full, "not shared": elsewhere}[trouble]
     elif here.rank == on and trouble == "no tensor":
         state["bad"] = 1.0
     elif here.rank == on:
@@ -145,7 +146,7 @@ def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) 
     try:
         ck.save(path, state, group=here.group, step=seed + 1)
     finally:
-        distributed.Draft.write = original
+        Draft.write = original
 
 
 def load_with_trouble(here: Here, path: Path, seed: int, on: int | None = None) -> None:

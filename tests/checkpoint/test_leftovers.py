@@ -25,7 +25,7 @@ WRITER = """
 import sys
 import torch
 import muonfx as mfx
-from muonfx.checkpoint.writing import Draft
+from muonfx.checkpoint.draft import Draft
 
 commit = Draft.commit
 

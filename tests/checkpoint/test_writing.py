@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError, catalog
+from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError, folder, writer
 from muonfx.checkpoint.data import Reader
+from muonfx.checkpoint.draft import Draft
 from muonfx.checkpoint.index import INDEX
-from muonfx.checkpoint.writing import Draft
 from muonfx.polar import policy
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
@@ -56,6 +56,21 @@ def test_a_reader_of_the_old_one_is_not_disturbed_by_the_new(tmp_path: Path):
         found = torch.empty(1000)
         reader.read_into({"w": found})
         assert torch.equal(found, OLD["w"])
+    assert_same_tree(ck.load(tmp_path, like=OLD), NEW)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="locks")
+def test_a_save_waits_for_a_reader_that_has_not_opened_the_files_yet(tmp_path: Path):
+    ck.save(tmp_path, OLD)
+    with folder.inspect_and_keep(tmp_path) as index:
+        saving = ck.save_async(tmp_path, NEW)
+        while ck.inspect(tmp_path).save_id == index.save_id:
+            time.sleep(0.001)
+        with Reader(tmp_path, index) as reader:
+            assert reader.verify() is index
+        assert not saving.done
+    saving.wait()
+    assert len(list(tmp_path.iterdir())) == 2
     assert_same_tree(ck.load(tmp_path, like=OLD), NEW)
 
 
@@ -179,13 +194,13 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     """As network file systems report it, and an interrupt leaves it."""
     path = tmp_path / "one"
     ck.save(path, OLD, step=8)
-    replace, read = os.replace, catalog.read_index
+    replace, read = os.replace, folder.read_index
 
     def refused(source: Path, target: Path) -> None:
         if done:
             replace(source, target)
         if not readable:
-            monkeypatch.setattr(catalog, "read_index", unreadable)
+            monkeypatch.setattr(folder, "read_index", unreadable)
         raise error
 
     def unreadable(path: Path) -> NoReturn:
@@ -195,10 +210,11 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     with pytest.raises((WriteError, KeyboardInterrupt)) as caught:
         ck.save(path, NEW, step=9)
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(catalog, "read_index", read)
+    monkeypatch.setattr(folder, "read_index", read)
     assert ck.verify(path).step == (9 if done else 8)
     if isinstance(caught.value, WriteError):
-        assert caught.value.written is (done if readable else None)
+        assert caught.value.written is (done and readable)
+        assert ("may have been written or not" in str(caught.value)) is not readable
     ck.clean(path)
     assert len(list(path.iterdir())) == 2
 
@@ -428,25 +444,28 @@ def test_many_saves_with_one_group_are_done_in_order(here: Here, tmp_path: Path)
 def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:
     """Save with a group that is gone before the save begins, or in the midst of it."""
     group: Any = dist.new_group(list(range(4)), backend="gloo")
-    gone, first, original = threading.Event(), None, Draft.write
+    gone, original, together = threading.Event(), Draft.write, writer.Together
 
     def write(draft: Draft, *args: Any) -> Any:
         written = original(draft, *args)
         assert gone.wait(60)
         return written
 
-    Draft.write = write
+    def late(*args: Any) -> Any:
+        assert gone.wait(60)
+        return together(*args)
+
+    if when == "before":
+        writer.Together = late
+    else:
+        Draft.write = write
     state = {"w": FlatPiece.cut(torch.ones(8), 2 * here.rank, 2 * here.rank + 2)}
-    if when == "before":  # it waits for one that waits for us
-        first = ck.save_async(path / f"own-{here.rank}", {"w": torch.ones(3)})
     saving = ck.save_async(path / "one", state, group=group)
     while when == "in the midst" and not list(path.glob("one/data-*")):
         time.sleep(0.01)
     dist.barrier(here.group)
     dist.destroy_process_group(group)
     gone.set()
-    if first is not None:
-        first.wait()
     with pytest.raises(CheckpointError) as caught:
         saving.wait()
     return str(caught.value)

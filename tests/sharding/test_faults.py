@@ -166,7 +166,7 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(here: Here, tmp_pa
     def warns() -> None:
         if what == "a failed save":
             saving = background.start(tmp_path, fail)
-            background.wait_for_saves()
+            background.wait_for_save()
             assert saving.done
             mfx.checkpoint.save(tmp_path / "new", params, group=here.group)
         over = sharding.sharded(tx, layout)

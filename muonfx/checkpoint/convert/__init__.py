@@ -6,6 +6,7 @@ Muon), "moonlight", or "dion" (``dion.Muon``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -188,33 +189,60 @@ def _format(format: str) -> Format:
 
 
 def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Sequence[str] | None) -> list[_Entry]:
-    """Return the name, parameter group and state of each parameter in ``source``, the optimizer to convert."""
-    found: list[_Entry] = []
-    for given in source if isinstance(source, Sequence) else [source]:
-        own = names
-        if isinstance(given, torch.optim.Optimizer):
-            known = {id(param): name for name, param in params.items()}
-            members = [id(param) for group in given.param_groups for param in group["params"]]
-            own = [known[member] for member in members] if known.keys() >= {*members} else names
-            given = given.state_dict()
-        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-            raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(given).__name__}")
-        groups: list[Group] = list(given["param_groups"])
-        if own is None and all("param_names" in group for group in groups):
-            own = [name for group in groups for name in group["param_names"]]
-        places = [(number, group) for group in groups for number in group["params"]]
-        if own is None or len(own) != len(places):
-            have = "no" if own is None else str(len(own))
-            raise ValueError(
-                f"{form.title}: found {have} names for {len(places)} parameters: pass names=, in the order of the "
-                "optimizer, or the optimizer itself together with the parameters that it holds"
-            )
-        if unknown := sorted({*own} - params.keys()):
-            raise ValueError(f"{form.title}: found the names {format_list(unknown)}, expected names of params")
-        for name, (number, group) in zip(own, places, strict=True):
-            values = given["state"].get(number, {})
-            found.append(_Entry(name, form.kind_of(group, values), group, values, number))
-    seen = [entry.name for entry in found]
-    if twice := sorted({name for name in seen if seen.count(name) > 1}):
-        raise ValueError(f"{form.title}: found {twice[0]!r} in two optimizers or groups, expected one")
-    return found
+    """Return the name, parameter group and state of each parameter in ``source``, the optimizer or optimizers."""
+    optimizers: Sequence[Any] = [source]
+    if isinstance(source, Sequence):
+        optimizers = source
+    entries: list[_Entry] = []
+    for optimizer in optimizers:
+        entries += _entries_of(form, optimizer, params, names)
+    for name, count in sorted(Counter(entry.name for entry in entries).items()):
+        if count > 1:
+            raise ValueError(f"{form.title}: found {name!r} in two optimizers or groups, expected one")
+    return entries
+
+
+def _entries_of(
+    form: Format, optimizer: Any, params: Mapping[str, Tensor], names: Sequence[str] | None
+) -> list[_Entry]:
+    """Return the entries of one optimizer or its ``state_dict()``."""
+    saved = optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        member_names = _names_of_members(optimizer, params)
+        if member_names is not None:
+            names = member_names
+        saved = optimizer.state_dict()
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(saved).__name__}")
+    groups: list[Group] = list(saved["param_groups"])
+    if names is None and all("param_names" in group for group in groups):
+        names = [name for group in groups for name in group["param_names"]]
+    numbered_groups = [(number, group) for group in groups for number in group["params"]]
+    _require_names(form, names, len(numbered_groups), params)
+    entries: list[_Entry] = []
+    for name, (number, group) in zip(names or [], numbered_groups, strict=True):
+        values = saved["state"].get(number, {})
+        entries.append(_Entry(name, form.kind_of(group, values), group, values, number))
+    return entries
+
+
+def _names_of_members(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> list[str] | None:
+    """Return the names of an optimizer's parameters, in its order; None unless all of them are in ``params``."""
+    name_of_id = {id(param): name for name, param in params.items()}
+    members = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if not name_of_id.keys() >= {*members}:
+        return None
+    return [name_of_id[member] for member in members]
+
+
+def _require_names(form: Format, names: Sequence[str] | None, count: int, params: Mapping[str, Tensor]) -> None:
+    """Raise unless there are names for ``count`` parameters, and all are names of ``params``."""
+    if names is None or len(names) != count:
+        number = "no" if names is None else str(len(names))
+        raise ValueError(
+            f"{form.title}: found {number} names for {count} parameters: pass names=, in the order of the "
+            "optimizer, or the optimizer itself together with the parameters that it holds"
+        )
+    unknown = sorted({*names} - params.keys())
+    if unknown:
+        raise ValueError(f"{form.title}: found the names {format_list(unknown)}, expected names of params")

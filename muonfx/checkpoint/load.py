@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.catalog import folder_named, with_reader
 from muonfx.checkpoint.data import Reader
+from muonfx.checkpoint.folder import folder_named, with_reader
 from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.loader import load_checkpoint
+from muonfx.checkpoint.match import Allow, Rules, patterns_of
 from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
-from muonfx.checkpoint.target import Allow, Rules, Target, patterns_of
+from muonfx.checkpoint.target import Target
 from muonfx.core import Transform
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
-from muonfx.sharding.waiting import report_failure
 from muonfx.tree import PyTree
 from muonfx.tree.renaming import Rename
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["load", "load_params", "read", "verify"]
 
 
 def load(
@@ -103,12 +101,20 @@ def load(
     """
     if isinstance(tx, Sharded) and not isinstance(like, StateSpec) and group is None:
         group = tx.layout.group
-    with reported(group):
+    # A rank without shards has no local leaves, and counts as global.
+    is_local = isinstance(tx, Sharded) and not isinstance(like, StateSpec) and not is_global(like)
+
+    def make_target() -> Target:
         rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
-    if isinstance(tx, Sharded) and not isinstance(like, StateSpec) and not is_global(like):
-        # A rank without shards takes the other path, which calls `_load` as well.
-        return from_global(tx, _load(path, lambda: to_global(tx, like), tx, rules, device, group, section=""))
-    return _load(path, lambda: like, tx, rules, device, group, section="")
+        global_like = like
+        if isinstance(tx, Sharded) and is_local:
+            global_like = to_global(tx, like)
+        return Target.of(global_like, tx, rules, device, "", is_alone=group is None)
+
+    loaded = load_checkpoint(path, make_target, group)
+    if isinstance(tx, Sharded) and is_local:
+        return from_global(tx, loaded)
+    return loaded
 
 
 def load_params(
@@ -150,56 +156,23 @@ def load_params(
         >>> mfx.checkpoint.load_params(path, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    if isinstance(tx, Sharded) and group is None:
-        group = tx.layout.group
-    with reported(group):
+    layout = None
+    if isinstance(tx, Sharded):
+        layout = tx.layout
+        if group is None:
+            group = layout.group
+
+    def make_target() -> Target:
         rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
-    if not isinstance(tx, Sharded):
-        return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
-    layout = tx.layout
-    return layout.from_global(_load(path, lambda: layout.to_global(like), None, rules, device, group, section=PARAMS))
+        global_like = like
+        if layout is not None:
+            global_like = layout.to_global(like)
+        return Target.of(global_like, None, rules, device, PARAMS, is_alone=group is None)
 
-
-@contextmanager
-def reported(group: ProcessGroup | None) -> Generator[None]:
-    """Report an error of the ``with`` block to the ranks that call `load` together with this one."""
-    try:
-        yield
-    except Exception as error:
-        if group is not None:
-            from muonfx.checkpoint.distributed import check_group
-
-            report_failure(check_group(group, "the load"), "checkpoint.load", error)
-        raise
-
-
-def _load(
-    path: str | os.PathLike[str],
-    make_like: Callable[[], PyTree | StateSpec],
-    tx: Transform | None,
-    rules: Rules,
-    device: torch.device | str | None,
-    group: ProcessGroup | None,
-    *,
-    section: str,
-) -> PyTree:
-    if group is not None:
-        from muonfx.checkpoint.distributed import load_together  # imports torch's DCP, which is slow
-
-        def make_target() -> Target:
-            return Target.of(make_like(), tx, rules, device, section, whole=False)
-
-        return load_together(path, make_target, rules, group)
-    path = folder_named(path)
-    target = Target.of(make_like(), tx, rules, device, section, whole=True)
-
-    def read_all(index: Index, reader: Reader) -> dict[str, Any]:
-        leaves, destinations = target.allocate(index, str(path))
-        # Without a group, Target.of has refused every leaf of which this rank holds only a shard.
-        reader.read_into({name: getattr(leaf, "whole", leaf) for name, leaf in destinations.items()})
-        return leaves
-
-    return target.filled(with_reader(path, read_all))
+    loaded = load_checkpoint(path, make_target, group)
+    if layout is not None:
+        return layout.from_global(loaded)
+    return loaded
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -215,8 +188,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     {'trace/w': tensor([1., 1.])}
     """
 
-    def read_all(index: Index, reader: Reader) -> dict[str, Tensor]:
-        leaves = {name: torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype) for name, leaf in index.leaves.items()}
+    def read_all(reader: Reader) -> dict[str, Tensor]:
+        leaves: dict[str, Tensor] = {}
+        for name, leaf in reader.index.leaves.items():
+            leaves[name] = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
         reader.read_into(leaves)
         return leaves
 
@@ -238,4 +213,4 @@ def verify(path: str | os.PathLike[str]) -> Index:
     >>> mfx.checkpoint.verify(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)})).nbytes
     8
     """
-    return with_reader(folder_named(path), lambda _, reader: reader.verify())
+    return with_reader(folder_named(path), Reader.verify)

@@ -7,24 +7,18 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
+from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import INDEX, DataFile, Index, read_index
 from muonfx.checkpoint.leftovers import remove_dead_files, remove_ended_files, unknown_files
+from muonfx.checkpoint.locks import lock
 from muonfx.core.checks import positive_int
 from muonfx.tree.display import format_bytes
-
-# fmt: off
-__all__ = [
-    "TRIES", "check_step", "checkpoints", "clean", "folder_named", "inspect", "latest", "prune", "reading",
-    "remove_files", "remove_files_of_killed_saves", "replaced_often", "step_of", "step_path", "warn_of_later_steps",
-    "with_reader",
-]
-# fmt: on
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -50,21 +44,24 @@ def check_step(step: object) -> None:
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a folder, which need not exist; raise if ``path`` cannot name a folder."""
-    if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
     try:
-        usable = bool(text) and b"\0" not in os.fsencode(text)
+        encoded = os.fsencode(text)
     except UnicodeEncodeError:
-        usable = False
-    if not usable:
+        encoded = b""
+    if not encoded or b"\0" in encoded:
         raise ValueError(f"path must name a folder, found {text!r}")
     return Path(text).absolute()
 
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint folder, such as 100 for ``step-000000100``; None for other names."""
-    found = _STEP.fullmatch(path.name)
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(path.name)
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def inspect(path: str | os.PathLike[str]) -> Index:
@@ -86,39 +83,73 @@ def inspect(path: str | os.PathLike[str]) -> Index:
     (3, {'seed': 0}, Spec(shape=(2,), dtype=torch.float32))
     """
     path = folder_named(path)
-    try:
+    with _errors_of_index(path):
         return read_index(path / INDEX)
+
+
+@contextmanager
+def _errors_of_index(path: Path) -> Generator[None]:
+    """Convert an OSError of reading an index to an error of the checkpoint at ``path``."""
+    try:
+        yield
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(_why_no_checkpoint(path)) from None
     except OSError as error:
-        of_the_path = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
-        raise (CheckpointError if of_the_path else CorruptError)(
-            f"{path / INDEX}: cannot be read: {error.strerror}"
-        ) from error
+        message = f"{path / INDEX}: cannot be read: {error.strerror}"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP):
+            raise CheckpointError(message) from error
+        raise CorruptError(message) from error
 
 
-TRIES = 100
-"""Number of attempts to read a checkpoint that is being replaced."""
+@contextmanager
+def inspect_and_keep(path: Path) -> Generator[Index]:
+    """Yield the index of a checkpoint. In the ``with`` block, a save that replaces it does not remove its data files.
+
+    Raise `ReplacedError` if it was replaced before that.
+    """
+    with _errors_of_index(path), open_regular(path / INDEX) as file:
+        lock(file, shared=True)
+        index = read_index(path / INDEX)
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX)):
+            raise ReplacedError(f"{path} was replaced while it was read")
+        yield index
+
+
+ATTEMPTS = 10
+"""Number of attempts to read a checkpoint that is being replaced.
+
+A reader locks the index while it opens the data files. The first attempt fails if the index is replaced in the moment
+before the lock, or if ranks have read different ones; in the second, all ranks use the index that rank 0 has locked.
+More attempts are needed only on file systems without locks, and if there are more data files than can be held open.
+"""
 
 Result = TypeVar("Result")
 
 
-def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
-    """Open a checkpoint and return ``work(index, reader)``; try again if a save replaces the checkpoint meanwhile."""
-    for _ in range(TRIES):
-        index = inspect(path)
-        with suppress(ReplacedError), reading(path, index), Reader(path, index) as reader:
-            return work(index, reader.check_files())
-    raise ReplacedError(replaced_often(path))
+def retried(path: object, attempt: Callable[[int], Result]) -> Result:
+    """Return ``attempt(0)``, which reads a checkpoint; call it with 1, 2, ... if a save replaced it meanwhile."""
+    for number in range(ATTEMPTS):
+        with suppress(ReplacedError):
+            return attempt(number)
+    raise ReplacedError(f"{path} was replaced {ATTEMPTS} times while it was read: pause its writer, or read a copy")
 
 
-def replaced_often(path: Path) -> str:
-    """Return the error message for a checkpoint that was replaced during each of `TRIES` attempts to read it."""
-    return f"{path} was replaced {TRIES} times while it was read: pause its writer, or read a copy"
+def with_reader(path: Path, work: Callable[[Reader], Result]) -> Result:
+    """Open all files of a checkpoint and return ``work(reader)``; read again if a save replaced it meanwhile."""
+
+    def attempt(number: int) -> Result:
+        with ExitStack() as stack:
+            with inspect_and_keep(path) as index, replacement(path, index):
+                reader = stack.enter_context(Reader(path, index))
+                reader.check_files()
+            with replacement(path, index):
+                return work(reader)
+
+    return retried(path, attempt)
 
 
 @contextmanager
-def reading(path: Path, index: Index) -> Generator[None]:
+def replacement(path: Path, index: Index) -> Generator[None]:
     """In the ``with`` block, convert a `CorruptError` to a `ReplacedError` if another save replaced the checkpoint."""
     try:
         yield
@@ -134,8 +165,9 @@ def _why_no_checkpoint(path: Path) -> str:
             return f"there is no checkpoint at {path}: no such folder"
         if not path.is_dir():
             return f"there is no checkpoint at {path}: a checkpoint is a folder, this is a file"
-        if found := checkpoints(path):
-            return f"{path} is a folder of checkpoints, not a checkpoint: latest() returns the newest, {found[-1]}"
+        inner = checkpoints(path)
+        if inner:
+            return f"{path} is a folder of checkpoints, not a checkpoint: latest() returns the newest, {inner[-1]}"
     return (
         f"there is no checkpoint in {path}: it has no {INDEX}, which a save writes last: pass the folder that save "
         "returned, and if that save was interrupted, an earlier checkpoint"
@@ -154,7 +186,8 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     >>> checkpoints("no/such/folder")
     []
     """
-    return [path for path in _by_step(folder_named(folder)) if _has_index(path)]
+    step_folders = _by_step(folder_named(folder))
+    return [path for path in step_folders if _has_index(path)]
 
 
 def _has_index(path: Path) -> bool:
@@ -167,19 +200,21 @@ def _has_index(path: Path) -> bool:
 
 
 def _by_step(folder: Path) -> list[Path]:
+    """Return the folders that `step_path` named, and links of such names, in ascending order of step."""
     try:
-        inside = [path for path in folder.iterdir() if step_of(path) is not None]
-        inside = [path for path in inside if path.is_dir() or path.is_symlink()]
+        step_paths = [path for path in folder.iterdir() if step_of(path) is not None]
+        step_folders = [path for path in step_paths if path.is_dir() or path.is_symlink()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(f"{folder}: the folder cannot be read: {error.strerror}") from error
-    return sorted(inside, key=lambda path: (step_of(path), path))
+    return sorted(step_folders, key=lambda path: (step_of(path), path))
 
 
 def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
+    """Return the error of a damaged checkpoint; None if all files are good. With ``verify``, read every byte."""
     try:
-        with_reader(path, lambda index, reader: reader.verify() if verify else None)
+        with_reader(path, lambda reader: reader.verify() if verify else None)
     except CheckpointError as error:
         return error
     return None
@@ -242,39 +277,55 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
     []
     """
     positive_int("keep", keep)
-    found = checkpoints(folder)
-    good = [path for path in found if _problem(path) is None]
-    if not good:
-        return []
-    own = [path for path in good if path == written]
-    rest = [path for path in good if path != written]
-    kept = rest[len(rest) - min(len(rest), keep - len(own)) :] + own
-    # A damaged checkpoint is removed only if all that are kept are newer.
-    older = found[: min(map(found.index, kept))] if len(good) > keep else []
+    paths = checkpoints(folder)
     removed: list[Path] = []
-    refused: list[str] = []
-    for path in found:
-        if path not in kept and (path in good or path in older):
-            try:
-                if path.is_symlink():
-                    path.unlink()
-                    removed.append(path)
-                    continue
-                index = inspect(path)
-                (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
-                remove_files(path, index.files)
-                with suppress(OSError):  # the folder still contains other files
-                    path.rmdir()
+    refusals: list[str] = []
+    for path in _obsolete(paths, keep, written):
+        try:
+            if _remove(path):
                 removed.append(path)
-            except (FileNotFoundError, NotFoundError):  # another process has removed it
-                removed.append(path)
-            except CheckpointError:  # the files of an unreadable index are not known, so they stay
-                continue
-            except OSError as error:
-                refused.append(f"{path}: {error.strerror}")
-    if refused:
-        raise CheckpointError("some obsolete checkpoints cannot be removed: " + "; ".join(refused))
+        except OSError as error:
+            refusals.append(f"{path}: {error.strerror}")
+    if refusals:
+        raise CheckpointError("some obsolete checkpoints cannot be removed: " + "; ".join(refusals))
     return removed
+
+
+def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
+    """Return the checkpoints that `prune` removes, of all ``paths`` in ascending order of step."""
+    good = [path for path in paths if _problem(path) is None]
+    if len(good) <= keep:
+        return []
+    kept = [path for path in good if path == written]
+    by_step = [path for path in good if path != written]
+    kept += by_step[len(by_step) - (keep - len(kept)) :]
+    obsolete: list[Path] = []
+    for path in paths:
+        if path in kept:
+            continue
+        # A damaged checkpoint is removed only if all that are kept are newer.
+        is_older = paths.index(path) < min(map(paths.index, kept))
+        if path in good or is_older:
+            obsolete.append(path)
+    return obsolete
+
+
+def _remove(path: Path) -> bool:
+    """Remove a checkpoint, or a link to one; return False if its index is unreadable, so its files are not known."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+        return True
+    try:
+        index = inspect(path)
+        (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
+        remove_files(path, index.files)
+    except (FileNotFoundError, NotFoundError):  # another process has removed it
+        return True
+    except CheckpointError:
+        return False
+    with suppress(OSError):  # the folder still contains other files
+        path.rmdir()
+    return True
 
 
 def remove_files(path: Path, files: Iterable[DataFile]) -> None:
@@ -336,7 +387,9 @@ def remove_files_of_killed_saves(path: Path) -> None:
 
 def _warn_of_leftovers(folder: Path) -> None:
     """Warn of files of saves that ended on another machine or still run there, which no save removes."""
-    files = [file for checkpoint in _by_step(folder) for file in unknown_files(checkpoint)]
+    files: list[Path] = []
+    for checkpoint in _by_step(folder):
+        files += unknown_files(checkpoint)
     nbytes = 0
     for file in files:
         if file.suffix == ".lock":  # a few bytes, and the only file of a save that has just begun
@@ -355,12 +408,12 @@ def _warn_of_leftovers(folder: Path) -> None:
 def warn_of_later_steps(path: Path) -> None:
     """Warn if the parent folder of a new checkpoint has checkpoints of later steps, which `latest` would return."""
     step = step_of(path)
-    if step is not None:
-        later = [other for other in checkpoints(path.parent) if (step_of(other) or 0) > step]
-        if later:
-            warnings.warn(
-                f"{path.name} was written, but the folder has later steps, up to {later[-1].name}, which latest() "
-                "returns: if you restarted from an earlier step on purpose, move the later checkpoints to another "
-                "folder",
-                stacklevel=2,
-            )
+    if step is None:
+        return
+    later = [other for other in checkpoints(path.parent) if (step_of(other) or 0) > step]
+    if later:
+        warnings.warn(
+            f"{path.name} was written, but the folder has later steps, up to {later[-1].name}, which latest() "
+            "returns: if you restarted from an earlier step on purpose, move the later checkpoints to another folder",
+            stacklevel=2,
+        )

@@ -1,0 +1,406 @@
+"""Match the leaves of a checkpoint with those of a requested state, and report every difference in one error.
+
+The stored leaves first get the new names that the caller gives them by ``rename``. Then `moved_states` finds states
+that only moved in the tree. All other leaves have equal names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import accumulate
+
+import torch
+
+from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
+from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.names import PARAMS, in_section, plain_names
+from muonfx.checkpoint.spec import StateSpec, described
+from muonfx.core.checks import warn_caller
+from muonfx.tree import Spec
+from muonfx.tree.arguments import close_names
+from muonfx.tree.display import format_list
+from muonfx.tree.dtypes import widens
+from muonfx.tree.renaming import Rename, new_names, prefix_renaming
+
+Allow = bool | str | Collection[str]
+"""An ``allow_...`` argument of `load`: True for all leaves, False for none, or one or more patterns of names."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a leaf name: it is the name, its first levels, or a glob like ``*/mu/*``."""
+    return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
+
+
+def matches_any(patterns: Iterable[str], name: str) -> bool:
+    """Return whether any of the patterns matches a leaf name."""
+    return any(matches(pattern, name) for pattern in patterns)
+
+
+def patterns_of(allow: Allow) -> tuple[str, ...]:
+    """Convert an ``allow_...`` argument of `load` to a tuple of patterns: True to ``("*",)``, False to ``()``."""
+    if allow is True:
+        return ("*",)
+    if allow is False:
+        return ()
+    if isinstance(allow, str):
+        return (allow,)
+    return tuple(allow)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The arguments of `load` that allow differences between a checkpoint and ``like``, such as ``allow_missing``."""
+
+    allow_missing: tuple[str, ...]
+    allow_extra: tuple[str, ...]
+    allow_other_chain: bool
+    cast: Mapping[str, torch.dtype]
+    rename: Rename
+
+    def arguments(self) -> dict[str, str]:
+        """Return a dict from argument name to text, to compare between ranks; all functions have the same text."""
+        texts: dict[str, str] = {}
+        for name, value in vars(self).items():
+            if callable(value):
+                texts[name] = "a function"
+            elif isinstance(value, Mapping):
+                texts[name] = repr(sorted(value.items()))
+            else:
+                texts[name] = repr(value)
+        return texts
+
+
+@dataclass
+class _Report:
+    """The differences between a checkpoint and the requested state, and what the caller can do about them."""
+
+    problems: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, where: str) -> None:
+        """Raise one `MismatchError` with all problems; ``where`` is the path of the checkpoint."""
+        if not self.problems:
+            return
+        text = f"{where} does not fit, nothing was loaded:\n  " + "\n  ".join(first_of_each_kind(self.problems))
+        if self.advice:
+            text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(self.advice))
+        raise MismatchError(text, self.problems)
+
+
+def match(index: Index, expected: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
+    """Return a dict from leaf name in ``expected``, the requested state, to the leaf's name in the checkpoint.
+
+    A leaf that is missing has None. Raise `MismatchError` with all differences that ``rules`` does not allow.
+
+    Args:
+        index: the index of the checkpoint.
+        expected: the requested state.
+        rules: the differences that are allowed.
+        section: "params" to match parameters, "" to match a state.
+        where: the path of the checkpoint, for messages.
+    """
+    report = _Report()
+    new_name_of, problems = plain_names(index.leaves), list[str]()
+    if rules.rename:
+        new_name_of, problems = new_names(new_name_of, rules.rename)
+    stored_name_of = _names_in_section(new_name_of, section, problems)
+    _report_renaming(problems, report)
+    moved: dict[str, str] = {}
+    if not section:
+        stored_specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
+        moved = moved_states(stored_specs, expected, rules)
+    if rules.allow_other_chain:
+        stored_name_of = _with_moved_states(stored_name_of, expected, moved)
+    else:
+        _check_chain(index, expected, moved, report)
+    _check_patterns(rules, [*new_name_of.values(), *expected], report)
+    _check_names(index, expected, rules, section, stored_name_of, moved, report)
+    _check_leaves(index, expected, rules, stored_name_of, report)
+    report.raise_if_any(where)
+    if moved and rules.allow_other_chain:
+        warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
+    return {name: stored_name_of.get(name) for name in expected}
+
+
+# ------------------------------------------------------------------------------------------------------------ renaming
+
+
+def _names_in_section(new_name_of: Mapping[str, str], section: str, problems: list[str]) -> dict[str, str]:
+    """Return a dict from the new name of each leaf in a section to its name in the checkpoint; add to ``problems``."""
+    stored_name_of: dict[str, str] = {}
+    for stored_name, new_name in new_name_of.items():
+        if not in_section(new_name, section):
+            if section and in_section(stored_name, section):
+                problems.append(f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{section}/'")
+            continue
+        if new_name in stored_name_of:
+            problems.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
+        stored_name_of[new_name] = stored_name
+    return stored_name_of
+
+
+def _report_renaming(problems: Sequence[str], report: _Report) -> None:
+    if not problems:
+        return
+    report.problems += [f"rename:    {problem}" for problem in problems]
+    report.advice.append(
+        "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns "
+        "such as {'*/encoder.*': '*/model.encoder.*'}"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- moved states
+
+
+def moved_states(stored: Mapping[str, Spec], expected: StateSpec, rules: Rules) -> dict[str, str]:
+    """Pair states that only moved in the tree, as under another label or into a chain.
+
+    Return a dict from first levels of names in ``expected`` to first levels of names in the checkpoint, ``stored``:
+    ``{"partition/muon": "muon"}``. It is empty unless exactly one pairing fits, in which all names below these levels,
+    shapes and dtypes are equal.
+    """
+    missing = _unmatched(expected, stored, rules.allow_missing)
+    extra = _unmatched(stored, expected, rules.allow_extra)
+    if not missing or not extra:
+        return {}
+    extra_by_end: dict[tuple[Spec, str], list[str]] = {}
+    for name in extra:
+        for end in _ends(name):
+            extra_by_end.setdefault((stored[name], end), []).append(name)
+    moved: dict[str, str] = {}
+    for name in missing:
+        ends = [end for end in _ends(name) if (expected[name], end) in extra_by_end]
+        if not ends:
+            continue
+        longest_end = ends[0]
+        candidates = extra_by_end[expected[name], longest_end]
+        if len(candidates) > 1:
+            continue
+        new_levels = name.removesuffix(longest_end).rstrip("/")
+        old_levels = candidates[0].removesuffix(longest_end).rstrip("/")
+        if moved.setdefault(new_levels, old_levels) != old_levels:  # two states have become one
+            return {}
+    if not _fits(moved, stored, expected, extra):
+        return {}
+    return moved
+
+
+def _unmatched(names: Iterable[str], partners: Collection[str], allowed: Iterable[str]) -> list[str]:
+    """Return the names that have no partner, except those that the caller has allowed by a pattern other than "*"."""
+    patterns = [pattern for pattern in allowed if pattern != "*"]
+    return [name for name in names if name not in partners and not matches_any(patterns, name)]
+
+
+def _ends(name: str) -> list[str]:
+    """Return the ends of a leaf name that have at least two levels, the longest first: "mu/fc.weight"."""
+    levels = name.split("/")
+    return ["/".join(levels[first:]) for first in range(len(levels) - 1)]
+
+
+def _fits(moved: Mapping[str, str], stored: Mapping[str, Spec], expected: StateSpec, extra: Iterable[str]) -> bool:
+    """Return whether each moved state is in the checkpoint with all its leaves, and none of its leaves is left over."""
+    sources = _sources(expected, moved)
+    uses = Counter(sources.values())
+    for name, source in sources.items():
+        if name in stored or stored.get(source) != expected[name]:
+            return False
+        if uses[source] > 1 and expected[name].shape:  # only a scalar, such as a step count, may go to several labels
+            return False
+    left_over = [name for name in extra if name not in uses]
+    return not any(_is_below(levels, name) for name in left_over for levels in moved.values())
+
+
+def _sources(expected: Iterable[str], moved: Mapping[str, str]) -> dict[str, str]:
+    """Return a dict from each leaf whose state moved to its name in the checkpoint."""
+    sources: dict[str, str] = {}
+    for name in expected:
+        new_levels = [levels for levels in moved if _is_below(levels, name)]
+        if new_levels:
+            longest = max(new_levels, key=len)
+            end = name[len(longest) :].lstrip("/")
+            sources[name] = f"{moved[longest]}/{end}".lstrip("/")
+    return sources
+
+
+def _is_below(levels: str, name: str) -> bool:
+    """Return whether a name begins with some levels; "" is the top of the tree, above all names."""
+    return not levels or name.startswith(levels + "/")
+
+
+def _with_moved_states(
+    stored_name_of: Mapping[str, str], expected: StateSpec, moved: Mapping[str, str]
+) -> dict[str, str]:
+    """Return ``stored_name_of`` with the leaves of moved states under their names in ``expected``."""
+    sources = _sources(expected, moved)
+    moved_names = set(sources.values())
+    names: dict[str, str] = {}
+    for name, stored_name in stored_name_of.items():
+        if name in expected or name not in moved_names:
+            names[name] = stored_name
+    for name, source in sources.items():
+        names[name] = stored_name_of[source]
+    return names
+
+
+def _moved_text(moved: Mapping[str, str]) -> str:
+    """Return moved states as text: "'adamw' as 'partition/adamw', the whole state as 'inner'"."""
+    texts: list[str] = []
+    for new_levels, old_levels in moved.items():
+        old_text = repr(old_levels) if old_levels else "the whole state"
+        new_text = repr(new_levels) if new_levels else "the whole state"
+        texts.append(f"{old_text} as {new_text}")
+    return ", ".join(texts)
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_chain(index: Index, expected: StateSpec, moved: Mapping[str, str], report: _Report) -> None:
+    """Report that another chain wrote the state, and which states could be loaded under other names."""
+    is_known = index.fingerprint is not None and expected.fingerprint is not None
+    is_other = is_known and index.fingerprint != expected.fingerprint
+    if is_other:
+        report.problems.append(
+            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
+            f"{expected.chain} (fingerprint {expected.fingerprint})"
+        )
+        report.advice.append("to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above")
+    if is_other or moved:
+        advice = "if the state has the same meaning for this chain: allow_other_chain=True"
+        if moved:
+            advice += f", which loads {_moved_text(moved)}"
+        report.advice.append(advice)
+
+
+def _check_patterns(rules: Rules, names: Collection[str], report: _Report) -> None:
+    """Report patterns of the caller that match no leaf of the checkpoint or of the requested state."""
+    for argument in ("allow_missing", "allow_extra", "cast"):
+        for pattern in getattr(rules, argument):
+            if pattern == "*" or any(matches(pattern, name) for name in names):
+                continue
+            problem = f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`"
+            close = close_names(pattern.strip("*/"), names, "/")
+            if close:
+                problem += f", close: {format_list(close)}"
+            report.problems.append(problem)
+            report.advice.append(
+                f"correct or remove {pattern!r} in {argument}: a name, the first levels of names, or a glob"
+            )
+
+
+def _check_names(
+    index: Index,
+    expected: StateSpec,
+    rules: Rules,
+    section: str,
+    stored_name_of: Mapping[str, str],
+    moved: Mapping[str, str],
+    report: _Report,
+) -> None:
+    """Report leaves that only one side has, with the arguments that allow them."""
+    missing = [name for name in expected if name not in stored_name_of]
+    missing = [name for name in missing if not matches_any(rules.allow_missing, name)]
+    extra = [name for name in stored_name_of if name not in expected]
+    extra = [name for name in extra if not matches_any(rules.allow_extra, name)]
+    for name in missing:
+        report.problems.append(f"missing:   {name!r}, {described(expected[name])}, is not in the checkpoint")
+    for name in extra:
+        report.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
+    if not section and missing and all(f"{PARAMS}/{name}" in index.leaves for name in missing):
+        report.advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
+        return
+    if missing and extra and not moved:
+        renaming: object = {}
+        if not rules.rename:
+            renaming = prefix_renaming(extra, missing)
+        shown = repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
+        report.advice.append(f"if only the names of leaves differ: rename={shown}")
+    if missing:
+        patterns = shortest_levels(missing, expected)
+        report.advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
+    if extra:
+        patterns = shortest_levels(extra, stored_name_of)
+        report.advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
+
+
+def _check_leaves(
+    index: Index, expected: StateSpec, rules: Rules, stored_name_of: Mapping[str, str], report: _Report
+) -> None:
+    """Report leaves whose shape or dtype differs in a way that the rules do not allow."""
+    narrowed: dict[str, torch.dtype] = {}
+    for name, spec in expected.leaves.items():
+        stored_name = stored_name_of.get(name)
+        if stored_name is None:
+            continue
+        stored = index.leaves[stored_name].spec
+        if stored == spec and not rules.cast:
+            continue
+        if stored.shape != spec.shape:
+            report.problems.append(
+                f"reshaped:  {name!r} has shape {stored.shape} in the checkpoint, expected {spec.shape}"
+            )
+            report.advice.append("to load other shapes: create `like` for parameters with the shapes in the checkpoint")
+        if stored.dtype != spec.dtype and _is_codes(stored_name, index):
+            report.problems.append(
+                f"codes:     {name!r} holds codes of {stored.dtype}, which have no meaning as {spec.dtype}"
+            )
+            continue
+        cast_dtypes = {dtype for pattern, dtype in rules.cast.items() if matches(pattern, name)}
+        if cast_dtypes - {spec.dtype}:
+            texts = ", ".join(sorted(map(str, cast_dtypes)))
+            report.problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {texts}")
+            report.advice.append(
+                "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
+            )
+            continue
+        if not cast_dtypes and stored.dtype != spec.dtype and not widens(stored.dtype, spec.dtype):
+            report.problems.append(f"narrowing: {name!r} is {stored.dtype} in the checkpoint, expected {spec.dtype}")
+            narrowed[name] = spec.dtype
+    if narrowed:
+        report.advice.append(_advice_to_round(narrowed))
+
+
+def _is_codes(name: str, index: Index) -> bool:
+    """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists."""
+    levels = name.split("/")
+    for position, level in enumerate(levels):
+        if position > 0 and level == "codes":
+            scales_name = "/".join([*levels[:position], "scales", *levels[position + 1 :]])
+            if scales_name in index.leaves:
+                return True
+    return False
+
+
+def _advice_to_round(narrowed: Mapping[str, torch.dtype]) -> str:
+    """Return what to do about leaves that would be rounded; ``narrowed`` is a dict from their names to new dtypes."""
+    name, dtype = next(iter(narrowed.items()))
+    more = ", ..." if len(narrowed) > 1 else ""
+    return (
+        f"to round: cast={{{name!r}: {dtype}{more}}} (keys are names, first levels of names, or globs); to "
+        "keep the values: use a chain with the state dtype of the checkpoint"
+    )
+
+
+def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[str]:
+    """Return the fewest first levels of names that match ``names`` and none of the other names in ``all_names``.
+
+    >>> shortest_levels(["mu/a", "mu/b"], ["mu/a", "mu/b", "nu/a"])
+    ['mu']
+    """
+    other_levels: set[str] = set()
+    for name in {*all_names} - {*names}:
+        other_levels.update(_first_levels(name))
+    chosen: dict[str, None] = {}
+    for name in names:
+        unique_levels = [levels for levels in _first_levels(name) if levels not in other_levels]
+        shortest = unique_levels[0] if unique_levels else name
+        chosen[shortest] = None
+    return [*chosen]
+
+
+def _first_levels(name: str) -> list[str]:
+    """Return the first levels of a name, the shortest first: "a", "a/b" and "a/b/c" for "a/b/c"."""
+    return [*accumulate(name.split("/"), "{}/{}".format)]

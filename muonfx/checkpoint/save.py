@@ -1,0 +1,308 @@
+"""Save a checkpoint: `save` writes it before it returns, `save_async` writes a copy in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from muonfx.checkpoint.background import Saving, finish_earlier_save, start
+from muonfx.checkpoint.files import no_collection
+from muonfx.checkpoint.folder import check_step, folder_named, step_of
+from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.names import PARAMS, in_section, named_tensors
+from muonfx.checkpoint.shards import require_whole
+from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
+from muonfx.core import Transform
+from muonfx.core.checks import positive_int
+from muonfx.core.precision import product_dtypes
+from muonfx.core.recorded import strip_transparent
+from muonfx.sharding.dtensors import is_dtensor
+from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.transform import Sharded, is_global, to_global
+from muonfx.tree import PyTree
+from muonfx.tree.dtypes import NAMES
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    tx: Transform | None = None,
+    params: PyTree = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Path:
+    """Write a state and, optionally, parameters to a checkpoint atomically.
+
+    The checkpoint is a folder with ``index.json`` and safetensors files. The index is renamed into place after all data
+    was flushed to the disk, so a save that is interrupted leaves the previous checkpoint intact. If several writers
+    save to one path, the save that finishes last remains. The files of the replaced checkpoint are then removed, and
+    those of killed saves of this machine. The files of running saves stay.
+
+    Args:
+        path: the folder of the checkpoint; `step_path` names one for each step. An existing checkpoint is replaced.
+        state: a tree of tensors of any dtype and device, such as the state of ``tx``; None for no state. Leaves that
+            share storage are written separately. At most one leaf at a time is copied to host memory.
+        tx: the transform whose state is saved. Its fingerprint (a hash of its structure), its repr, and the dtypes of
+            its matrix products are recorded, so that `load` can compare them. If `muonfx.sharding.sharded` made ``tx``,
+            pass this rank's shards as ``state`` and ``params``, on all ranks; the whole tensors are stored.
+        params: parameters to store in the same checkpoint.
+        step: the number of steps taken.
+        extra: JSON values, such as a seed, the position in the data, or losses. With a group, all ranks pass the same.
+        keep: how many checkpoints to keep in the parent folder: those with the highest steps (see `prune`). The path
+            must then be named by `step_path`. None: remove none.
+        group: a process group, whose ranks must all call this function; each rank writes its shards. Leaves may be
+            `torch.distributed.tensor.DTensor` or `FlatPiece` (an interval of a flattened tensor); plain tensors must be
+            equal on all ranks. The ranks compare a checksum of every part that several of them hold. The ranks must
+            share a file system. None: this process writes alone, or, if ``tx`` is sharded, the group of its layout.
+
+    Returns:
+        The absolute path of the checkpoint.
+
+    Raises:
+        TypeError: a leaf is not a dense tensor, or ``extra`` is not JSON; nothing was written.
+        CheckpointError: the ranks of ``group`` pass different arguments, or hold different values of one leaf; the
+            message names the leaf and the ranks. Nothing was written.
+        WriteError: writing failed, for example because the disk is full. The previous checkpoint is unchanged, unless
+            the attribute ``written`` of the error is True: then the new checkpoint is complete. If it
+            cannot be known which of the two is at the path, the message says so.
+
+    Warns:
+        UserWarning: the checkpoint was written, but another process saved to the path at the same time, old files
+            could not be removed, or the folder has a checkpoint of a later step, which `latest` will return. Also if
+            an earlier save in the background failed and `Saving.wait` was not called on it.
+
+    Example:
+        >>> import tempfile
+        >>> import muonfx as mfx
+        >>> params = {"w": torch.ones(2, 3)}
+        >>> tx = mfx.momentum()
+        >>> path = mfx.checkpoint.step_path(tempfile.mkdtemp(), 10)
+        >>> path = mfx.checkpoint.save(path, tx.init(params), tx=tx, params=params, step=10)
+        >>> sorted(mfx.checkpoint.read(path))
+        ['params/w', 'trace/w']
+        >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
+        torch.float32
+    """
+    request = _request(path, state, params, tx=tx, step=step, extra=extra, keep=keep, group=group)
+    write_checkpoint(request)
+    return request.path
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    tx: Transform | None = None,
+    params: PyTree = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Saving:
+    """Copy the state and the parameters to host memory, and write the copy in a background thread.
+
+    When this function returns, training may go on and overwrite the state. The copy needs as much memory as the leaves.
+    The saves of a process run one after another, in the order of the calls: a save first waits until the one in the
+    background has ended. The process waits for it before it exits. If a save fails and `Saving.wait` is not called on
+    it, the next save warns, or the error is printed at exit.
+
+    Args:
+        path: the folder of the checkpoint, as in `save`.
+        state: a tree of tensors, as in `save`.
+        tx: the transform whose state is saved, as in `save`.
+        params: parameters to store in the same checkpoint.
+        step: the number of steps taken.
+        extra: JSON values, as in `save`.
+        keep: how many checkpoints to keep in the parent folder, as in `save`.
+        group: as in `save`, but a sharded ``tx`` requires one. Use a new group for CPU tensors, such as
+            ``dist.new_group(backend="gloo")``, and use it for nothing else until the save is done. Wait for the save
+            before you destroy the group.
+
+    Returns:
+        A handle of the save, whose method `Saving.wait` waits for its end and raises the error of a failed save.
+
+    Raises:
+        TypeError: an argument is not valid, as in `save`. With a group, `Saving.wait` raises this error on all ranks.
+        ValueError: ``tx`` is sharded over ranks, and no group is given.
+
+    Example:
+        >>> import tempfile
+        >>> import muonfx as mfx
+        >>> state = {"w": torch.ones(3)}
+        >>> saving = mfx.checkpoint.save_async(tempfile.mkdtemp(), state, step=1)
+        >>> _ = state["w"].zero_()
+        >>> mfx.checkpoint.load(saving.wait(), like=state)
+        {'w': tensor([1., 1., 1.])}
+    """
+    request = _request(path, state, params, tx=tx, step=step, extra=extra, keep=keep, group=group, copy=True)
+    return start(request.path, partial(write_checkpoint, request))
+
+
+def _request(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    params: PyTree,
+    *,
+    tx: Transform | None,
+    step: int | None,
+    extra: Mapping[str, Any] | None,
+    keep: int | None,
+    group: ProcessGroup | None,
+    copy: bool = False,
+) -> SaveRequest:
+    """Wait for a save in the background, and check the arguments of a save; ``copy`` copies tensors to the CPU.
+
+    With a group, the error of an invalid argument is part of the result, to be raised on all ranks.
+    """
+    if group is None:
+        group = _group_of_layout(tx)
+        if group is not None and copy:  # training continues and communicates on the same group
+            raise ValueError(
+                "save_async of a sharded state requires a process group that nothing else uses: pass "
+                'group=dist.new_group(backend="gloo")'
+            )
+    folder = Path()
+    try:
+        finish_earlier_save()  # inside try: under `python -W error` it raises, which must reach all ranks
+        folder = folder_named(path)  # absolute, so that a later chdir() does not change it
+        _require_valid(folder, tx, step, keep)
+        with no_collection():
+            leaves = _leaves_of(state, params, tx, is_alone=group is None)
+            head = _head_of(tx, leaves, step, extra)
+        if copy:  # training may change the originals
+            leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
+    except Exception as error:
+        if group is None:
+            raise
+        return SaveRequest(folder, group=group, problem=error)
+    return SaveRequest(folder, head, leaves, keep, group)
+
+
+def _group_of_layout(tx: Transform | None) -> ProcessGroup | None:
+    """Return the process group of a sharded transform; None for other transforms."""
+    if isinstance(tx, Sharded):
+        return tx.layout.group
+    return None
+
+
+def _require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
+    """Raise unless ``tx``, ``step`` and ``keep`` are arguments that a save to ``path`` can have."""
+    if tx is not None and not isinstance(tx, Transform):
+        raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
+    if step is not None:
+        check_step(step)
+    if keep is not None:
+        positive_int("keep", keep)
+        if step_of(path) is None:
+            raise ValueError(f"keep= compares the steps in names: save to step_path({str(path.parent)!r}, step)")
+
+
+def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone: bool) -> dict[str, Any]:
+    """Return a dict from name to tensor or shard; raise if one cannot be written."""
+    if isinstance(tx, Sharded):
+        if state is not None and not is_global(state):
+            state = to_global(tx, state)
+        if params is not None:
+            params = tx.layout.to_global(params)
+    leaves: dict[str, Any] = {}
+    for values, section in ((state, ""), (params, PARAMS)):
+        if values is None:
+            continue
+        for name, leaf in named_tensors(values, section):
+            if leaf is not None:
+                _require_writable(name, leaf, is_alone=is_alone)
+                leaves[name] = leaf
+    return leaves
+
+
+def _require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
+    """Raise unless a leaf can be written: a dense tensor with values, or, with a group, a shard of one."""
+    if leaf.dtype not in NAMES:
+        raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
+    if is_alone:
+        require_whole(name, leaf, "pass group= on all ranks")
+    if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
+        raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
+    if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
+        raise TypeError(
+            f"the leaf {name!r} has the placements {leaf.placements}, of which each rank holds a summand, expected "
+            "Shard or Replicate: redistribute it before the save"
+        )
+
+
+def _head_of(
+    tx: Transform | None, leaves: Mapping[str, Any], step: int | None, extra: Mapping[str, Any] | None
+) -> Index:
+    """Return the part of the index that is known before the leaves are written."""
+    # Modules inside the package must not import it, so the version is looked up in sys.modules.
+    package = sys.modules[__name__.partition(".")[0]]
+    versions = {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
+    head = Index(step=step, extra=_as_json(dict(extra or {})), versions=versions)
+    if tx is None:
+        return head
+    return replace(head, **_record_of(tx, leaves))
+
+
+def _as_json(extra: dict[str, object]) -> dict[str, object]:
+    """Return a copy of ``extra`` through JSON; raise if JSON cannot hold it or changes it."""
+    try:
+        copied: dict[str, object] = json.loads(json.dumps(extra, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            "extra must be JSON (dicts, lists, strings, finite numbers, bools, None, without circles): " + str(error)
+        ) from error
+    if copied != extra:
+        changed = sorted(str(key) for key in extra if key not in copied or copied[key] != extra[key])
+        raise ValueError(
+            f"extra: found values that JSON changes: {', '.join(changed)}; expected lists instead of tuples, and "
+            "strings as keys"
+        )
+    return copied
+
+
+def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the index about a transform: its fingerprint, ``repr``, and dtypes of matrix products."""
+    floating = {name: leaf.dtype for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
+    param_dtypes = frozenset(dtype for name, dtype in floating.items() if in_section(name, PARAMS))
+    # The state's dtypes stand in for the dtypes of parameters that are not saved.
+    dtypes = param_dtypes or frozenset(floating.values())
+    devices = [torch.device(leaf.device) for leaf in leaves.values()]
+    device = devices[0] if devices else None
+    key = "checkpoint", dtypes, device
+    if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
+        plain = strip_transparent(tx)
+        products: dict[str, str] = {}
+        if device is not None and dtypes:
+            products = product_dtypes(plain, dtypes, device)
+        tx.derived[key] = {"fingerprint": tx.fingerprint, "chain": repr(plain), "products": products}
+    return tx.derived[key]
+
+
+def _copy(leaf: Any) -> Any:
+    """Return a copy of a tensor or shard in CPU memory."""
+    if isinstance(leaf, FlatPiece):
+        return leaf.empty_like("cpu").copy_(leaf)
+    if is_dtensor(leaf):
+        # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged: Any = stager.stage({"leaf": leaf.detach()})
+        stager.close()
+        return staged["leaf"]
+    return leaf.detach().to("cpu", copy=True)
