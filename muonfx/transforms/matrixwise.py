@@ -245,7 +245,7 @@ def matrixwise(
         @functools.wraps(constructor)
         def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> InitAndUpdate:
             returned = constructor(*args, view=view, **kwargs)
-            declared = state_and_step(f"{constructor.__name__}: a matrixwise", returned, MatrixSlot, reads_params)
+            declared = state_and_step(f"{constructor.__name__}: a matrixwise", returned, (MatrixSlot,), reads_params)
             return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
