@@ -16,8 +16,6 @@ from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.tracing import is_traced, is_wrapped
 
-__all__ = ["AccumulateState", "accumulate"]
-
 
 class AccumulateState(NamedTuple):
     """State of the transform `accumulate`: sums of gradients, counts of micro-batches, and the inner state."""

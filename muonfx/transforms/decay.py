@@ -20,8 +20,6 @@ from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["add_decayed_weights", "cautious", "subtract_decayed_weights"]
-
 
 def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     mask = tx.arguments["mask"]

@@ -26,18 +26,6 @@ from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 from muonfx.tree.tracing import as_start
 
-__all__ = [
-    "MatrixCost",
-    "MatrixSlot",
-    "MatrixStates",
-    "StateAndMatrixStep",
-    "cost_of_matrices",
-    "matrix_locality",
-    "matrixwise",
-    "name_patterns",
-    "on_stacks",
-]
-
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
 """The pair (state, step) that a constructor decorated with `matrixwise` returns."""
 

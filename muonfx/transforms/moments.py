@@ -12,19 +12,6 @@ from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, leafwi
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = [
-    "AdamState",
-    "DebiasedMomentumState",
-    "DebiasedRmsState",
-    "LionState",
-    "MomentumState",
-    "RmsState",
-    "momentum",
-    "scale_by_adam",
-    "scale_by_lion",
-    "scale_by_rms",
-]
-
 
 class MomentumState(NamedTuple):
     """State of the transform `momentum`: the running average of the gradients."""

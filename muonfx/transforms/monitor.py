@@ -15,8 +15,6 @@ from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 
-__all__ = ["METRICS", "Metric", "MonitorState", "metrics", "monitor"]
-
 
 class MonitorState(NamedTuple):
     """State of the transform `monitor`: the latest measured values."""

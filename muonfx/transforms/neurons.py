@@ -16,8 +16,6 @@ from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["NeuronsState", "normalize_neurons"]
-
 
 class NeuronsState(NamedTuple):
     """State of the transform `normalize_neurons`: the running mean square of each row or column."""

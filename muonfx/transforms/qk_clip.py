@@ -21,8 +21,6 @@ from muonfx.tree.arguments import code_of, did_you_mean, plain_fields
 from muonfx.tree.tracing import matches
 from muonfx.tree.wrappers import unwrapped
 
-__all__ = ["AttentionHeads", "qk_clip"]
-
 Span = tuple[int, int]
 """A range of rows within the block of a head: the first row and the end (exclusive)."""
 

@@ -19,8 +19,6 @@ from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = ["SHAPE_RULES", "ShapeRule", "scale", "scale_by_learning_rate", "scale_by_shape", "scale_by_sign"]
-
 
 def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndUpdate:
     """Return a stateless ``init`` and ``update`` from ``function(leaves, may_overwrite) -> new leaves``."""
