@@ -299,6 +299,15 @@ class StepPlan(NamedTuple):
     may_vary: bool
     """True if a scalar is a tensor. Its value may change, so the step is recorded again at the next call."""
 
+    def unchanged_operands(self) -> list[int]:
+        """Return the operands that are returned in their own place. They keep their storage."""
+        operands = [0] if self.update == 0 else []
+        fields = [output for output in self.state if isinstance(output, int)]
+        for operand, output in enumerate(fields, start=1):
+            if output == operand:
+                operands.append(operand)
+        return operands
+
 
 def record_step(
     name: str,

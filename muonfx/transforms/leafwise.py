@@ -336,97 +336,116 @@ def _extra_names(step: Step) -> tuple[str, ...]:
 
 def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> InitAndUpdate:
     """Build ``init`` and ``update`` of a `leafwise` transform from its declared state and its step."""
-    fields: list[SlotTrees | SharedNumber] = []
-    for field, role in zip(tree.leaves(declared), tree.names(declared), strict=True):
-        fields.append(SlotTrees(field, role) if isinstance(field, Slot) else SharedNumber(field))
-    is_tree = [isinstance(field, SlotTrees) for field in fields]
+    formula = _Formula(name, declared, step, reads_params)
     extra_names = _extra_names(step)
-    saved_plans: list[StepPlan] = []
-
-    def record(state: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
-        # If no scalar is a tensor (such as a count), the plan is the same at every call. A compiled graph would guard
-        # on a plan that is saved.
-        may_save = all(is_tree) and not extras and not torch.compiler.is_compiling()
-        if may_save and saved_plans:
-            return saved_plans[0]
-        plan = record_step(name, declared, step, state, is_tree, bool(reads_params), extras)
-        if may_save and not plan.may_vary:
-            saved_plans.append(plan)
-        return plan
-
-    def init(params: PyTree) -> PyTree:
-        return tree.unflatten(tree.flatten(declared)[1], [field.init(params) for field in fields])
 
     def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        *,
-        donate: Donation = NOTHING,
-        **extras: Any,
+        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
+        return formula.run(updates, state, params, donate, {})
+
+    def update_with_extras(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
+    ) -> tuple[PyTree, PyTree]:
+        return formula.run(updates, state, params, donate, {extra: extras[extra] for extra in extra_names})
+
+    if not extra_names:
+        return formula.init, update
+    if not torch.compiler.is_compiling():  # the signature was read when the transform was created
+        update_with_extras.__signature__ = _with_extras(inspect.signature(update), extra_names)
+    return formula.init, update_with_extras
+
+
+def _with_extras(signature: inspect.Signature, extra_names: Sequence[str]) -> inspect.Signature:
+    """Return the signature of an update with further keyword-only arguments."""
+    extras = [inspect.Parameter(extra, inspect.Parameter.KEYWORD_ONLY) for extra in extra_names]
+    return signature.replace(parameters=[*signature.parameters.values(), *extras])
+
+
+class _Formula:
+    """A step and its declared state, which runs the step on the lists of all leaves."""
+
+    def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
+        self._name = name
+        self._declared = declared
+        self._step = step
+        self._reads_params = reads_params
+        self._saved_plan: StepPlan | None = None
+        self._fields: list[SlotTrees | SharedNumber] = []
+        for field, role in zip(tree.leaves(declared), tree.names(declared), strict=True):
+            self._fields.append(SlotTrees(field, role) if isinstance(field, Slot) else SharedNumber(field))
+        self._is_tree = [isinstance(field, SlotTrees) for field in self._fields]
+
+    def init(self, params: PyTree) -> PyTree:
+        """Return the initial state."""
+        return tree.unflatten(tree.flatten(self._declared)[1], [field.init(params) for field in self._fields])
+
+    def run(
+        self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
+        """Return the new updates and the new state."""
         present = Present(updates)
-        containers = tree.flatten(declared)[1]  # it has another type under torch.compile, so it is not saved
+        containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
         old_fields = tree.subtrees(containers, state)
-        operands = [present.pick(updates)]
-        may_write = [donate.updates]
-        operand_of_field: list[int] = []
-        for field, old_field in zip(fields, old_fields, strict=True):
-            if isinstance(field, SharedNumber):
-                operand_of_field.append(-1)  # no operand
-                continue
-            operand_of_field.append(len(operands))
-            operands.append(field.read(present, old_field))
-            may_write.append(donate.state or field.reads_copies)
-        if reads_params:
-            params = params_for(name, params)
-            operands.append(present.pick(apply_updates(params, updates) if reads_params == "updated" else params))
-            may_write.append(False)
+        values = Values(present)
+        values.add_operand(present.pick(updates), may_write=donate.updates)
+        for field, old_field in zip(self._fields, old_fields, strict=True):
+            if isinstance(field, SlotTrees):
+                may_write = donate.state or field.reads_copies
+                values.add_operand(field.read(present, old_field), may_write=may_write)
+        if self._reads_params:
+            params = params_for(self._name, params)
+            if self._reads_params == "updated":
+                params = apply_updates(params, updates)
+            values.add_operand(present.pick(params), may_write=False)
+        if "sum_over_leaves" in extras:
+            extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
 
-        values = Values(operands, may_write)
-        step_extras = {extra: extras[extra] for extra in extra_names}
-        if "sum_over_leaves" in step_extras:
-            step_extras["sum_over_leaves"] = values.sum_with(step_extras["sum_over_leaves"], present)
-        recorded = record(old_fields, step_extras)
+        recorded = self._record(old_fields, extras)
         values.run(recorded.plan, overwrite=True)
+        returned = recorded.unchanged_operands()
+        new_fields = self._write_state(values, recorded, old_fields, returned, donate)
+        if recorded.update != 0:
+            values.check(recorded, recorded.update, 0, f"{self._name}: the step returns an update")
+            new_updates = values.take(recorded.update, returned, spare=0)
+            updates = present.fill(ew.cast_like(new_updates, values.operands[0]))
+        return updates, tree.unflatten(containers, new_fields)
 
-        # An operand that is returned in its own place keeps its storage, which no other output may have.
-        returned = [0] if recorded.update == 0 else []
-        for output, source in zip(recorded.state, operand_of_field, strict=True):
-            if isinstance(output, int) and output == source:
-                returned.append(output)
+    def _record(self, state: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
+        # If no scalar is a tensor (such as a count), the plan is the same at every call. A compiled graph would guard
+        # on a plan that is saved.
+        may_save = all(self._is_tree) and not extras and not torch.compiler.is_compiling()
+        if may_save and self._saved_plan is not None:
+            return self._saved_plan
+        plan = record_step(
+            self._name, self._declared, self._step, state, self._is_tree, bool(self._reads_params), extras
+        )
+        if may_save and not plan.may_vary:
+            self._saved_plan = plan
+        return plan
+
+    def _write_state(
+        self, values: Values, recorded: StepPlan, old_fields: list[PyTree], returned: list[int], donate: Donation
+    ) -> list[PyTree]:
+        """Return the new value of each field, and add the numbers of their values to ``returned``."""
         new_fields: list[PyTree] = []
-        for field, old_field, output, source in zip(fields, old_fields, recorded.state, operand_of_field, strict=True):
+        source = 0  # the operand that the field replaces; the first one is the update
+        for field, old_field, output in zip(self._fields, old_fields, recorded.state, strict=True):
             if isinstance(field, SharedNumber):
                 new_fields.append(field.write(cast("Tensor", output), old_field))
                 continue
             assert isinstance(output, int)
+            source += 1
             if output == source:
                 new_fields.append(old_field)
                 continue
-            old_tensors = operands[source]
-            values.check(output, old_tensors, recorded.unsure, present, f"{name}: the step returns a state")
+            values.check(recorded, output, source, f"{self._name}: the step returns a state")
             new_tensors = values.take(output, returned)
+            old_tensors = values.operands[source]
             reuse = donate.state and values.was_cast[source]
-            new_fields.append(field.write(present, new_tensors, old_tensors, old_field, reuse=reuse))
+            new_fields.append(field.write(values.present, new_tensors, old_tensors, old_field, reuse=reuse))
             returned.append(output)
-        if recorded.update != 0:
-            values.check(recorded.update, operands[0], recorded.unsure, present, f"{name}: the step returns an update")
-            new_updates = values.take(recorded.update, returned, spare=0)
-            updates = present.fill(ew.cast_like(new_updates, operands[0]))
-        return updates, tree.unflatten(containers, new_fields)
-
-    if not torch.compiler.is_compiling():
-        # The extra arguments of the step become arguments of `update`, whose signature lists what it accepts.
-        update.__signature__ = _with_extras(inspect.signature(update), extra_names)
-    return init, update
-
-
-def _with_extras(signature: inspect.Signature, extra_names: Sequence[str]) -> inspect.Signature:
-    """Return the signature with these keyword-only arguments in place of ``**extras``."""
-    *parameters, _ = signature.parameters.values()
-    extras = [inspect.Parameter(extra, inspect.Parameter.KEYWORD_ONLY) for extra in extra_names]
-    return signature.replace(parameters=[*parameters, *extras])
+        return new_fields
 
 
 def params_for(name: str, params: PyTree) -> PyTree:
@@ -448,28 +467,36 @@ def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.d
 class Values:
     """The values of a `leafwise` step by their numbers in a `Plan`, each as a list with one tensor for each leaf."""
 
-    def __init__(self, operands: list[list[Tensor]], may_write: list[bool]) -> None:
-        self._operands = operands
-        self._dtypes = _compute_dtypes(operands)
+    def __init__(self, present: Present) -> None:
+        self.present = present
+        """The leaves that have a gradient."""
+        self.operands: list[list[Tensor]] = []
+        self.was_cast: list[bool] = []
+        """For each operand, whether converting its dtype made copies of all its tensors."""
         self._lists: dict[int, list[Tensor]] = {}
         """The values that have been computed, and the operands that have been converted to the compute dtype."""
-        self._may_write = dict(enumerate(may_write))
+        self._may_write: dict[int, bool] = {}
         self._remaining_uses: dict[int, int] = {}
         """For each value, how many operations and outputs still read it."""
-        self.was_cast = [False] * len(operands)
-        """For each operand, whether converting its dtype made copies of all its tensors."""
+        self._dtypes: torch.dtype | list[torch.dtype] | None = None
+
+    def add_operand(self, tensors: list[Tensor], *, may_write: bool) -> None:
+        """Add an operand of the step, whose number is the number of operands before it."""
+        self._may_write[len(self.operands)] = may_write
+        self.operands.append(tensors)
+        self.was_cast.append(False)
 
     def run(self, plan: Plan, *, overwrite: bool) -> None:
         """Compute all values of a plan that are not computed yet. ``overwrite`` reuses storage after its last use."""
         self._remaining_uses = dict(enumerate(plan.uses))
         scalars = [scalar for _, operation in plan.operations for scalar in operation.scalars]
-        with ew.unrecorded(*self._operands, scalars):
+        with ew.unrecorded(*self.operands, scalars):
             for index, operation in plan.operations:
                 if index not in self._lists:
                     self._lists[index] = self._compute(operation, overwrite=overwrite)
                     self._may_write[index] = operation.overwrites is not None
 
-    def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor], present: Present) -> Callable[[Leaf], Tensor]:
+    def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
         """Return the function ``sum_over_leaves`` for a step, which it calls with a `Leaf` instead of a tree."""
 
         def sum_of(leaf: Leaf) -> Tensor:
@@ -482,15 +509,18 @@ class Values:
                     "leaves: reduce it first, as in sum_over_leaves((u * u).sum())"
                 )
             self.run(Plan.of(leaf.record, [leaf]), overwrite=False)  # the rest of the step may read every value
-            return sum_over_leaves(present.fill(self.read(leaf.index)))
+            return sum_over_leaves(self.present.fill(self.read(leaf.index)))
 
         return sum_of
 
     def read(self, index: int) -> list[Tensor]:
         """Return the value of number ``index``, a list with one tensor for each leaf, in the compute dtype."""
         if index not in self._lists:
-            operand = self._operands[index]
-            values = self._lists[index] = ew.cast(operand, self._dtypes)
+            if self._dtypes is None:
+                self._dtypes = _compute_dtypes(self.operands)
+            operand = self.operands[index]
+            values = ew.cast(operand, self._dtypes)
+            self._lists[index] = values
             self.was_cast[index] = all(map(is_not, values, operand))
             self._may_write[index] = self._may_write[index] or self.was_cast[index]
         return self._lists[index]
@@ -516,25 +546,23 @@ class Values:
         """Count one use of each of these values, and forget results that nothing reads any more."""
         for index in operands:
             self._remaining_uses[index] -= 1
-            if not self._remaining_uses[index] and index >= len(self._operands):
+            if not self._remaining_uses[index] and index >= len(self.operands):
                 del self._lists[index]
 
-    def check(
-        self, index: int, like: Sequence[Tensor], unsure: frozenset[int], present: Present, beginning: str
-    ) -> None:
-        """Raise an error with this beginning if a value is complex or has other shapes than ``like``."""
-        if index not in unsure:
+    def check(self, recorded: StepPlan, index: int, operand: int, beginning: str) -> None:
+        """Raise an error with this beginning if a value is complex or has other shapes than an operand."""
+        if index not in recorded.unsure:
             return
-        for position, (value, expected) in enumerate(zip(self.read(index), like, strict=True)):
+        for position, (value, expected) in enumerate(zip(self.read(index), self.operands[operand], strict=True)):
             if value.is_complex():
                 raise TypeError(
-                    f"{beginning} of {value.dtype} for {present.names()[position]!r}, expected real numbers; take "
-                    "torch.abs or torch.real first"
+                    f"{beginning} of {value.dtype} for {self.present.names()[position]!r}, expected real numbers; "
+                    "take torch.abs or torch.real first"
                 )
             if value.shape != expected.shape:
                 raise ValueError(
-                    f"{beginning} of shape {tuple(value.shape)} for {present.names()[position]!r}, expected its shape "
-                    f"{tuple(expected.shape)}: use muonfx.transform if intermediate results change shapes"
+                    f"{beginning} of shape {tuple(value.shape)} for {self.present.names()[position]!r}, expected its "
+                    f"shape {tuple(expected.shape)}: use muonfx.transform if intermediate results change shapes"
                 )
 
     def take(self, index: int, returned: Sequence[int], spare: int | None = None) -> list[Tensor]:
