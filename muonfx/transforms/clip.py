@@ -94,14 +94,16 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
-        at = Present(updates)
-        leaves = at.pick(updates)
+        present = Present(updates)
+        leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
         norm = norm_over_leaves(updates, sum_over_leaves)
         exceeds = norm > max_norm
         factor = torch.where(exceeds, ew.scalar_like(max_norm, norm) / torch.where(exceeds, norm, 1.0), 1.0)
         factor = torch.where(norm.isnan(), norm, factor)
-        return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
+        # Not `leafwise`: a single product is rounded once in any dtype, so all updates need no copies in fp32.
+        clipped = ew.mul(leaves, factor, reuse=donate.updates)
+        return present.fill(ew.cast_like(clipped, leaves)), state
 
     return no_state, update
 
