@@ -219,8 +219,8 @@ def leafwise(
     Args:
         constructor: the decorated function. It validates its arguments, and its name becomes the transform's name.
         locality: how much of a leaf an element of the result depends on: `Locality.ELEMENT` is the same element of the
-            operands, and `Locality.LEAF` the whole leaf. A quantized dtype raises ELEMENT to LEAF, and
-            ``sum_over_leaves`` raises it to TREE.
+            operands, and `Locality.LEAF` the whole leaf. A quantized dtype raises ELEMENT to LEAF. With
+            ``sum_over_leaves``, the locality is TREE; the step runs on shards, so the rest of it must be ELEMENT.
         reads_params: whether the step receives the parameter: a bool, or a function of the constructor's arguments.
             "updated" passes the parameter after this update has been applied. ``Slot(start="params")`` requires True
             or "updated".
@@ -235,8 +235,9 @@ def leafwise(
         each operation on all leaves in one call. They work with ``torch.func``, ``torch.compile`` and ``donate=True``.
 
     Raises:
-        TypeError: the constructor does not return a state and a step as described; at `update`, the step returns its
-            state in other containers.
+        TypeError: the constructor does not return a state and a step as described, or a step with
+            ``sum_over_leaves`` has another locality than ELEMENT; at `update`, the step returns its state in other
+            containers.
         ValueError: at `update`, ``params`` is missing although the step reads the parameters.
 
     Example:
@@ -288,11 +289,17 @@ def leafwise(
 
         def find_locality(*args: object, **kwargs: object) -> Locality:
             state, step = declared(*args, **kwargs)
-            if "sum_over_leaves" in _extra_names(step):
-                return Locality.TREE
             dtypes = [slot.dtype for slot in tree.leaves(state) if isinstance(slot, Slot)]
             is_quantized = any(isinstance(dtype, QuantizedDtype) for dtype in dtypes)
-            return max(locality, Locality.LEAF) if is_quantized else locality  # the elements of a block share a scale
+            of_formula = max(locality, Locality.LEAF) if is_quantized else locality  # a block shares a scale
+            if "sum_over_leaves" not in _extra_names(step):
+                return of_formula
+            if of_formula is not Locality.ELEMENT:
+                raise TypeError(
+                    f"{name}: found the locality {of_formula.name} and a step with sum_over_leaves, which runs on "
+                    "shards, expected ELEMENT: leave out quantized dtypes, or use muonfx.transform"
+                )
+            return Locality.TREE
 
         decorator = transform(
             locality=find_locality,

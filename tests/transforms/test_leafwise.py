@@ -202,6 +202,14 @@ def test_a_sum_of_values_with_the_shapes_of_leaves_is_an_error():
         tx.update(GRADS, ())
 
 
+@pytest.mark.parametrize(
+    ("options", "slot"), [({"locality": mfx.Locality.LEAF}, mfx.Slot()), ({}, mfx.Slot(mfx.int8()))]
+)
+def test_a_sum_over_leaves_needs_a_formula_of_elements(options: Any, slot: mfx.Slot):
+    with pytest.raises(TypeError, match="bad: found the locality LEAF and a step with sum_over_leaves"):
+        made(lambda u, s, *, sum_over_leaves: (u, s), (slot,), **options)
+
+
 def test_a_step_names_its_extra_arguments():
     tx = made(lambda u, s, *, value: (u * value, (torch.maximum(s[0], value),)), (mfx.Number(1),))
     updates, state = tx.update(GRADS, tx.init(GRADS), value=torch.tensor(2.0))
