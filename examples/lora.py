@@ -7,7 +7,7 @@ learning rates below.
 
 `mfx.default_labels` sends the factors to AdamW. Muon gives the update of a weight matrix equal singular values, but
 the weight here is the product B A, whose update is dB A + B dA. The factors can still be orthogonalized separately,
-both or only B (`mfx.contrib.muon_lora`); `make_optimizer` has the three choices.
+both or only B (`mfx.contrib.lora_labels`); `make_optimizer` has the three choices.
 """
 
 from __future__ import annotations
@@ -70,7 +70,13 @@ def make_optimizer(name: str, rate: float, steps: int) -> mfx.Transform:
     if name == "Muon":
         return mfx.muon(schedule, orthogonalize=fp32)
     if name == "Muon on B":
-        return mfx.contrib.muon_lora(schedule, orthogonalize=fp32)
+        return mfx.muon_with_adamw(
+            schedule,
+            orthogonalize=fp32,
+            weight_decay=0.0,
+            adamw_weight_decay=0.0,
+            labels=mfx.contrib.lora_labels,
+        )
     return mfx.adamw(schedule, b2=0.95, weight_decay=0.0)
 
 

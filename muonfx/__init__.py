@@ -43,7 +43,7 @@ from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
 from muonfx.select import Labels, MatrixView, default_labels, describe, labels
 from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
-    AttentionHeads, Leaf, MatrixSlot, Metric, ShapeRule, Slot, StateAndStep, StepCount, accumulate,
+    AttentionHeads, Leaf, MatrixSlot, Metric, Number, ShapeRule, Slot, StateAndStep, StepCount, accumulate,
     add_decayed_weights, attention, cautious, clip_by_block_rms, clip_by_global_norm, clip_by_value, ema_params,
     leafwise, master_params, matrixwise, metrics, momentum, monitor, normalize_neurons, orthogonalize, qk_clip, scale,
     scale_by_adam, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape, scale_by_sign, skip_nonfinite,
@@ -79,7 +79,7 @@ __all__ = [
     "Donation", "Locality", "Transform", "add_updates", "apply_updates", "chain", "identity", "masked", "partition",
     "set_to_zero", "spec", "stateless", "transform",
     # transforms that work leaf by leaf
-    "Leaf", "Slot", "StepCount", "MatrixSlot", "leafwise", "matrixwise",
+    "Leaf", "Slot", "StepCount", "Number", "MatrixSlot", "leafwise", "matrixwise",
     # transforms
     "AttentionHeads", "MatrixView", "accumulate", "add_decayed_weights", "cautious", "clip_by_block_rms",
     "clip_by_global_norm", "clip_by_value", "ema_params", "master_params", "metrics", "momentum", "monitor",

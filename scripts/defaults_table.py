@@ -44,7 +44,7 @@ ROWS: list[tuple[str, Place, Place, Place]] = [
     ("its AdamW, weight decay", (contrib.muon, "adam_weight_decay"), None, (mfx.muon_with_adamw, "adamw_weight_decay")),
     ("its AdamW, second decay", (contrib.muon, "adam_b2"), None, (mfx.muon_with_adamw, "adam")),
     ("its AdamW, Nesterov", (contrib.muon, "nesterov"), None, (mfx.muon_with_adamw, "adam")),
-    ("Prodigy, weight decay", (contrib.prodigy, "weight_decay"), None, (mfx.contrib.prodigy, "weight_decay")),
+    ("Prodigy, weight decay", (contrib.prodigy, "weight_decay"), None, (mfx.contrib.scale_by_prodigy, "weight_decay")),
 ]
 
 

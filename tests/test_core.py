@@ -432,7 +432,7 @@ def test_the_optimizer_adds_the_views_of_the_routing_to_those_of_its_part() -> N
 
 
 @pytest.mark.parametrize("part", ["keller", {"steps": 3}, mfx.orthogonalize, None])
-@pytest.mark.parametrize("make", [mfx.muon, mfx.normuon, mfx.muon_with_adamw, mfx.contrib.scion, mfx.contrib.namo])
+@pytest.mark.parametrize("make", [mfx.muon, mfx.normuon, mfx.muon_with_adamw, mfx.contrib.scion])
 def test_a_part_that_is_no_transform_is_refused_by_name(make: Callable[..., Any], part: Any) -> None:
     with pytest.raises(TypeError, match=r"^orthogonalize must be a muonfx.Transform, found"):
         make(0.1, orthogonalize=part)

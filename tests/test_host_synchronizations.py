@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonfx as mfx
 from muonfx import recipes
-from muonfx.contrib import recipes as contrib_recipes
+from tests import variants
 
 aten = torch.ops.aten
 # Operators whose result has a size or a value that the host must know.
@@ -34,9 +34,10 @@ LABELLED: dict[str, Callable[[Any], mfx.Transform]] = {
     "muon_with_adamw": lambda rate: mfx.muon_with_adamw(rate, labels=LABELS),
     "muonclip": lambda rate: mfx.muonclip(HEADS, rate, labels=LABELS),
     "scion": lambda rate: mfx.contrib.scion(rate, labels=LABELS),
-    "muon_lora": lambda rate: mfx.contrib.muon_lora(rate, labels=LABELS),
 }
-SIMPLE = sorted({*recipes.__all__, *contrib_recipes.__all__} - set(LABELLED))
+SIMPLE = {name: getattr(mfx, name) for name in recipes.__all__ if name not in LABELLED}
+SIMPLE |= {make.__name__: make for make in variants.SIMPLE}
+SIMPLE["prodigy"] = lambda rate: variants.prodigy(learning_rate=rate)
 RATES = {"a number": 0.01, "a schedule": mfx.warmup_cosine_decay_schedule(0.01, 2, 10)}
 
 
@@ -62,8 +63,7 @@ def built(name: str, rate: Any) -> tuple[mfx.Transform, dict[str, tuple[int, ...
     """A recipe with a learning rate, and shapes of parameters that it accepts."""
     if name in LABELLED:
         return LABELLED[name](rate), MATRICES | OTHERS
-    make = getattr(mfx if name in recipes.__all__ else mfx.contrib, name)
-    return make(rate), MATRICES
+    return SIMPLE[name](rate), MATRICES
 
 
 @pytest.mark.parametrize("rate", RATES)

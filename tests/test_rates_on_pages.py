@@ -30,7 +30,6 @@ RATE_ARGUMENTS = {
     mfx.muonclip: TWO_RATES,
     mfx.muon: ("learning_rate", ""),
     mfx.normuon: ("learning_rate", ""),
-    mfx.contrib.adamuon: ("learning_rate", ""),
 }
 """Functions whose updates have the size of AdamW's: their arguments for the rates of matrices and of the rest."""
 

@@ -2,7 +2,7 @@
 
 In docs/api/*.md, a block::
 
-    ```{api} muonfx.recipes muonfx.contrib.recipes
+    ```{api} muonfx.recipes muonfx.contrib.scion
     ```
 
 is replaced by all public names that these modules define; ``{api} muonfx.recipes | adamw lion`` for two of them.

@@ -1,10 +1,9 @@
-"""Variants of Muon, their parts, and further transforms from Optax; imported on first use.
+"""Parts of Muon's variants, and further transforms from Optax; imported on first use.
 
-`recipes` contains complete optimizers: Scion, Dion, Dion2, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball, Muon for LoRA,
-Prodigy, Shampoo and SOAP. Each other module contains one family of transforms.
+Each module contains one family of transforms. The page "Variants of Muon" shows the chains that are made of them.
+`scion` and `lora_labels` choose transforms for each kind of parameter.
 """
 
-from muonfx.contrib import recipes
 from muonfx.contrib.adafactor import FactoredRmsState, scale_by_factored_rms
 from muonfx.contrib.dion import DionState, scale_by_dion
 from muonfx.contrib.dion2 import Dion2State, scale_by_dion2
@@ -24,8 +23,8 @@ from muonfx.contrib.norms import (
 )
 from muonfx.contrib.plateau import ReduceOnPlateauState, reduce_on_plateau
 from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
-from muonfx.contrib.recipes import *  # noqa: F403 - a recipe has the name of a module that it replaces here
 from muonfx.contrib.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
+from muonfx.contrib.scion import scion
 from muonfx.contrib.shampoo import ShampooState, scale_by_shampoo
 from muonfx.contrib.sharpness import sam, sam_gradient
 from muonfx.contrib.soap import SoapState, scale_by_soap
@@ -37,10 +36,9 @@ __all__ = [
     "floor_by_weight_norms", "keep_weight_norms", "lora_labels", "match_weight_norms", "normalize_columns",
     "normalize_leaves", "normalize_matrices", "normalize_rows", "radial_brake", "reduce_on_plateau", "sam",
     "sam_gradient", "scale_by_dion", "scale_by_dion2", "scale_by_dual_norm", "scale_by_factored_rms", "scale_by_namo",
-    "scale_by_prodigy", "scale_by_shampoo", "scale_by_soap", "schedule_free", "schedule_free_eval_params",
+    "scale_by_prodigy", "scale_by_shampoo", "scale_by_soap", "schedule_free", "schedule_free_eval_params", "scion",
 ]
 # fmt: on
-__all__ += recipes.__all__
 
 
 def __dir__() -> list[str]:

@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.leafwise import WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
-
-__all__ = ["FactoredRmsState", "scale_by_factored_rms"]
 
 
 class FactoredRmsState(NamedTuple):
@@ -83,39 +82,53 @@ def scale_by_factored_rms(
 
     def shapes_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of ``v_row``, ``v_col`` and ``v`` in the state of a parameter of this shape."""
-        found = dims_of(shape)
-        return ((0,), (0,), shape) if found is None else (_without(shape, found[1]), _without(shape, found[0]), (0,))
+        dims = dims_of(shape)
+        if dims is None:
+            return (0,), (0,), shape
+        second, largest = dims
+        return _without(shape, largest), _without(shape, second), (0,)
 
     def init(params: PyTree) -> FactoredRmsState:
-        at = Present(params)
-        leaves = [(leaf, state_dtype(dtype, leaf.dtype), shapes_of(tuple(leaf.shape))) for leaf in at.pick(params)]
-        trees = [at.fill([leaf.new_zeros(shapes[k], dtype=own) for leaf, own, shapes in leaves]) for k in range(3)]
-        return FactoredRmsState(ew.new_count(device_of(params)), *trees)
+        def zeros(field: int) -> PyTree:
+            return tree.map(lambda p: p.new_zeros(shapes_of(tuple(p.shape))[field], dtype=dtype_of(p)), params)
 
-    def step(leaf: Tensor, row: Tensor, col: Tensor, whole: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
-        wide = ew.wide_dtype(leaf.dtype, whole.dtype)
-        u, decay = leaf.to(wide).contiguous(), decay.to(wide)  # strides would change the rounding of the means
-        square = u.square() + ew.scalar_like(eps, u)  # a 0-d leaf would be promoted to the dtype of a tensor eps
-        found = dims_of(tuple(leaf.shape))
-        if found is None:
-            moment = decay * whole.to(wide) + (1.0 - decay) * square
-            return (u * moment.rsqrt()).to(leaf.dtype), row.clone(), col.clone(), moment.to(whole.dtype)
-        second, largest = found
-        by_row = decay * row.to(wide) + (1.0 - decay) * square.mean(largest)
-        by_col = decay * col.to(wide) + (1.0 - decay) * square.mean(second)
-        mean = by_row.mean(second - (second > largest), keepdim=True)
-        out = u * (by_row / mean).rsqrt().unsqueeze(largest) * by_col.rsqrt().unsqueeze(second)
-        return out.to(leaf.dtype), by_row.to(row.dtype), by_col.to(col.dtype), whole.clone()
+        return FactoredRmsState(ew.new_count(device_of(params)), zeros(0), zeros(1), zeros(2))
+
+    def dtype_of(param: Tensor) -> torch.dtype:
+        return state_dtype(dtype, param.dtype)
+
+    def step(decay: Tensor, leaf: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return the update of one leaf and its new ``v_row``, ``v_col`` and ``v``."""
+        wide = ew.wide_dtype(leaf.dtype, v.dtype)
+        beta = decay.to(wide)
+        g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
+        square = g.square() + ew.scalar_like(eps, g)  # a 0-d leaf would be promoted to the dtype of a tensor eps
+        dims = dims_of(tuple(leaf.shape))
+        if dims is None:
+            new_v = beta * v.to(wide) + (1.0 - beta) * square
+            u = g * new_v.rsqrt()
+            return u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype)
+        second, largest = dims
+        r = beta * v_row.to(wide) + (1.0 - beta) * square.mean(largest)
+        c = beta * v_col.to(wide) + (1.0 - beta) * square.mean(second)
+        r_mean = r.mean(second - (second > largest), keepdim=True)  # `r` does not have the largest dim
+        u = g * (r / r_mean).rsqrt().unsqueeze(largest) * c.rsqrt().unsqueeze(second)
+        return u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone()
 
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        held = (state.v_row, state.v_col, state.v)
+        present = Present(updates)
         count = state.count + 1
         decay = 1.0 - torch.pow(ew.new_number(count, count.device), -decay_rate)
-        operands = zip(at.pick(updates), *[at.pick(own) for own in held], strict=True)
-        done = [step(u, row, col, whole, decay) for u, row, col, whole in operands]
-        out, *trees = [at.fill([own[k] for own in done], old) for k, old in enumerate((None, *held))]
-        return out, FactoredRmsState(count, *trees)
+        operands = [present.pick(values) for values in (updates, state.v_row, state.v_col, state.v)]
+        results = [step(decay, *tensors) for tensors in zip(*operands, strict=True)]
+
+        def filled(index: int, old: PyTree) -> PyTree:
+            return present.fill([result[index] for result in results], old)
+
+        v_row = filled(1, state.v_row)
+        v_col = filled(2, state.v_col)
+        v = filled(3, state.v)
+        return filled(0, None), FactoredRmsState(count, v_row, v_col, v)
 
     return init, update
 

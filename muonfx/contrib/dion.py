@@ -17,8 +17,6 @@ from muonfx.transforms.matrixwise import MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["DionState", "scale_by_dion"]
-
 
 class DionState(NamedTuple):
     """State of the transform `scale_by_dion`: a sum of gradients, and the matrix $Q$ of the last update $P Q^T$."""
@@ -75,17 +73,19 @@ def scale_by_dion(
         return (noise * 2 - 1).reshape(columns, short).expand(*batch, columns, short).clone()
 
     def step(u: Tensor, s: DionState) -> tuple[Tensor, DionState]:
-        total = s.trace + u
+        m = s.trace + u
         # Scale by an exact power of two, so that no product overflows or underflows.
-        power = unit_power(total)
-        small = total * power
-        left, _ = torch.linalg.qr(product(small, s.basis))
-        right = product(small.mT, left)
-        lengths = ew.safe_sqrt(right.square().sum(-2, keepdim=True))
+        power = unit_power(m)
+        small_m = m * power
+        p, _ = torch.linalg.qr(product(small_m, s.basis))
+        r = product(small_m.mT, p)
+
+        lengths = ew.safe_sqrt(r.square().sum(-2, keepdim=True))
         is_zero = lengths == 0
-        unit = torch.where(is_zero, 0.0, right / torch.where(is_zero, 1.0, lengths))
-        trace = total - (1.0 - decay) * ((left @ right.mT) / power)
+        q = torch.where(is_zero, 0.0, r / torch.where(is_zero, 1.0, lengths))
+
+        new_m = m - (1.0 - decay) * ((p @ r.mT) / power)
         # NaN stays visible in the update of its matrix. As in any running average, the matrix's state remains NaN.
-        return left @ unit.mT, DionState(trace, torch.where(is_zero, s.basis, unit))
+        return p @ q.mT, DionState(new_m, torch.where(is_zero, s.basis, q))
 
     return DionState(Slot(dtype), MatrixSlot(first_basis, dtype)), step

@@ -17,8 +17,6 @@ from muonfx.transforms.leafwise import Slot, WideStateDtype
 from muonfx.transforms.matrixwise import MatrixCost, matrixwise
 from muonfx.tree import PyTree
 
-__all__ = ["Dion2State", "scale_by_dion2"]
-
 
 class Dion2State(NamedTuple):
     """State of the transform `scale_by_dion2`: the momentum, a sum of gradients."""
@@ -29,13 +27,14 @@ class Dion2State(NamedTuple):
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
     """Return a function from the shape of a matrix to the work of orthogonalizing its selected rows or columns."""
-    given = tx.arguments
+    shrink = tx.arguments["shrink"]
+    coefficients = tx.arguments["coefficients"]
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
         short, long = sorted((rows, columns))
-        chosen = torch.float64 if dtype == torch.float64 else compute
-        shape = (_number(short, given["shrink"]), long)
-        return newton_schulz_cost(shape, device, dtype=chosen, coefficients=given["coefficients"]).load
+        selected_shape = (_number(short, shrink), long)
+        compute_dtype = torch.float64 if dtype == torch.float64 else compute
+        return newton_schulz_cost(selected_shape, device, dtype=compute_dtype, coefficients=coefficients).load
 
     return cost
 
@@ -99,20 +98,22 @@ def scale_by_dion2(
     polar.explain((0, 0), coefficients=coefficients)  # raises if they are malformed
 
     def step(u: Tensor, s: Dion2State) -> tuple[Tensor, Dion2State]:
-        total = s.trace + u
-        rows, columns = total.shape[-2:]
+        m = s.trace + u
+        rows, columns = m.shape[-2:]
         side = -2 if rows <= columns else -1
-        chosen = _largest(total, side, _number(total.shape[side], shrink))
-        selected = total.take_along_dim(chosen, side)
+        indices = _largest(m, side, _number(m.shape[side], shrink))
+        selected = m.take_along_dim(indices, side)
         direction = polar.orthogonalize(selected, coefficients=coefficients)
-        where = chosen.expand_as(selected)
-        trace = total.scatter(side, where, decay * selected)
-        return torch.zeros_like(total).scatter(side, where, direction), Dion2State(trace)
+
+        element_indices = indices.expand_as(selected)
+        new_m = m.scatter(side, element_indices, decay * selected)
+        return torch.zeros_like(m).scatter(side, element_indices, direction), Dion2State(new_m)
 
     return Dion2State(Slot(dtype)), step
 
 
 def _number(side: int, shrink: int) -> int:
+    """Return the number of selected rows: ``side / shrink``, rounded up."""
     return (side + shrink - 1) // shrink
 
 

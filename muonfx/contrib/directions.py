@@ -21,8 +21,6 @@ from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = ["NamoState", "scale_by_dual_norm", "scale_by_namo"]
-
 
 class NamoState(NamedTuple):
     """State of the transform `scale_by_namo`: a step count, running averages, and the state of the inner transform."""
@@ -102,46 +100,54 @@ def scale_by_namo(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
         matrices = Matrices(view, updates)
-        at, grads, old = matrices.at, matrices.leaves, matrices.at.pick(state.mu)
-        wide, held = ew.widest(grads, old)
-        average = ew.lerp(held, wide, 1.0 - b1)
-        mu = at.fill(ew.store(average, old, reuse=False), state.mu)
+        present = matrices.at
+        gradients = matrices.leaves
+        old_m = present.pick(state.mu)
+        wide_gradients, wide_m = ew.widest(gradients, old_m)
+        m = ew.lerp(wide_m, wide_gradients, 1.0 - b1)
+        mu = present.fill(ew.store(m, old_m, reuse=False), state.mu)
 
         count = state.count + 1
         correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
-        size = ew.by_stacks(functools.partial(_size, b2=b2, eps=eps, correction=correction), 2)
-        old_nu = moments.read(state.nu, matrices)
-        new, alphas = matrices.map(size, matrices.of_leaves, matrices.split(average), old_nu)
-        nu = moments.write(new, state.nu, matrices)
+        factors_of_stack = ew.by_stacks(functools.partial(_factors, b2=b2, eps=eps, correction=correction), 2)
+        old_v = moments.read(state.nu, matrices)
+        v, alphas = matrices.map(factors_of_stack, matrices.of_leaves, matrices.split(m), old_v)
+        nu = moments.write(v, state.nu, matrices)
 
         # The average may share storage with the state, so it is not donated.
-        directions = at.fill(ew.cast_like(average, grads))
-        out, inner_state = inner.run(directions, state.inner, params, donate=Donation(False, donate.state), **extras)
-        for (name, own), update in zip(tree.named_leaves(out), tree.leaves(updates), strict=True):
-            if own is not None and update is None:
-                raise ValueError(
-                    f"scale_by_namo: the inner transform returned an update for {name!r}, expected None as its "
-                    "gradient is None: accumulate outside, accumulate(scale_by_namo(...), every)"
-                )
-        multiply = ew.by_stacks(lambda x, alpha: (x * alpha).to(x.dtype))
-        (scaled,) = matrices.map(multiply, matrices.split(at.pick(out)), alphas)
+        averages = present.fill(ew.cast_like(m, gradients))
+        directions, inner_state = inner.run(
+            averages, state.inner, params, donate=Donation(False, donate.state), **extras
+        )
+        _require_no_further_updates(directions, updates)
+        multiply = ew.by_stacks(lambda direction, alpha: (direction * alpha).to(direction.dtype))
+        (scaled,) = matrices.map(multiply, matrices.split(present.pick(directions)), alphas)
         return matrices.fill(scaled), NamoState(count, mu, nu, inner_state)
 
     return init, update
 
 
-def _size(
-    gradient: Tensor, average: Tensor, moment: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the new running average of each matrix's squared gradient norm, and the factor for its update."""
-    wide = ew.wide_dtype(gradient.dtype, moment.dtype)
-    old, square = moment.to(wide), norm(gradient).to(wide).square()
-    new = old + (1.0 - b2) * (square.clamp(max=torch.finfo(moment.dtype).max) - old)
-    divisor = ew.safe_sqrt(new) + eps
+def _require_no_further_updates(directions: PyTree, updates: PyTree) -> None:
+    """Raise an error if the inner transform has an update for a leaf without a gradient."""
+    for (name, direction), update in zip(tree.named_leaves(directions), tree.leaves(updates), strict=True):
+        if direction is not None and update is None:
+            raise ValueError(
+                f"scale_by_namo: the inner transform returned an update for {name!r}, expected None as its "
+                "gradient is None: accumulate outside, accumulate(scale_by_namo(...), every)"
+            )
+
+
+def _factors(g: Tensor, m: Tensor, old_v: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor) -> tuple[Tensor, ...]:
+    """Return the new average ``v`` of each matrix's squared gradient norm, and the factor ``alpha`` of its update."""
+    wide = ew.wide_dtype(g.dtype, old_v.dtype)
+    wide_v = old_v.to(wide)
+    square = norm(g).to(wide).square().clamp(max=torch.finfo(old_v.dtype).max)
+    v = wide_v + (1.0 - b2) * (square - wide_v)
+    divisor = ew.safe_sqrt(v) + eps
     # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
     is_unused = divisor == 0
-    alpha = torch.where(is_unused, 0.0, norm(average).to(wide) / torch.where(is_unused, 1.0, divisor))
-    return new.to(moment.dtype), alpha * correction.to(wide)
+    ratio = torch.where(is_unused, 0.0, norm(m).to(wide) / torch.where(is_unused, 1.0, divisor))
+    return v.to(old_v.dtype), ratio * correction.to(wide)
 
 
 @transform(
@@ -180,11 +186,12 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         # The gradient is needed after the inner transform, so it is not donated.
-        out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
-        matrices = Matrices(view, out)
+        directions, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
+        matrices = Matrices(view, directions)
         # An accumulating inner transform may update a leaf without a gradient, which counts as zero.
-        pairs = zip(matrices.leaves, matrices.at.pick(updates), strict=True)
-        gradients = [torch.zeros_like(u) if g is None else g for u, g in pairs]
+        gradients: list[Tensor] = []
+        for direction, gradient in zip(matrices.leaves, matrices.at.pick(updates), strict=True):
+            gradients.append(torch.zeros_like(direction) if gradient is None else gradient)
         multiply = ew.by_stacks(_scale_by_inner_product)
         (scaled,) = matrices.map(multiply, matrices.of_leaves, matrices.split(gradients))
         return matrices.fill(scaled), state

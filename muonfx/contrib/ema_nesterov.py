@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx.core import Donation, Locality, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms.leafwise import WideStateDtype, zeros
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.transforms.leafwise import Leaf, Number, Slot, WideStateDtype, leafwise
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
-
-__all__ = ["EmaNesterovState", "ema_nesterov"]
 
 
 class EmaNesterovState(NamedTuple):
@@ -25,7 +22,7 @@ class EmaNesterovState(NamedTuple):
     """The average motion $m$ of the iterates: a tree like the parameters."""
 
 
-@transform(locality=Locality.ELEMENT, reads_params=False, position="last")
+@leafwise(position="last")
 def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0.5, *, dtype: WideStateDtype = "auto"):
     r"""Move the parameters ahead in the direction of their average motion; the next gradient is computed there.
 
@@ -59,18 +56,11 @@ def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0
     lookahead = checks.at_least("lookahead", lookahead, 0.0)
     checks.state_dtype("dtype", dtype)
 
-    def init(params: PyTree) -> EmaNesterovState:
-        return EmaNesterovState(ew.new_number(0.0, device_of(params)), zeros(params, dtype))
+    def step(u: Leaf, s: EmaNesterovState):
+        motion = u.add(s.average, alpha=s.lookahead)  # theta_t+1 - theta_t, since y_t = theta_t + beta_t m_t
+        average = s.average.lerp(motion, 1.0 - decay)
+        new_lookahead = ew.new_number(lookahead, s.lookahead.device)
+        return u.add(average, alpha=new_lookahead), EmaNesterovState(new_lookahead, average)
 
-    def update(updates: PyTree, state: EmaNesterovState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        given, held = at.pick(updates), at.pick(state.average)
-        u, average = ew.widest(given, held)
-        motion = ew.add(u, average, state.lookahead)
-        average = ew.lerp(average, motion, 1.0 - decay)
-        ahead = ew.new_number(lookahead, state.lookahead.device)
-        out = ew.cast_like(ew.add(u, average, ahead), given)
-        new = at.fill(ew.store(average, held, reuse=donate.state), state.average)
-        return at.fill(out), EmaNesterovState(ahead, new)
-
-    return init, update
+    number: Any = Number()
+    return EmaNesterovState(number, Slot(dtype)), step

@@ -1,23 +1,16 @@
-"""Muon for LoRA: the factor B of each adapter is updated by Muon, the factor A by Adam."""
+"""Labels for LoRA, with which Muon updates the factor B of each adapter and Adam the factor A."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 from torch import nn
 
-from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
-from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.recipes import ByRole, muon_with_adamw
 from muonfx.select import Labels, ParamInfo, default_labels_by_name
 from muonfx.select.params import Params, read_params
-from muonfx.tree.arguments import plain_arguments
 from muonfx.tree.display import format_list
-
-__all__ = ["lora_labels", "muon_lora"]
 
 
 def lora_labels(model_or_params: Params) -> Labels:
@@ -27,6 +20,12 @@ def lora_labels(model_or_params: Params) -> Labels:
     (diffusers). A factor of rank 1 is a vector and remains with AdamW. So do ``lora_A`` and peft's factors for an
     embedding, ``lora_embedding_A`` and ``lora_embedding_B``, of which A starts at zero. Frozen parameters of a model
     have the label None.
+
+    LoRA adds the product B A to a frozen weight, and the update of the product is dB A + B dA. B (out, r) starts at
+    zero and A (r, in) is random, so at first A has no gradient and the update is dB A. The few long rows of A are
+    nearly orthogonal, so orthogonalizing dB gives the product an update with nearly equal singular values, as Muon
+    does for a whole weight. This does not hold for A: the singular values of B dA depend on B, which are small and
+    unequal.
 
     Args:
         model_or_params: a model, named tensors, or any pytree of tensors, as for `muonfx.default_labels`.
@@ -42,9 +41,19 @@ def lora_labels(model_or_params: Params) -> Labels:
         UserWarning: tensors were given without a model, so it is unknown which are frozen, and a weight that is not a
             factor has the label "muon".
 
-    >>> import torch
-    >>> lora_labels({"q.lora_A.weight": torch.zeros(2, 8), "q.lora_B.weight": torch.zeros(8, 2)})
+    Follows a proposal for OneTrainer (https://github.com/Nerogar/OneTrainer/pull/1314), which was closed; it reports
+    noise with Muon on A, without measurements. In ``examples/lora.py``, a small model, these labels do not help: the
+    final loss is 1.790, with AdamW 1.782 and with Muon on both factors 1.780. Related methods that are not implemented
+    here: LoRA-Muon (arXiv 2606.12921), which orthogonalizes both factors after whitening by the other factor, and
+    orthonormal columns of B (arXiv 2508.17901).
+
+    >>> import muonfx as mfx
+    >>> params = {"q.lora_A.weight": torch.zeros(2, 8), "q.lora_B.weight": torch.zeros(8, 2)}
+    >>> lora_labels(params)
     Labels({'q.lora_A.weight': 'adamw', 'q.lora_B.weight': 'muon'})
+    >>> tx = mfx.muon_with_adamw(1e-2, weight_decay=0.0, adamw_weight_decay=0.0, labels=lora_labels(params))
+    >>> {label: list(state)[0] for label, state in tx.init(params).items()}
+    {'adamw': 'scale_by_adam', 'muon': 'momentum'}
     """
     routes = dict(default_labels_by_name(model_or_params).routes)
     for info in read_params(model_or_params)[0]:
@@ -63,54 +72,3 @@ def _is_b(info: ParamInfo) -> bool:
     parts = info.name.lower().split(".")
     is_named = not {"lora_b", "lora_up"}.isdisjoint(parts) or ("lora", "up") in pairwise(parts)
     return is_named and info.ndim > 1 and min(info.shape[0], prod(info.shape[1:])) > 1
-
-
-@plain_arguments
-def muon_lora(
-    learning_rate: ScalarOrSchedule = 1e-2,
-    adamw_learning_rate: ByRole | None = None,
-    *,
-    weight_decay: ScalarOrSchedule = 0.0,
-    adamw_weight_decay: ByRole = 0.0,
-    labels: Any = lora_labels,
-    **options: Any,
-) -> Transform:
-    """Muon for the factors B of LoRA, and Adam for the factors A and all other parameters.
-
-    LoRA adds the product B A to a frozen weight, and the update of the product is dB A + B dA. B (out, r) starts at
-    zero and A (r, in) is random, so at first A has no gradient and the update is dB A. The few long rows of A are
-    nearly orthogonal, so orthogonalizing dB gives the product an update with nearly equal singular values, as Muon
-    does for a whole weight. This does not hold for A: the singular values of B dA depend on B, which are small and
-    unequal.
-
-    Args:
-        learning_rate: Muon's learning rate, a number or a schedule.
-        adamw_learning_rate: the learning rate of A, as in `muonfx.muon_with_adamw`. None uses Muon's.
-        weight_decay: decoupled weight decay of the Muon parameters.
-        adamw_weight_decay: decoupled weight decay of the other parameters, as in `muonfx.muon_with_adamw`.
-        labels: as in `muonfx.muon_with_adamw`. For a model with frozen weights, give ``lora_labels(model)``. The
-            default `lora_labels` receives tensors, and cannot see which of them are frozen.
-        options: further arguments of `muonfx.muon_with_adamw`.
-
-    Raises:
-        ValueError: as in `muonfx.muon_with_adamw`.
-
-    Follows a proposal for OneTrainer (https://github.com/Nerogar/OneTrainer/pull/1314), which was closed; it reports
-    noise with Muon on A, without measurements. In ``examples/lora.py``, a small model, this recipe does not help: its
-    final loss is 1.790, with AdamW 1.782 and with Muon on both factors 1.780. Related methods that are not implemented
-    here: LoRA-Muon (arXiv 2606.12921), which orthogonalizes both factors after whitening by the other factor, and
-    orthonormal columns of B (arXiv 2508.17901).
-
-    >>> import torch
-    >>> params = {"q.lora_A.weight": torch.ones(2, 8), "q.lora_B.weight": torch.zeros(8, 2)}
-    >>> {label: list(state)[0] for label, state in muon_lora(0.01).init(params).items()}
-    {'adamw': 'scale_by_adam', 'muon': 'momentum'}
-    """
-    return muon_with_adamw(
-        learning_rate,
-        adamw_learning_rate,
-        weight_decay=weight_decay,
-        adamw_weight_decay=adamw_weight_decay,
-        labels=labels,
-        **options,
-    )

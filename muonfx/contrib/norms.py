@@ -17,19 +17,6 @@ from muonfx.transforms.scale import of_leaves
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = [
-    "WeightNormsState",
-    "floor_by_weight_norms",
-    "keep_weight_norms",
-    "match_weight_norms",
-    "norm",
-    "normalize_columns",
-    "normalize_leaves",
-    "normalize_matrices",
-    "normalize_rows",
-    "radial_brake",
-]
-
 
 @matrixwise(position="sets_size")
 def normalize_rows(*, view: MatrixView = MatrixView()):
@@ -203,10 +190,9 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
     """
 
     def step(u: Tensor, s: WeightNormsState, p: Tensor):
-        moved = p + u
-        found, target = norm(moved), s.radius
-        fixed = (found == 0) | (target == 0)
-        return torch.where(fixed, u, moved * (target / torch.where(fixed, 1.0, found)) - p), s
+        r = s.radius
+        moved_norm = norm(p + u)
+        return _with_norm(u, p, moved_norm, r, is_free=(moved_norm == 0) | (r == 0)), s
 
     return WeightNormsState(MatrixSlot(norm, dtype)), step
 
@@ -240,9 +226,10 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
     floor = checks.at_least("floor", floor, 0.0)
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
-        least, found = floor * norm(p), norm(u)
-        is_small = (found > 0) & (found < least)
-        return torch.where(is_small, u * (least / torch.where(is_small, found, 1.0)), u), s
+        u_norm = norm(u)
+        least_norm = floor * norm(p)
+        is_small = (u_norm > 0) & (u_norm < least_norm)
+        return torch.where(is_small, u * (least_norm / torch.where(is_small, u_norm, 1.0)), u), s
 
     return EmptyState(), step
 
@@ -279,14 +266,19 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
     inward = checks.at_least("inward", inward, 0.0)
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
-        moved = p + u
-        before, after = norm(p), norm(moved)
-        kept = torch.where(after > before, ew.scalar_like(outward, after), ew.scalar_like(inward, after))
-        target = before + (after - before) * kept
-        fixed = (before == 0) | (after == 0)
-        return torch.where(fixed, u, moved * (target / torch.where(fixed, 1.0, after)) - p), s
+        old_norm = norm(p)
+        new_norm = norm(p + u)
+        fraction = torch.where(new_norm > old_norm, ew.scalar_like(outward, new_norm), ew.scalar_like(inward, new_norm))
+        r = old_norm + (new_norm - old_norm) * fraction
+        return _with_norm(u, p, new_norm, r, is_free=(old_norm == 0) | (new_norm == 0)), s
 
     return EmptyState(), step
+
+
+def _with_norm(u: Tensor, p: Tensor, moved_norm: Tensor, r: Tensor, *, is_free: Tensor) -> Tensor:
+    """Return ``r (p + u) / moved_norm - p``, the update after which the weight has the norm ``r``; ``u`` if free."""
+    moved = p + u
+    return torch.where(is_free, u, moved * (r / torch.where(is_free, 1.0, moved_norm)) - p)
 
 
 def norm(matrix: Tensor) -> Tensor:

@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.core import Donation, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.transforms.leafwise import Leaf, Number, StepCount, leafwise
 from muonfx.tree import elementwise as ew
-
-__all__ = ["ReduceOnPlateauState", "reduce_on_plateau"]
 
 
 class ReduceOnPlateauState(NamedTuple):
@@ -43,7 +40,7 @@ def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
         )
 
 
-@transform(locality=Locality.ELEMENT, reads_params=False, check_extras=_check_extras)
+@leafwise(check_extras=_check_extras)
 def reduce_on_plateau(
     factor: ScalarOrSchedule = 0.1,
     patience: int = 10,
@@ -92,35 +89,25 @@ def reduce_on_plateau(
     if not isinstance(rtol, Tensor) and not isinstance(atol, Tensor) and rtol == atol == 0.0:
         raise ValueError("one of rtol and atol must be above 0, found 0.0 for both")
 
-    def init(params: PyTree) -> ReduceOnPlateauState:
-        device = device_of(params)
-        scale, best = ew.new_number(1.0, device), ew.new_number(float("inf"), device)
-        return ReduceOnPlateauState(scale, best, ew.new_count(device), ew.new_count(device))
+    def step(u: Leaf, s: ReduceOnPlateauState, *, value: float | Tensor):
+        loss = ew.new_number(_as_scalar(value), s.scale.device)
 
-    def update(
-        updates: PyTree,
-        state: ReduceOnPlateauState,
-        params: PyTree = None,
-        *,
-        value: float | Tensor,
-        donate: Donation = NOTHING,
-    ):
-        loss = value.detach().reshape(()) if isinstance(value, Tensor) else value
-        state = _next(state, ew.new_number(loss, state.scale.device))
-        at = Present(updates)
-        leaves = at.pick(updates)
-        return at.fill(ew.cast_like(ew.mul(leaves, state.scale, reuse=donate.updates), leaves)), state
+        improves = loss < (1.0 - rtol) * s.best_value - atol
+        best_value = torch.where(improves, loss, s.best_value)
+        count = torch.where(improves, 0, s.plateau_count + 1)
 
-    def _next(old: ReduceOnPlateauState, value: Tensor) -> ReduceOnPlateauState:
-        improves = value < (1.0 - rtol) * old.best_value - atol
-        waited = torch.where(improves, 0, old.plateau_count + 1)
-        cools = old.cooldown_count > 0
-        reduces = (waited == patience) & ~cools
-        return ReduceOnPlateauState(
-            torch.where(cools, old.scale, torch.where(reduces, old.scale * factor, old.scale).clamp(min=min_scale)),
-            torch.where(improves, value, old.best_value),
-            torch.where(cools | reduces, 0, waited),
-            torch.where(cools, old.cooldown_count - 1, torch.where(reduces, cooldown, 0)),
-        )
+        in_cooldown = s.cooldown_count > 0
+        reduces = (count == patience) & ~in_cooldown
+        reduced_scale = torch.where(reduces, s.scale * factor, s.scale).clamp(min=min_scale)
+        scale = torch.where(in_cooldown, s.scale, reduced_scale)
+        plateau_count = torch.where(in_cooldown | reduces, 0, count)
+        new_cooldown = torch.where(reduces, cooldown, 0)
+        cooldown_count = torch.where(in_cooldown, s.cooldown_count - 1, new_cooldown)
+        return u * scale, ReduceOnPlateauState(scale, best_value, plateau_count, cooldown_count)
 
-    return init, update
+    state: Any = ReduceOnPlateauState
+    return state(Number(1.0), Number(float("inf")), StepCount(), StepCount()), step
+
+
+def _as_scalar(value: float | Tensor) -> float | Tensor:
+    return value.detach().reshape(()) if isinstance(value, Tensor) else value

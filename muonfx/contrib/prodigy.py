@@ -16,8 +16,6 @@ from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
-__all__ = ["ProdigyState", "scale_by_prodigy"]
-
 
 class ProdigyState(NamedTuple):
     """State of `scale_by_prodigy`: Adam's moments, the estimated learning rate, and the values that it depends on."""
@@ -108,46 +106,65 @@ def scale_by_prodigy(
 
     def init(params: PyTree) -> ProdigyState:
         device = device_of(params)
-        numbers = ew.new_count(device), ew.new_number(estim_lr0, device), ew.new_number(0.0, device)
-        first, second, total = (zeros(params, dtype) for _ in range(3))
-        return ProdigyState(*numbers, first, second, total, copies(params, None))
+        return ProdigyState(
+            count=ew.new_count(device),
+            estim_lr=ew.new_number(estim_lr0, device),
+            numerator=ew.new_number(0.0, device),
+            mu=zeros(params, dtype),
+            nu=zeros(params, dtype),
+            grad_sum=zeros(params, dtype),
+            start=copies(params, None),
+        )
 
     def update(
         updates: PyTree, state: ProdigyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         params = params_for("scale_by_prodigy", params)
-        at = Present(updates)
-        given = at.pick(updates)
-        held = [at.pick(own) for own in (state.mu, state.nu, state.grad_sum)]
-        g, p, start, mu, nu, grad_sum = ew.widest(given, at.pick(params), at.pick(state.start), *held)
-
-        count, old = state.count + 1, state.estim_lr
-        decay = ew.new_number(b2, old.device).sqrt()  # Python's power rounds differently than torch's
-        correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
-        step = ew.new_number(old * learning_rate * correction, old.device)
-
-        towards = [_sum(a * (b - c)) for a, b, c in zip(g, start, p, strict=True)]
-        rise = _like(old, sum_over_leaves(at.fill(towards)))
-        numerator = decay * state.numerator + old / estim_lr0 * step * rise
+        present = Present(updates)
+        gradients = present.pick(updates)
+        old_m = present.pick(state.mu)
+        old_v = present.pick(state.nu)
+        old_s = present.pick(state.grad_sum)
+        x_now = present.pick(params)
+        x_start = present.pick(state.start)
+        g, x, x0, m, v, s = ew.widest(gradients, x_now, x_start, old_m, old_v, old_s)
         reuse = donate.state
-        weight = old * (old if safeguard_warmup else step) / estim_lr0
-        grad_sum = ew.add(ew.mul(grad_sum, decay, reuse=reuse), g, weight, reuse=True)
-        mu = ew.add(ew.mul(mu, b1, reuse=reuse), g, (1.0 - b1) * old, reuse=True)
-        nu = ew.addcmul(ew.mul(nu, b2, reuse=reuse), g, g, (1.0 - b2) * old * old, reuse=True)
-        new_sum = at.fill(ew.store(grad_sum, held[2], reuse=reuse), state.grad_sum)
-        # Sum over all leaves, also those without a gradient in this step: they have contributed to the numerator.
-        length = _like(old, sum_over_leaves(tree.map(lambda leaf: _sum(leaf.abs()), new_sum)))
-        estimate = estim_lr_coef * numerator / torch.where(length > 0, length, 1.0)
-        estim_lr = torch.where(length > 0, torch.maximum(old, estimate), old)
 
-        divisors = ew.shift(ew.apply("sqrt", nu), estim_lr * eps, reuse=True)
-        out = ew.div(mu, divisors, reuse=True)
+        count = state.count + 1
+        d = state.estim_lr
+        d0 = estim_lr0
+        sqrt_b2 = ew.new_number(b2, d.device).sqrt()  # Python's power rounds differently than torch's
+        bias_correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
+        step_size = ew.new_number(d * learning_rate * bias_correction, d.device)
+
+        # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>
+        inner_products = [_sum(g_i * (x0_i - x_i)) for g_i, x0_i, x_i in zip(g, x0, x, strict=True)]
+        inner_product = _like(d, sum_over_leaves(present.fill(inner_products)))
+        r = sqrt_b2 * state.numerator + d / d0 * step_size * inner_product
+
+        # s = sqrt(b2) s + d / d0 * step_size * g
+        weight = d * (d if safeguard_warmup else step_size) / d0
+        s = ew.add(ew.mul(s, sqrt_b2, reuse=reuse), g, weight, reuse=True)
+
+        # m = b1 m + (1 - b1) d g,  v = b2 v + (1 - b2) d^2 g^2
+        m = ew.add(ew.mul(m, b1, reuse=reuse), g, (1.0 - b1) * d, reuse=True)
+        v = ew.addcmul(ew.mul(v, b2, reuse=reuse), g, g, (1.0 - b2) * d * d, reuse=True)
+
+        # The norm is over all leaves, also those without a gradient in this step: they have contributed to r.
+        grad_sum = present.fill(ew.store(s, old_s, reuse=reuse), state.grad_sum)
+        s_norm = _like(d, sum_over_leaves(tree.map(lambda leaf: _sum(leaf.abs()), grad_sum)))
+        estimate = estim_lr_coef * r / torch.where(s_norm > 0, s_norm, 1.0)
+        new_d = torch.where(s_norm > 0, torch.maximum(d, estimate), d)
+
+        # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
+        divisors = ew.shift(ew.apply("sqrt", v), new_d * eps, reuse=True)
+        u = ew.div(m, divisors, reuse=True)
         if isinstance(weight_decay, Tensor) or weight_decay != 0.0:
-            out = ew.add(out, p, weight_decay, reuse=True)
-        out = ew.cast_like(ew.mul(out, step, reuse=True), given)
-        new_mu = at.fill(ew.store(mu, held[0], reuse=reuse), state.mu)
-        new_nu = at.fill(ew.store(nu, held[1], reuse=reuse), state.nu)
-        return at.fill(out), ProdigyState(count, estim_lr, numerator, new_mu, new_nu, new_sum, state.start)
+            u = ew.add(u, x, weight_decay, reuse=True)
+        u = ew.cast_like(ew.mul(u, step_size, reuse=True), gradients)
+        mu = present.fill(ew.store(m, old_m, reuse=reuse), state.mu)
+        nu = present.fill(ew.store(v, old_v, reuse=reuse), state.nu)
+        return present.fill(u), ProdigyState(count, new_d, r, mu, nu, grad_sum, state.start)
 
     return init, update
 

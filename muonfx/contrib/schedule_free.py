@@ -19,8 +19,6 @@ from muonfx.transforms.leafwise import WideStateDtype, copies, params_for
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
-__all__ = ["ScheduleFreeState", "schedule_free", "schedule_free_eval_params"]
-
 T = TypeVar("T")
 
 # The function in the union makes `transform` pass a schedule as it is: it is read at the count after the update.
@@ -115,8 +113,14 @@ def schedule_free(
 
     def init(params: PyTree) -> ScheduleFreeState:
         device = device_of(params)
-        numbers = ew.new_number(b1, device), ew.new_number(0.0, device), ew.new_number(0.0, device)
-        return ScheduleFreeState(ew.new_count(device), *numbers, copies(params, dtype), inner.functions.init(params))
+        return ScheduleFreeState(
+            count=ew.new_count(device),
+            b1=ew.new_number(b1, device),
+            max_lr=ew.new_number(0.0, device),
+            weight_sum=ew.new_number(0.0, device),
+            z=copies(params, dtype),
+            inner=inner.functions.init(params),
+        )
 
     def update(
         updates: PyTree,
@@ -127,25 +131,30 @@ def schedule_free(
         **extras: object,
     ):
         params = params_for("schedule_free", params)
-        device, count = state.max_lr.device, state.count + 1
+        device = state.max_lr.device
+        count = state.count + 1
         rate = learning_rate(count) if callable(learning_rate) else learning_rate
         max_lr = torch.maximum(state.max_lr, ew.new_number(rate, device))
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
-        share = torch.where(weight_sum > 0, weight / torch.where(weight_sum > 0, weight_sum, 1.0), 0.0)
-        interpolation = ew.new_number(b1, device)
+        c = torch.where(weight_sum > 0, weight / torch.where(weight_sum > 0, weight_sum, 1.0), 0.0)
+        new_b1 = ew.new_number(b1, device)
 
-        out, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
-        at = Present(out)
-        given, held = at.pick(out), at.pick(state.z)
-        u, z, y = ew.widest(given, held, at.pick(params))
-        x = ew.lerp(z, y, 1.0 / state.b1)
+        inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
+        present = Present(inner_updates)
+        old_u = present.pick(inner_updates)
+        old_z = present.pick(state.z)
+        u, z, y = ew.widest(old_u, old_z, present.pick(params))
+
+        x = ew.lerp(z, y, 1.0 / state.b1)  # the average, from y = (1 - b1) z + b1 x
         z = ew.add(z, u)
-        x = ew.lerp(x, z, share, reuse=True)
-        moved = ew.add(ew.lerp(z, x, interpolation), y, -1.0, reuse=True)
-        new_z = at.fill(ew.store(z, held, reuse=donate.state), state.z)
-        out = at.fill(ew.cast_like(moved, given))
-        return out, ScheduleFreeState(count, interpolation, max_lr, weight_sum, new_z, inner_state)
+        x = ew.lerp(x, z, c, reuse=True)
+        new_y = ew.lerp(z, x, new_b1)
+        moved = ew.add(new_y, y, -1.0, reuse=True)
+
+        new_z = present.fill(ew.store(z, old_z, reuse=donate.state), state.z)
+        new_updates = present.fill(ew.cast_like(moved, old_u))
+        return new_updates, ScheduleFreeState(count, new_b1, max_lr, weight_sum, new_z, inner_state)
 
     return init, update
 
@@ -153,17 +162,17 @@ def schedule_free(
 def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
     """Warn if the inner transform has a momentum, or if none of its learning rates equals ``learning_rate``."""
     rates = [_number_of(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
-    given = _number_of(learning_rate)
-    known = all(isinstance(rate, float | Schedule) for rate in (*rates, given))
-    if rates and known and given not in rates:
+    own_rate = _number_of(learning_rate)
+    are_known = all(isinstance(rate, float | Schedule) for rate in (*rates, own_rate))
+    if rates and are_known and own_rate not in rates:
         warn_caller(
             f"schedule_free: found learning_rate={learning_rate!r}, expected the rate of the inner transform, "
             f"{rates[0]!r}, because it weights the average: give both the same"
         )
     for tx in within(inner):
-        short = tx.declaration.short_names
-        names = short.get("momentum", short.get("betas"))
-        name = names[0] if isinstance(names, tuple) else names
+        short_names = tx.declaration.short_names
+        arguments = short_names.get("momentum", short_names.get("betas"))
+        name = arguments[0] if isinstance(arguments, tuple) else arguments
         value = _number_of(tx.arguments.get(name or "", 0.0))
         if isinstance(value, float | Schedule) and value != 0.0:
             warn_caller(
@@ -206,14 +215,19 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
             "the update of schedule_free, or of a transform around it, returned"
         )
-    found = {name: (z, own.b1) for own in states for name, z in tree.named_leaves(own.z) if z is not None}
+    averaged_leaves: dict[str, tuple[Tensor, Tensor]] = {}
+    for averaging in states:
+        for name, z in tree.named_leaves(averaging.z):
+            if z is not None:
+                averaged_leaves[name] = (z, averaging.b1)
 
     def average(name: str, y: Tensor | None) -> Tensor | None:
-        if y is None or name not in found:
+        if y is None or name not in averaged_leaves:
             return y
-        z, b1 = found[name]
-        ((wide_z,), (wide_y,)) = ew.widest([z], [y])
-        return ew.lerp([wide_z], [wide_y], 1.0 / b1)[0].to(y.dtype)
+        z, b1 = averaged_leaves[name]
+        wide_z, wide_y = ew.widest([z], [y])
+        (x,) = ew.lerp(wide_z, wide_y, 1.0 / b1)
+        return x.to(y.dtype)
 
     averaged = [average(name, y) for name, y in tree.named_leaves(params)]
     return tree.unflatten(tree.flatten(params)[1], averaged)

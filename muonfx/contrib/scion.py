@@ -22,8 +22,6 @@ from muonfx.transforms import (
 )
 from muonfx.tree.arguments import plain_arguments
 
-__all__ = ["scion"]
-
 Norms = Mapping[str, tuple[str, float]]
 
 

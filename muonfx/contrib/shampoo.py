@@ -16,8 +16,6 @@ from muonfx.select import MatrixView
 from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 
-__all__ = ["ShampooState", "scale_by_shampoo"]
-
 _EIGH_PRODUCTS = 12.0
 """The number of products of square matrices that take as long as one eigendecomposition. On a CPU, it is 10 to 14."""
 
@@ -102,14 +100,15 @@ def scale_by_shampoo(
         return matrix.new_zeros((*matrix.shape[:-2], matrix.shape[side], matrix.shape[side]))
 
     def step(u: Tensor, s: ShampooState) -> tuple[Tensor, ShampooState]:
-        u = u.clone(memory_format=torch.contiguous_format)  # products round by the strides and alignment of factors
-        is_due, count = s.count.remainder(refresh) == 0, s.count + 1.0
+        g = u.clone(memory_format=torch.contiguous_format)  # products round by the strides and alignment of factors
+        is_due = s.count.remainder(refresh) == 0
+        count = s.count + 1.0
         correction = 1.0 - torch.pow(b2, count)
-        left = s.left + (1.0 - b2) * (u @ u.mT - s.left)
-        right = s.right + (1.0 - b2) * (u.mT @ u - s.right)
+        left = s.left + (1.0 - b2) * (g @ g.mT - s.left)
+        right = s.right + (1.0 - b2) * (g.mT @ g - s.right)
         left_root = torch.where(is_due, _inverse_root(left, correction, damping), s.left_root)
         right_root = torch.where(is_due, _inverse_root(right, correction, damping), s.right_root)
-        return product(left_root, u) @ right_root, ShampooState(count, left, right, left_root, right_root)
+        return product(left_root, g) @ right_root, ShampooState(count, left, right, left_root, right_root)
 
     slots = [MatrixSlot(functools.partial(square, side=side)) for side in (-2, -1, -2, -1)]
     return ShampooState(MatrixSlot(), *slots), step

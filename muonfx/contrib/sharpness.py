@@ -8,20 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, checks, transform
-from muonfx.core.combine import no_state
-from muonfx.core.contract import NOTHING
+from muonfx.core import EmptyState, Transform, apply_updates, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.clip import Sum, norm_over_leaves
-from muonfx.transforms.leafwise import params_for
-from muonfx.tree import Present, PyTree
+from muonfx.transforms.leafwise import Leaf, leafwise
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_arguments
 
-__all__ = ["sam", "sam_gradient"]
 
-
-@transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")
+@leafwise(reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")
 def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     r"""Replace gradients g by the ascent step of sharpness-aware minimization, $\rho g / \|g\|$.
 
@@ -45,24 +41,20 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     """
     rho = checks.at_least("rho", rho, 0.0)
 
-    def update(
-        updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
-    ):
-        at = Present(updates)
-        given = leaves = at.pick(updates)
-        sizes: list[Tensor] = []
-        if adaptive:
-            params = params_for("sam: adaptive", params)
-            leaves, sizes = ew.widest(given, at.pick(params))
-            leaves = ew.apply("mul", leaves, sizes)
-        norm = norm_over_leaves(at.fill(leaves), sum_over_leaves)  # a collective: also without leaves
-        factor = torch.where(norm == 0, 0.0, ew.scalar_like(rho, norm) / torch.where(norm == 0, 1.0, norm))
-        leaves = ew.mul(leaves, factor, reuse=adaptive or donate.updates)
-        if adaptive:
-            leaves = ew.apply("mul", leaves, sizes, reuse=True)
-        return at.fill(ew.cast_like(leaves, given)), state
+    def step(g: Leaf, s: EmptyState, *, sum_over_leaves: Sum):
+        return g * _quotient(rho, norm_over_leaves(g, sum_over_leaves)), s
 
-    return no_state, update
+    def adaptive_step(g: Leaf, s: EmptyState, p: Leaf, *, sum_over_leaves: Sum):
+        pg = g * p
+        return pg * _quotient(rho, norm_over_leaves(pg, sum_over_leaves)) * p, s
+
+    return EmptyState(), adaptive_step if adaptive else step
+
+
+def _quotient(rho: float | Tensor, norm: Tensor) -> Tensor:
+    """Return ``rho / norm``, or zero for a norm of zero."""
+    is_zero = norm == 0
+    return torch.where(is_zero, 0.0, ew.scalar_like(rho, norm) / torch.where(is_zero, 1.0, norm))
 
 
 @plain_arguments

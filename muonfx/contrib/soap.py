@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from muonfx.transforms.leafwise import Slot
 from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
-
-__all__ = ["SoapState", "scale_by_soap"]
 
 Factors = Literal["shampoo", "kl"]
 """The factors of `scale_by_soap`."""
@@ -53,13 +51,15 @@ class SoapState(NamedTuple):
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
     """Return a function from the shape of a matrix to the operations of its products and QR decompositions."""
-    longest, is_kl = tx.arguments["max_precondition_size"], tx.arguments["factors"] == "kl"
+    longest = tx.arguments["max_precondition_size"]
+    is_kl = tx.arguments["factors"] == "kl"
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
         sides = [side for side in (rows, columns) if side <= longest]
         # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
-        on_both = (4 + is_kl) * sum(side * rows * columns for side in sides)
-        return 2.0 * (on_both + (1 + is_kl + _QR_PRODUCTS) * sum(side**3 for side in sides))
+        rectangular_products = (4 + is_kl) * sum(side * rows * columns for side in sides)
+        square_products = (1 + is_kl + _QR_PRODUCTS) * sum(side**3 for side in sides)
+        return 2.0 * (rectangular_products + square_products)
 
     return cost
 
@@ -155,44 +155,59 @@ def scale_by_soap(
         return zeros + torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
 
     def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
-        is_first, is_due = s.count == 0, s.count.remainder(refresh) == 0
-        steps = s.count.clamp(min=1.0)  # the first gradient is not averaged
+        is_first = s.count == 0
+        is_due = s.count.remainder(refresh) == 0
+        t = s.count.clamp(min=1.0)  # the first gradient is not averaged
+        c1 = 1.0 - torch.pow(b1, t)
+        c2 = 1.0 - torch.pow(b2, t)
         # Products round by the strides and the alignment of their factors, which copies have in common.
-        u, left_basis, right_basis = (
-            x.clone(memory_format=torch.contiguous_format) for x in (u, s.left_basis, s.right_basis)
-        )
-        rotated = _rotate(u, left_basis, right_basis)
-        mu = torch.where(is_first, s.mu, s.mu + (1.0 - b1) * (u - s.mu))
-        nu = torch.where(is_first, s.nu, s.nu + (1.0 - b2) * (rotated.square() - s.nu))
+        g = u.clone(memory_format=torch.contiguous_format)
+        p = s.left_basis.clone(memory_format=torch.contiguous_format)
+        q = s.right_basis.clone(memory_format=torch.contiguous_format)
 
-        c1, c2 = 1.0 - torch.pow(b1, steps), 1.0 - torch.pow(b2, steps)
-        divisor = ew.safe_sqrt(nu / c2) + eps
-        scaled = _rotate(mu, left_basis, right_basis) / torch.where(is_first, 1.0, divisor) / c1
-        out = torch.where(is_first, 0.0, _rotate(scaled, left_basis.mT, right_basis.mT))
+        m = torch.where(is_first, s.mu, s.mu + (1.0 - b1) * (g - s.mu))
+        rotated_g = _rotate(g, p, q)
+        v = torch.where(is_first, s.nu, s.nu + (1.0 - b2) * (rotated_g.square() - s.nu))
+        divisor = torch.where(is_first, 1.0, ew.safe_sqrt(v / c2) + eps)
+        adam = _rotate(m, p, q) / divisor / c1
+        out = torch.where(is_first, 0.0, _rotate(adam, p.mT, q.mT))
 
-        left, right = s.left, s.right
-        by_right, by_left = u, u.mT
+        left = s.left
+        right = s.right
+        g_right = g
+        g_left = g.mT
         if factors == "kl":
-            by_right = _whitened(u, right, right_basis, 1.0 / c2 - 1.0)
-            by_left = _whitened(u.mT, left, left_basis, 1.0 / c2 - 1.0)
+            g_right = _whitened(g, right, q, 1.0 / c2 - 1.0)
+            g_left = _whitened(g.mT, left, p, 1.0 / c2 - 1.0)
         if left.shape[-1]:
-            left = left + (1.0 - b2) * (by_right @ by_right.mT - left)
-            left_basis, order = _refreshed(left, left_basis, is_due, is_first)
-            nu = nu.take_along_dim(order.mT, -2)
+            left = left + (1.0 - b2) * (g_right @ g_right.mT - left)
+            p, order = _refreshed(left, p, is_due, is_first)
+            v = v.take_along_dim(order.mT, -2)
         if right.shape[-1]:
-            right = right + (1.0 - b2) * (by_left @ by_left.mT - right)
-            right_basis, order = _refreshed(right, right_basis, is_due, is_first)
-            nu = nu.take_along_dim(order, -1)
-        return out, SoapState(s.count + 1.0, mu, nu, left, right, left_basis, right_basis)
+            right = right + (1.0 - b2) * (g_left @ g_left.mT - right)
+            q, order = _refreshed(right, q, is_due, is_first)
+            v = v.take_along_dim(order, -1)
+        return out, SoapState(s.count + 1.0, m, v, left, right, p, q)
 
-    slots = [MatrixSlot(lambda m, i=i, of=of: of(m, i)) for of in (square, identity) for i in (-2, -1)]
-    return SoapState(MatrixSlot(), Slot(), Slot(), *slots), step
+    state: Any = SoapState
+    return state(
+        count=MatrixSlot(),
+        mu=Slot(),
+        nu=Slot(),
+        left=MatrixSlot(lambda matrix: square(matrix, -2)),
+        right=MatrixSlot(lambda matrix: square(matrix, -1)),
+        left_basis=MatrixSlot(lambda matrix: identity(matrix, -2)),
+        right_basis=MatrixSlot(lambda matrix: identity(matrix, -1)),
+    ), step
 
 
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return ``left.mT @ x @ right``. An empty ``left`` or ``right`` counts as the identity."""
-    x = product(left.mT, x) if left.shape[-1] else x
-    return x @ right if right.shape[-1] else x
+    if left.shape[-1]:
+        x = product(left.mT, x)
+    if right.shape[-1]:
+        x = x @ right
+    return x
 
 
 def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
@@ -204,7 +219,8 @@ def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tens
     if not factor.shape[-1]:
         return x / size
     eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
-    mean, largest = eigenvalues.mean(-1, keepdim=True), eigenvalues.amax(-1, keepdim=True)
+    mean = eigenvalues.mean(-1, keepdim=True)
+    largest = eigenvalues.amax(-1, keepdim=True)
     rms = norm(x) / (x.shape[-2] ** 0.5 * size)
     damped = torch.where(largest == 0, rms, eigenvalues + missing * mean + _SHIFT * largest)
     return x @ basis / (torch.where(damped <= 0, 1.0, damped).sqrt() * size)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from muonfx import contrib, recipes, select, tree
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
-from muonfx.contrib import recipes as variants
 from muonfx.core import (
     Combinator,
     Donation,
@@ -213,16 +212,12 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
         "b1": st.sampled_from((0.9, 1.0, 0.5)),
         "weight_lr_power": _SHARES,
     },
-    variants.dion: {"rank": _COUNTS},
-    variants.dion2: {"shrink": _COUNTS},
-    variants.shampoo: {"damping": st.sampled_from((1e-4, 1e-2))},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
-    variants.muon_lora: {"labels": _BY_NAME["labels"]},
 }
 """Strategies for arguments that mean something else in one factory, or have other valid values there."""
 
 _EXPORTED: dict[str, Any] = {name: getattr(module, name) for module in (tfs, contrib) for name in module.__all__}
-_RECIPES = {name: getattr(module, name) for module in (recipes, variants) for name in module.__all__}
+_RECIPES = {"scion": contrib.scion, **{name: getattr(recipes, name) for name in recipes.__all__}}
 _FACTORIES: dict[str, Callable[..., Transform]] = {
     **{factory.__name__: factory for factory in (identity, set_to_zero, stateless, masked)},
     **{name: value for name, value in _EXPORTED.items() if hasattr(value, "definition")},

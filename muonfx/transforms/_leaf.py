@@ -18,8 +18,6 @@ from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = ["Leaf", "Operation", "StepPlan", "record_step"]
-
 Operand: TypeAlias = "Leaf | Scalar"
 
 _TRANSFORM = "write the transform with muonfx.transform if its work depends on that"
@@ -39,12 +37,12 @@ class Operation(NamedTuple):
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
-    return lambda x: _each(function, x)
+    return lambda x: record_for_each(function, x)
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
     """Return two methods for a Python operator: the operator itself and its reflected form, such as ``__rpow__``."""
-    return lambda x, y: _each(function, x, y), lambda x, y: _each(function, y, x)
+    return lambda x, y: record_for_each(function, x, y), lambda x, y: record_for_each(function, y, x)
 
 
 def _times(alpha: Scalar, value: Any) -> Any:
@@ -93,7 +91,8 @@ class Leaf:
     __array_ufunc__ = None  # makes numpy scalars defer to the operators of the leaf
 
     def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
-        self._record, self.place = record, len(record)
+        self.record = record
+        self.index = len(record)
         record.append(operation)
 
     @classmethod
@@ -105,14 +104,17 @@ class Leaf:
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
         """Record a call of a torch function on placeholders, such as ``torch.sqrt(x)``; return a placeholder."""
-        name, given = function.__name__, kwargs or {}
-        writes = given.get("out") is not None or given.get("inplace")
+        name = function.__name__
+        options = kwargs or {}
+        writes = options.get("out") is not None or options.get("inplace")
         if not torch.compiler.is_compiling():  # a compiler cannot trace the name
             writes = writes or name in _WRITES or (name.endswith("_") and not name.startswith("__"))
         if writes:
             raise TypeError(f"leafwise: {name} writes in place here; use the form that returns a new tensor")
-        own = getattr(cls, name, None)
-        return own(*args, **given) if own and args and isinstance(args[0], Leaf) else _each(function, *args, **given)
+        method = getattr(cls, name, None)
+        if method is not None and args and isinstance(args[0], Leaf):
+            return method(*args, **options)
+        return record_for_each(function, *args, **options)
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
@@ -121,7 +123,7 @@ class Leaf:
             raise AttributeError(f"leafwise: a step runs for all leaves at once, so a leaf has no {name}; {_TRANSFORM}")
         if name.endswith("_"):
             raise AttributeError(f"leafwise: {name} writes in place; use {name[:-1]}, which reuses storage if it may")
-        return functools.partial(_each, method, self)
+        return functools.partial(record_for_each, method, self)
 
     def add(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
         """Return ``self + alpha * other``, as a placeholder that `leafwise` computes later for every leaf."""
@@ -143,19 +145,19 @@ class Leaf:
         """Return ``self / other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf) and rounding_mode is None:
             return _listed(ew.div, operator.truediv, (self, other), overwrites=1)
-        return _each(torch.div, self, other, rounding_mode=rounding_mode)
+        return record_for_each(torch.div, self, other, rounding_mode=rounding_mode)
 
     def lerp(self, end: Operand, weight: Operand) -> Leaf:
         """Return ``self + weight * (end - self)``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(end, Leaf) and not isinstance(weight, Leaf):
             return _listed(ew.lerp, _lerp, (self, end), (weight,))
-        return _each(torch.lerp, self, end, weight)
+        return record_for_each(torch.lerp, self, end, weight)
 
     def addcmul(self, x: Operand, y: Operand, *, value: Scalar = 1.0) -> Leaf:
         """Return ``self + value * x * y``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(x, Leaf) and isinstance(y, Leaf):
             return _listed(ew.addcmul, _addcmul, (self, x, y), (value,))
-        return _each(torch.addcmul, self, x, y, value=value)
+        return record_for_each(torch.addcmul, self, x, y, value=value)
 
     def sqrt(self) -> Leaf:
         """Return the elementwise square root, as a placeholder that `leafwise` computes later for every leaf."""
@@ -197,17 +199,22 @@ class Leaf:
 
 def _listed(
     function: Callable[..., list[Tensor]],
-    each: Callable[..., Tensor],
+    for_one_leaf: Callable[..., Tensor],
     operands: Sequence[Leaf],
     scalars: Sequence[object] = (),
     overwrites: int = 0,
 ) -> Leaf:
-    """Record one call of ``function`` on lists of all leaves' tensors, or else a call of ``each`` for every leaf."""
-    record, places = operands[0]._record, [operand.place for operand in operands]
-    is_odd = None in [getattr(record[place], "overwrites", 0) for place in places]  # an input has no operation
-    if is_odd or not all(map(_is_number, scalars)):
-        return _each(each, *operands, *scalars)
-    return Leaf(record, Operation(function, places, scalars, overwrites))
+    """Record one call of ``function`` on the lists of all leaves' tensors.
+
+    If an operand may have another shape or dtype than its leaf, or if a scalar is not a real number, a call of
+    ``for_one_leaf`` for every leaf is recorded instead.
+    """
+    record = operands[0].record
+    operations = [record[operand.index] for operand in operands]
+    has_leaf_shapes = all(operation is None or operation.overwrites is not None for operation in operations)
+    if not has_leaf_shapes or not all(map(_is_number, scalars)):
+        return record_for_each(for_one_leaf, *operands, *scalars)
+    return Leaf(record, Operation(function, [operand.index for operand in operands], scalars, overwrites))
 
 
 def _is_number(value: object) -> bool:
@@ -217,19 +224,28 @@ def _is_number(value: object) -> bool:
     return not isinstance(value, complex)
 
 
-def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
-    """Record a torch function that is called once for each leaf, and return a placeholder for the results."""
-    found, treedef = tree.flatten((args, kwargs))
-    is_leaf = [isinstance(x, Leaf) for x in found]  # `call` keeps bools, because leaves would be a reference cycle
-    operands = [x for x in found if isinstance(x, Leaf)]
-    others = [x for x in found if not isinstance(x, Leaf)]
+def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Leaf) -> Leaf:
+    """Record one call of a function on the list of all leaves' tensors, whose results may have any shape and dtype."""
+    return Leaf(operand.record, Operation(function, [operand.index], (), None))
 
-    def call(*given: Any) -> list[Tensor]:
+
+def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
+    """Record a torch function that is called once for each leaf, and return a placeholder for the results."""
+    flat_args, treedef = tree.flatten((args, kwargs))
+    is_operand = [isinstance(x, Leaf) for x in flat_args]  # `call` refers to no leaf, which would be a reference cycle
+    operands = [x for x in flat_args if isinstance(x, Leaf)]
+    constants = [x for x in flat_args if not isinstance(x, Leaf)]
+
+    def call(*lists_and_constants: Any) -> list[Tensor]:
+        lists = lists_and_constants[: len(lists_and_constants) - len(constants)]
+        values = lists_and_constants[len(lists) :]
         results: list[Tensor] = []
-        for tensors in zip(*given[: len(given) - len(others)], strict=True):
-            leaves, rest = iter(tensors), iter(given[len(given) - len(others) :])
-            args, kwargs = tree.unflatten(treedef, [next(leaves if own else rest) for own in is_leaf])
-            result = function(*args, **kwargs)
+        for tensors in zip(*lists, strict=True):
+            next_tensor = iter(tensors)
+            next_value = iter(values)
+            merged = [next(next_tensor if is_tensor else next_value) for is_tensor in is_operand]
+            leaf_args, leaf_kwargs = tree.unflatten(treedef, merged)
+            result = function(*leaf_args, **leaf_kwargs)
             if not isinstance(result, Tensor):
                 raise TypeError(
                     f"leafwise: {function.__name__} of a leaf is {type(result).__name__}, and a step works with "
@@ -238,11 +254,12 @@ def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf
             results.append(result)
         return results
 
-    return Leaf(operands[0]._record, Operation(call, [operand.place for operand in operands], others, None))
+    indices = [operand.index for operand in operands]
+    return Leaf(operands[0].record, Operation(call, indices, constants, None))
 
 
-class StepPlan(NamedTuple):
-    """The recorded operations that compute the update and the new state of a `leafwise` step, in order.
+class Plan(NamedTuple):
+    """The recorded operations that some outputs need, in order.
 
     Every value has a number: first the operands (update, state and parameters), then the result of each operation.
     """
@@ -251,62 +268,92 @@ class StepPlan(NamedTuple):
     """Pairs (number of the result, operation)."""
     uses: list[int]
     """For each value, how many operations and outputs read it. It may be overwritten after the last of them."""
+
+    @classmethod
+    def of(cls, record: Sequence[Operation | None], outputs: Sequence[Leaf]) -> Plan:
+        """Select the operations of a record that the outputs need."""
+        uses = [0] * len(record)
+        for output in outputs:
+            uses[output.index] += 1
+        operations: list[tuple[int, Operation]] = []
+        for index in reversed(range(len(record))):
+            operation = record[index]
+            if operation is not None and uses[index]:
+                operations.append((index, operation))
+                for operand in operation.operands:
+                    uses[operand] += 1
+        operations.reverse()
+        return cls(operations, uses)
+
+
+class StepPlan(NamedTuple):
+    """The recorded operations of a `leafwise` step, and the numbers of the values that it returns."""
+
+    plan: Plan
     update: int
     """The number of the value that is the update."""
     state: list[int | Tensor]
-    """For each field of the new state, the number of its value; for a step count, the new count itself."""
+    """For each field of the new state, the number of its value; for a number that all leaves share, its new tensor."""
     unsure: frozenset[int]
     """The numbers of values that must be checked: they may be complex, or have another shape than their leaf."""
     may_vary: bool
     """True if a scalar is a tensor. Its value may change, so the step is recorded again at the next call."""
+
+    def unchanged_operands(self) -> list[int]:
+        """Return the operands that are returned in their own place. They keep their storage."""
+        operands = [0] if self.update == 0 else []
+        fields = [output for output in self.state if isinstance(output, int)]
+        for operand, output in enumerate(fields, start=1):
+            if output == operand:
+                operands.append(operand)
+        return operands
 
 
 def record_step(
     name: str,
     declared: PyTree,
     step: Callable[..., object],
-    held: Sequence[PyTree],
+    state: Sequence[PyTree],
     is_tree: Sequence[bool],
     reads_params: bool,
+    extras: Mapping[str, object],
 ) -> StepPlan:
-    """Call a `leafwise` step with placeholders, check the form of its result, and return the recorded operations."""
+    """Call a `leafwise` step with placeholders, check the form of its result, and return the recorded operations.
+
+    Args:
+        name: the name of the transform, for errors.
+        declared: the declared state.
+        step: the step.
+        state: the old value of each field of the state.
+        is_tree: for each field, True if it has one tensor for each leaf, and False if it is one number.
+        reads_params: whether the step receives the parameter.
+        extras: the extra arguments of the step.
+    """
     containers = tree.flatten(declared)[1]
     record: list[Operation | None] = []
-    u = Leaf(record)
-    old = [Leaf(record) if stored else own for stored, own in zip(is_tree, held, strict=True)]
+    update = Leaf(record)
+    fields = [Leaf(record) if of_leaves else value for of_leaves, value in zip(is_tree, state, strict=True)]
     params = [Leaf(record)] if reads_params else []
-    returned = step(u, tree.unflatten(containers, old), *params)
+    returned = step(update, tree.unflatten(containers, fields), *params, **extras)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
-    out, state = returned
-    if not isinstance(out, Leaf):
-        raise TypeError(f"{name}: the step returns an update of type {type(out).__name__}, not one made of operands")
+    new_update, new_state = returned
+    if not isinstance(new_update, Leaf):
+        raise TypeError(
+            f"{name}: the step returns an update of type {type(new_update).__name__}, not one made of operands"
+        )
     try:
-        found = tree.subtrees(containers, state)
+        new_fields = tree.subtrees(containers, new_state)
     except ValueError as error:
         raise TypeError(f"{name}: the step returns another state than declared. {error}") from error
-    for place, (stored, own) in enumerate(zip(is_tree, found, strict=True)):
-        if not isinstance(own, Leaf if stored else Tensor):
+    for index, (of_leaves, field) in enumerate(zip(is_tree, new_fields, strict=True)):
+        if not isinstance(field, Leaf if of_leaves else Tensor):
             raise TypeError(
-                f"{name}: the step returns a {type(own).__name__} for {tree.names(declared)[place]!r} of its state, "
-                f"declared as {tree.leaves(declared)[place]!r}"
+                f"{name}: the step returns a {type(field).__name__} for {tree.names(declared)[index]!r} of its state, "
+                f"declared as {tree.leaves(declared)[index]!r}"
             )
-    return _plan(record, out, found)
-
-
-def _plan(record: Sequence[Operation | None], update: Leaf, state: Sequence[Leaf | Tensor]) -> StepPlan:
-    uses = [0] * len(record)
-    for leaf in (update, *state):
-        if isinstance(leaf, Leaf):
-            uses[leaf.place] += 1
-    needed: list[tuple[int, Operation]] = []
-    for place in reversed(range(len(record))):
-        operation = record[place]
-        if operation is not None and uses[place]:
-            needed.append((place, operation))
-            for operand in operation.operands:
-                uses[operand] += 1
-    unsure = frozenset(place for place, operation in needed if operation.overwrites is None)
-    may_vary = any(isinstance(scalar, Tensor) for _, operation in needed for scalar in operation.scalars)
-    fields = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in state]
-    return StepPlan(needed[::-1], uses, update.place, fields, unsure, may_vary)
+    plan = Plan.of(record, [new_update, *[field for field in new_fields if isinstance(field, Leaf)]])
+    unsure = frozenset(index for index, operation in plan.operations if operation.overwrites is None)
+    may_vary = any(isinstance(scalar, Tensor) for _, operation in plan.operations for scalar in operation.scalars)
+    outputs = [field.index if isinstance(field, Leaf) else field for field in new_fields]
+    return StepPlan(plan, new_update.index, outputs, unsure, may_vary)

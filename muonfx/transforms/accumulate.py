@@ -16,8 +16,6 @@ from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.tracing import is_traced, is_wrapped
 
-__all__ = ["AccumulateState", "accumulate"]
-
 
 class AccumulateState(NamedTuple):
     """State of the transform `accumulate`: sums of gradients, counts of micro-batches, and the inner state."""
@@ -102,27 +100,34 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         **extras: object,
     ):
         _check_boundary(boundary)
-        at = Present(updates)
-        grads, old = at.pick(updates), at.pick(state.sums)
-        wide, sums = ew.widest(grads, old)
-        sums = ew.store(ew.add(sums, wide, reuse=donate.state), old, reuse=donate.state)
-        leaves = tree.leaves(updates)
-        present = [leaves[place] is not None for place in _by_path(updates)]
-        seen = state.seen + torch.tensor(present, dtype=torch.int64, device=state.seen.device)
-        gathered = AccumulateState(state.count + 1, seen, at.fill(sums, state.sums), state.inner)
-        due = gathered.count >= every if boundary is None else boundary
-        compiling = torch.compiler.is_compiling()
-        batched = not compiling and isinstance(due, Tensor) and (is_wrapped(due) or is_traced())
-        # Python must know which leaves get an update; a traced call uses the leaves that have a gradient now.
-        places = updates if compiling or batched else _ever_seen(updates, gathered)
-        outcomes = _Outcomes(inner, updates, places, mean, params, extras)
-        if isinstance(due, Tensor) and compiling:
-            return outcomes.cond(due, gathered)
-        if isinstance(due, Tensor) and batched:
-            return outcomes.select(due, gathered)
-        return outcomes.step(gathered, donate) if due else outcomes.wait(gathered)
+        accumulated = _add_gradients(updates, state, donate)
+        is_due = accumulated.count >= every if boundary is None else boundary
+        is_compiling = torch.compiler.is_compiling()
+        is_batched = not is_compiling and isinstance(is_due, Tensor) and (is_wrapped(is_due) or is_traced())
+        # Python must know which leaves get an update; a traced call uses the leaves that have a gradient in this call.
+        updated_leaves = updates if is_compiling or is_batched else _ever_seen(updates, accumulated)
+        outcomes = _Outcomes(inner, updates, updated_leaves, mean, params, extras)
+        if isinstance(is_due, Tensor) and is_compiling:
+            return outcomes.cond(is_due, accumulated)
+        if isinstance(is_due, Tensor) and is_batched:
+            return outcomes.select(is_due, accumulated)
+        if is_due:
+            return outcomes.step(accumulated, donate)
+        return outcomes.wait(accumulated)
 
     return init, update
+
+
+def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) -> AccumulateState:
+    """Return the state with the gradients of one micro-batch added to the sums, and the counts increased."""
+    present = Present(updates)
+    old_sums = present.pick(state.sums)
+    gradients, sums = ew.widest(present.pick(updates), old_sums)
+    sums = ew.store(ew.add(sums, gradients, reuse=donate.state), old_sums, reuse=donate.state)
+    leaves = tree.leaves(updates)
+    has_gradient = [leaves[index] is not None for index in _by_path(updates)]
+    seen = state.seen + torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
+    return AccumulateState(state.count + 1, seen, present.fill(sums, state.sums), state.inner)
 
 
 def _by_path(updates: PyTree) -> list[int]:
@@ -134,15 +139,17 @@ def _by_path(updates: PyTree) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _ever_seen(updates: PyTree, gathered: AccumulateState) -> PyTree:
+def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:
     """Return the gradients, with a tensor for each None whose parameter had a gradient earlier in the group."""
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
         return updates
-    counts = gathered.seen.tolist()  # on the CPU, so tolist() does not sync
-    seen = [count for _, count in sorted(zip(_by_path(updates), counts, strict=True))]
-    sums = tree.leaves(gathered.sums)
-    return tree.unflatten(treedef, [s if u is None and n else u for u, n, s in zip(leaves, seen, sums, strict=True)])
+    sums = tree.leaves(accumulated.sums)
+    counts = accumulated.seen.tolist()  # on the CPU, so tolist() does not sync
+    for index, count in zip(_by_path(updates), counts, strict=True):
+        if leaves[index] is None and count:
+            leaves[index] = sums[index]
+    return tree.unflatten(treedef, leaves)
 
 
 def _scalar_for(number: Tensor, total: Tensor) -> Tensor:
@@ -155,45 +162,62 @@ class _Outcomes(NamedTuple):
 
     inner: Transform
     updates: PyTree
-    places: PyTree
+    updated_leaves: PyTree
     """A tree with some tensor for each leaf that gets an update, and None for every other leaf."""
     mean: bool
     params: PyTree
     extras: dict[str, object]
 
-    def step(self, gathered: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
+    def step(self, accumulated: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
         """Run the inner transform on the accumulated gradients; return its updates and a state with sums of zero."""
-        at = Present(self.places)
-        totals, number = at.pick(gathered.sums), gathered.count.to(torch.float64)
-        combined = [total / _scalar_for(number, total) if self.mean else total.clone() for total in totals]
-        params = self.updates if self.params is None else self.params
-        likes = zip(at.pick(self.updates), at.pick(params), totals, strict=True)
-        dtypes = [next(like.dtype for like in one if like is not None) for one in likes]
+        present = Present(self.updated_leaves)
+        sums = present.pick(accumulated.sums)
+        if self.mean:
+            number = accumulated.count.to(torch.float64)
+            gradients = [total / _scalar_for(number, total) for total in sums]
+        else:
+            gradients = ew.clone(sums)
         out, inner_state = self.inner.run(
-            at.fill(ew.cast(combined, dtypes)),
-            gathered.inner,
+            present.fill(ew.cast(gradients, self._gradient_dtypes(present, sums))),
+            accumulated.inner,
             self.params,
             donate=Donation(self.mean and donate.state, donate.state),
             **self.extras,
         )
-        cleared = at.fill([torch.zeros_like(total) for total in totals], gathered.sums)
         return out, AccumulateState(
-            torch.zeros_like(gathered.count), torch.zeros_like(gathered.seen), cleared, inner_state
+            count=torch.zeros_like(accumulated.count),
+            seen=torch.zeros_like(accumulated.seen),
+            sums=present.fill([torch.zeros_like(total) for total in sums], accumulated.sums),
+            inner=inner_state,
         )
 
-    def wait(self, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
+    def _gradient_dtypes(self, present: Present, sums: list[Tensor]) -> list[torch.dtype]:
+        """Return the dtype of each gradient, or of its parameter or sum if the gradient is None in this call."""
+        params = self.updates if self.params is None else self.params
+        dtypes: list[torch.dtype] = []
+        for update, param, total in zip(present.pick(self.updates), present.pick(params), sums, strict=True):
+            if update is not None:
+                dtypes.append(update.dtype)
+            elif param is not None:
+                dtypes.append(param.dtype)
+            else:
+                dtypes.append(total.dtype)
+        return dtypes
+
+    def wait(self, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
         """Return updates of zero and the state with the accumulated gradients."""
-        return tree.map(torch.zeros_like, self.updates), gathered
+        return tree.map(torch.zeros_like, self.updates), accumulated
 
-    def select(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Compute both results and select one by ``due`` with ``torch.where``; ``vmap`` does so for each state."""
-        stepped, waited = self.step(gathered, NOTHING), self.wait(gathered)
-        return tree.map(lambda a, b: torch.where(due.to(a.device), a, b), stepped, waited)
+    def select(self, is_due: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Compute both results and select one by ``is_due`` with ``torch.where``; ``vmap`` does so for each state."""
+        stepped = self.step(accumulated, NOTHING)
+        waited = self.wait(accumulated)
+        return tree.map(lambda a, b: torch.where(is_due.to(a.device), a, b), stepped, waited)
 
-    def cond(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Choose one of the two results by ``due`` with ``torch.cond``, in a compiled graph."""
-        leaves, treedef = tree.flatten(gathered)
-        shape = tree.flatten(self.wait(gathered))[1]
+    def cond(self, is_due: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Choose one of the two results by ``is_due`` with ``torch.cond``, in a compiled graph."""
+        leaves, treedef = tree.flatten(accumulated)
+        shape = tree.flatten(self.wait(accumulated))[1]
 
         def run(function: Callable[[AccumulateState], PyTree]) -> Callable[..., tuple[Tensor, ...]]:
             def branch(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -202,7 +226,6 @@ class _Outcomes(NamedTuple):
 
             return branch
 
-        present = torch.cond(due, run(lambda g: self.step(g, NOTHING)), run(self.wait), tuple(leaves))
-        found = iter(present)
-        template = tree.leaves((self.updates, gathered))
-        return tree.unflatten(shape, [None if leaf is None else next(found) for leaf in template])
+        results = iter(torch.cond(is_due, run(lambda g: self.step(g, NOTHING)), run(self.wait), tuple(leaves)))
+        template = tree.leaves((self.updates, accumulated))
+        return tree.unflatten(shape, [None if leaf is None else next(results) for leaf in template])

@@ -15,8 +15,6 @@ from muonfx.tree import Present, PyTree, map
 from muonfx.tree import elementwise as ew
 from muonfx.tree.tracing import as_start
 
-__all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
-
 
 class EmaParamsState(NamedTuple):
     """State of the transform `ema_params`: the averaged parameters."""

@@ -12,13 +12,12 @@ from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
+from muonfx.transforms._leaf import Leaf, record_for_each, record_on_list
 from muonfx.transforms.scale import of_leaves, of_lists
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value"]
-
-Sum = Callable[[PyTree], Tensor]
+Sum = Callable[..., Tensor]
 """The type of the argument ``sum_over_leaves`` of `update`: a function that adds up a tree of scalars, on all ranks."""
 
 
@@ -95,36 +94,51 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
-        at = Present(updates)
-        leaves = at.pick(updates)
+        present = Present(updates)
+        leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
         norm = norm_over_leaves(updates, sum_over_leaves)
         exceeds = norm > max_norm
         factor = torch.where(exceeds, ew.scalar_like(max_norm, norm) / torch.where(exceeds, norm, 1.0), 1.0)
         factor = torch.where(norm.isnan(), norm, factor)
-        return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
+        # Not `leafwise`: a single product is rounded once in any dtype, so all updates need no copies in fp32.
+        clipped = ew.mul(leaves, factor, reuse=donate.updates)
+        return present.fill(ew.cast_like(clipped, leaves)), state
 
     return no_state, update
 
 
-def norm_over_leaves(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
-    """Return the 2-norm over all leaves on all ranks, without overflow, in fp64 if the device supports it."""
+def norm_over_leaves(updates: PyTree | Leaf, sum_over_leaves: Sum) -> Tensor:
+    """Return the 2-norm over all leaves on all ranks, without overflow, in fp64 if the device supports it.
 
-    def squares(norms: Tensor) -> Tensor:
-        # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
-        return torch.stack([norms, norms * _small(norms)], dim=-1).square()
-
-    at = Present(updates)
-    norms = ew.norms(at.pick(updates))
-    if len({(norm.device, norm.dtype) for norm in norms}) == 1 and not torch.compiler.is_compiling():
-        squared = list(squares(torch.stack(norms)).unbind())  # three kernel launches in all, not per leaf
+    In the step of a `leafwise` transform, ``updates`` is the placeholder of one leaf.
+    """
+    if isinstance(updates, Leaf):
+        total = sum_over_leaves(record_for_each(_squares, record_on_list(ew.norms, updates)))
     else:
-        squared = list(map(squares, norms))
-    total = sum_over_leaves(at.fill(squared))
+        total = _total_squares(updates, sum_over_leaves)
     if total.ndim == 0:  # there are no leaves
         return total
     plain, scaled = ew.safe_sqrt(total).unbind()
     return torch.where(plain.isfinite(), plain, scaled / _small(total))
+
+
+def _total_squares(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
+    """Return the sum of the `_squares` of all leaves on all ranks."""
+    present = Present(updates)
+    norms = ew.norms(present.pick(updates))
+    kinds = {(norm.device, norm.dtype) for norm in norms}
+    if len(kinds) == 1 and not torch.compiler.is_compiling():
+        squares = list(_squares(torch.stack(norms)).unbind())  # three kernel launches in all, not per leaf
+    else:
+        squares = [_squares(norm) for norm in norms]
+    return sum_over_leaves(present.fill(squares))
+
+
+def _squares(norms: Tensor) -> Tensor:
+    """Return the squares of norms, and of small multiples of them, as pairs in a new last dim."""
+    # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
+    return torch.stack([norms, norms * _small(norms)], dim=-1).square()
 
 
 def _small(like: Tensor) -> float:

@@ -20,15 +20,13 @@ from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["add_decayed_weights", "cautious", "subtract_decayed_weights"]
-
 
 def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     mask = tx.arguments["mask"]
     if mask is None:
         return tx
-    chosen = resolve_mask(f"{tx.name}: mask", mask)(params)
-    return tx.replace(mask=dict(zip(tree.names(params), chosen, strict=True)))
+    does_decay = resolve_mask(f"{tx.name}: mask", mask)(params)
+    return tx.replace(mask=dict(zip(tree.names(params), does_decay, strict=True)))
 
 
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
@@ -55,22 +53,27 @@ def _functions(
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
-        pairs = enumerate(zip(leaves, decays(params), strict=True))
-        places = [place for place, (leaf, use) in pairs if use and leaf is not None]
-        held = tree.leaves(params)
-        chosen, weights = [leaves[place] for place in places], [held[place] for place in places]
-        weights = ew.cast_like(weights, chosen)
+        indices: list[int] = []
+        for index, (leaf, does_decay) in enumerate(zip(leaves, decays(params), strict=True)):
+            if does_decay and leaf is not None:
+                indices.append(index)
+        all_weights = tree.leaves(params)
+        u = [leaves[index] for index in indices]
+        w = ew.cast_like([all_weights[index] for index in indices], u)
         if caution:
-            # Compare signs: the product of the values may underflow to zero.
-            weights = [
-                torch.where(u.sign() * w.sign() * sign >= 0, w, 0.0) for u, w in zip(chosen, weights, strict=True)
-            ]
-        added = ew.cast_like(ew.add(chosen, weights, sign * weight_decay, reuse=donate.updates), chosen)
-        for place, new in zip(places, added, strict=True):
-            leaves[place] = new
+            w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
+        decayed = ew.cast_like(ew.add(u, w, sign * weight_decay, reuse=donate.updates), u)
+        for index, leaf in zip(indices, decayed, strict=True):
+            leaves[index] = leaf
         return tree.unflatten(treedef, leaves), state
 
     return init, update
+
+
+def _where_decay_agrees(update: Tensor, weight: Tensor, sign: float) -> Tensor:
+    """Return the weight, but zero where its decay opposes the update."""
+    # Compare signs: the product of the values may underflow to zero.
+    return torch.where(update.sign() * weight.sign() * sign >= 0, weight, 0.0)
 
 
 @transform(

@@ -5,11 +5,15 @@ operations on it. The call is repeated at each update only if the step reads ten
 contains the recorded operations that the update and the new state need. `Values` runs each of them once, on the lists
 of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every value, so that `Values` overwrites only
 storage that is donated or no longer needed.
+
+A step that calls ``sum_over_leaves`` needs the sum while it is recorded. The operations that the sum needs run then,
+without overwriting anything, and the rest of the step uses their results.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
@@ -23,14 +27,11 @@ from muonfx.compact import QuantizedDtype
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Position
-from muonfx.transforms._leaf import Leaf, Operation, StepPlan, record_step
+from muonfx.transforms._leaf import Leaf, Operation, Plan, StepPlan, record_step
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 from muonfx.tree.tracing import as_start
-
-__all__ = ["Leaf", "Slot", "SlotTrees", "StateAndStep", "StateDtype", "StepCount", "WideStateDtype", "copies"]
-__all__ += ["leafwise", "params_for", "state_and_step", "state_dtype", "zeros"]
 
 P = ParamSpec("P")
 ReadsParams = bool | Literal["updated"]
@@ -45,11 +46,13 @@ StateDtype = WideStateDtype | QuantizedDtype
 """The storage dtype of a state: a `WideStateDtype`, or a quantized dtype such as `int8`."""
 
 
-def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a state is stored, for the option ``pinned`` and a parameter of dtype ``own``."""
+def state_dtype(pinned: WideStateDtype, param_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a state is stored, for the option ``pinned`` and a parameter of this dtype."""
     if pinned is None:
-        return own
-    return ew.wide_dtype(own) if isinstance(pinned, str) else pinned
+        return param_dtype
+    if isinstance(pinned, str):
+        return ew.wide_dtype(param_dtype)
+    return pinned
 
 
 def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
@@ -105,6 +108,23 @@ class StepCount:
     """
 
 
+@dataclass(frozen=True)
+class Number:
+    """Declares a number as a part of a `leafwise` transform's state: a 0-d tensor that all leaves share.
+
+    It is stored in fp64 if the device supports it. The step receives it as a tensor and returns a 0-d tensor.
+
+    Args:
+        start: the value at `init`.
+
+    >>> import muonfx as mfx
+    >>> mfx.contrib.ema_nesterov().init({"w": torch.zeros(2)}).lookahead
+    tensor(0., dtype=torch.float64)
+    """
+
+    start: float | Tensor = 0.0
+
+
 class SlotTrees:
     """Creates, reads and writes the state tree that a `Slot` declares: one tensor for each parameter."""
 
@@ -121,15 +141,35 @@ class SlotTrees:
         dtype = cast("WideStateDtype", self._slot.dtype)
         return zeros(params, dtype) if is_zero else copies(params, dtype)
 
-    def read(self, at: Present, held: PyTree) -> list[Tensor]:
-        """Return the state tensors in the tree ``held`` that belong to the leaves ``at`` (leaves that are not None)."""
-        return at.pick(held) if self._holder is None else self._holder.read(at, held)
+    def read(self, present: Present, state: PyTree) -> list[Tensor]:
+        """Return the tensors of a state tree that belong to the leaves ``present`` (leaves that are not None)."""
+        return present.pick(state) if self._holder is None else self._holder.read(present, state)
 
-    def write(self, at: Present, values: list[Tensor], old: list[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
-        """Return the state tree ``held`` with new values at the leaves ``at``; if ``reuse``, stored in ``old``."""
+    def write(self, present: Present, values: list[Tensor], old: list[Tensor], state: PyTree, *, reuse: bool) -> PyTree:
+        """Return a state tree with new values at the leaves ``present``; if ``reuse``, stored in ``old``."""
         if self._holder is not None:
-            return self._holder.write(at, values, held)
-        return at.fill(ew.store(values, old, reuse=reuse), held)
+            return self._holder.write(present, values, state)
+        return present.fill(ew.store(values, old, reuse=reuse), state)
+
+
+class SharedNumber:
+    """Creates and writes the state of a `Number` or of a `StepCount`: one 0-d tensor for all leaves."""
+
+    def __init__(self, declared: Number | StepCount) -> None:
+        self._declared = declared
+
+    def init(self, params: PyTree) -> Tensor:
+        """Return the initial tensor."""
+        device = device_of(params)
+        if isinstance(self._declared, StepCount):
+            return ew.new_count(device)
+        return ew.new_number(self._declared.start, device)
+
+    def write(self, new: Tensor, old: Tensor) -> Tensor:
+        """Return the tensor that is stored for the result of the step. It is not a tensor of the caller."""
+        if new is old or isinstance(self._declared, StepCount):
+            return new
+        return ew.new_number(new, old.device)
 
 
 @overload
@@ -140,9 +180,10 @@ def leafwise(constructor: Callable[P, StateAndStep], /) -> Callable[P, Transform
 def leafwise(
     *,
     locality: Locality = Locality.ELEMENT,
-    reads_params: ReadsParams = False,
+    reads_params: ReadsParams | Callable[..., bool] = False,
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
 ) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...
 
 
@@ -150,42 +191,53 @@ def leafwise(
     constructor: Callable[..., StateAndStep] | None = None,
     *,
     locality: Locality = Locality.ELEMENT,
-    reads_params: ReadsParams = False,
+    reads_params: ReadsParams | Callable[..., bool] = False,
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
 ) -> Any:
     """Turn a function into a factory of transforms that apply one formula to every leaf.
 
     The decorated function, called the constructor, returns a pair (state, step). The state is a NamedTuple, dict or
-    tuple, and declares the parts of the transform's state: a `Slot` is one tensor for each parameter, and a `StepCount`
-    is a step count that all leaves share. A transform without state has ``EmptyState()``.
+    tuple, and declares the parts of the transform's state: a `Slot` is one tensor for each parameter. A `StepCount` is
+    a step count and a `Number` any other number that all leaves share, such as a running loss. A transform without
+    state has ``EmptyState()``.
 
     The step is the formula, a function ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. From
     the update ``u``, the state ``s`` and the parameter ``p`` of one leaf, it computes the new update and state. Use
     ``u``, ``p`` and the items of ``s`` like tensors: they are `Leaf` placeholders, which record the operations, and
-    counts are 0-d tensors. Each leaf is computed in the widest dtype of its operands, at least fp32. Results are
-    rounded to the update's dtype and to the storage dtypes of the state.
+    counts and numbers are 0-d tensors. Each leaf is computed in the widest dtype of its operands, at least fp32.
+    Results are rounded to the update's dtype and to the storage dtypes of the state.
 
-    Use `muonfx.transform` instead if one step needs several leaves, shapes, extra arguments of `update` or other
-    transforms.
+    Keyword-only arguments of the step are extra arguments of `update`, such as ``step(u, s, *, value)`` for
+    ``update(..., value=loss)``. One of them is supplied: with ``step(u, s, *, sum_over_leaves)``,
+    ``sum_over_leaves((u * u).sum())`` is the sum over all leaves that have a gradient, and over all ranks, as a 0-d
+    tensor. Its argument must have one shape for all leaves.
+
+    Use `muonfx.transform` instead if one step needs shapes, other transforms, or leaves without a gradient.
 
     Args:
         constructor: the decorated function. It validates its arguments, and its name becomes the transform's name.
         locality: how much of a leaf an element of the result depends on: `Locality.ELEMENT` is the same element of the
-            operands, and `Locality.LEAF` the whole leaf. A quantized dtype raises ELEMENT to LEAF.
-        reads_params: whether the step receives the parameter. "updated" passes the parameter after this update has
-            been applied. ``Slot(start="params")`` requires True or "updated".
+            operands, and `Locality.LEAF` the whole leaf. A quantized dtype raises ELEMENT to LEAF. With
+            ``sum_over_leaves``, the locality is TREE; the step runs on shards, so the rest of it must be ELEMENT.
+        reads_params: whether the step receives the parameter: a bool, or a function of the constructor's arguments.
+            "updated" passes the parameter after this update has been applied. ``Slot(start="params")`` requires True
+            or "updated".
         position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
         short_names: a dict from a key of torch's parameter groups to the arguments that it sets, such as
             ``{"betas": ("b1", "b2")}``, as for `muonfx.transform`.
+        check_extras: ``(transform, extras) -> None``. Raises if the value of an extra argument is invalid, as for
+            `muonfx.transform`.
 
     Returns:
         A factory with the constructor's name, signature and docstring. Its transforms skip gradients of None and run
         each operation on all leaves in one call. They work with ``torch.func``, ``torch.compile`` and ``donate=True``.
 
     Raises:
-        TypeError: the constructor does not return a state and a step as described; at `update`, the step returns its
-            state in other containers.
+        TypeError: the constructor does not return a state and a step as described, or a step with
+            ``sum_over_leaves`` has another locality than ELEMENT; at `update`, the step returns its state in other
+            containers.
         ValueError: at `update`, ``params`` is missing although the step reads the parameters.
 
     Example:
@@ -200,107 +252,207 @@ def leafwise(
         >>> tx = sign_of_average(dtype=torch.bfloat16)
         >>> tx.update({"w": torch.tensor([2.0, -3.0])}, tx.init({"w": torch.zeros(2)}))
         ({'w': tensor([ 1., -1.])}, {'average': {'w': tensor([ 0.2002, -0.3008], dtype=torch.bfloat16)}})
+
+        A number that all leaves share, the largest norm of all updates so far:
+
+        >>> @mfx.leafwise
+        ... def divide_by_largest_norm():
+        ...     def step(u, s, *, sum_over_leaves):
+        ...         norm = sum_over_leaves((u * u).sum()).sqrt()
+        ...         largest = torch.maximum(s["largest"], norm)
+        ...         return u / largest, {"largest": largest}
+        ...
+        ...     return {"largest": mfx.Number(1.0)}, step
+        >>> tx, grads = divide_by_largest_norm(), {"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+        >>> tx.update(grads, tx.init(grads))
+        ({'w': tensor([0.6000]), 'b': tensor([0.8000])}, {'largest': tensor(5., dtype=torch.float64)})
     """
-    if reads_params not in (True, False, "updated"):
+    if reads_params not in (True, False, "updated") and not callable(reads_params):
         raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
 
     def decorate(constructor: Callable[..., StateAndStep]) -> Callable[..., Transform]:
+        name = constructor.__name__
+
+        def step_reads_params(*args: object, **kwargs: object) -> ReadsParams:
+            return reads_params(*args, **kwargs) if callable(reads_params) else reads_params
+
         def declared(*args: object, **kwargs: object) -> tuple[PyTree, Step]:
             returned = constructor(*args, **kwargs)
-            return state_and_step(f"{constructor.__name__}: a leafwise", returned, StepCount, reads_params)
+            return state_and_step(
+                f"{name}: a leafwise", returned, (StepCount, Number), step_reads_params(*args, **kwargs)
+            )
 
         @functools.wraps(constructor)
         def build(*args: object, **kwargs: object) -> InitAndUpdate:
-            return _functions(constructor.__name__, *declared(*args, **kwargs), reads_params)
+            state, step = declared(*args, **kwargs)
+            return _functions(name, state, step, step_reads_params(*args, **kwargs))
 
         def find_locality(*args: object, **kwargs: object) -> Locality:
-            state, _ = declared(*args, **kwargs)
+            state, step = declared(*args, **kwargs)
             dtypes = [slot.dtype for slot in tree.leaves(state) if isinstance(slot, Slot)]
             is_quantized = any(isinstance(dtype, QuantizedDtype) for dtype in dtypes)
-            return max(locality, Locality.LEAF) if is_quantized else locality  # the elements of a block share a scale
+            of_formula = max(locality, Locality.LEAF) if is_quantized else locality  # a block shares a scale
+            if "sum_over_leaves" not in _extra_names(step):
+                return of_formula
+            if of_formula is not Locality.ELEMENT:
+                raise TypeError(
+                    f"{name}: found the locality {of_formula.name} and a step with sum_over_leaves, which runs on "
+                    "shards, expected ELEMENT: leave out quantized dtypes, or use muonfx.transform"
+                )
+            return Locality.TREE
 
         decorator = transform(
-            locality=find_locality, reads_params=bool(reads_params), position=position, short_names=short_names
+            locality=find_locality,
+            reads_params=reads_params if callable(reads_params) else bool(reads_params),
+            position=position,
+            short_names=short_names,
+            check_extras=check_extras,
         )
         return decorator(build)
 
     return decorate if constructor is None else decorate(constructor)
 
 
-def state_and_step(kind: str, found: object, other: type, reads_params: ReadsParams) -> tuple[PyTree, Step]:
-    """Return a constructor's state and step. Raise an error if the state has items other than `Slot` and ``other``."""
-    if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
-        raise TypeError(f"{kind} constructor returns a state and a step, found {found!r}")
-    for where, field in zip(tree.names(found[0]), tree.leaves(found[0]), strict=True):
-        if not isinstance(field, (Slot, other)):
-            raise TypeError(
-                f"{kind} constructor returns a state of Slot and {other.__name__}, found {field!r} at {where!r}"
-            )
+def state_and_step(
+    kind: str, returned: object, others: tuple[type, ...], reads_params: ReadsParams
+) -> tuple[PyTree, Step]:
+    """Return a constructor's state and step. Raise an error if the state has items other than `Slot` and ``others``."""
+    if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
+        raise TypeError(f"{kind} constructor returns a state and a step, found {returned!r}")
+    state = returned[0]
+    for name, field in zip(tree.names(state), tree.leaves(state), strict=True):
+        if not isinstance(field, (Slot, *others)):
+            *first_kinds, last_kind = ["Slot", *[other.__name__ for other in others]]
+            kinds = f"{', '.join(first_kinds)} and {last_kind}"
+            raise TypeError(f"{kind} constructor returns a state of {kinds}, found {field!r} at {name!r}")
         if isinstance(field, Slot) and field.start == "params" and not reads_params:
             raise TypeError(
-                f"{kind} constructor whose slot {where!r} starts at the parameters declares reads_params=True"
+                f"{kind} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
             )
-    return found
+    return returned
+
+
+def _extra_names(step: Step) -> tuple[str, ...]:
+    """Return the names of the keyword-only arguments of a step."""
+    code = getattr(step, "__code__", None)
+    if code is None:  # not a Python function
+        return ()
+    first = code.co_argcount
+    return code.co_varnames[first : first + code.co_kwonlyargcount]
 
 
 def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> InitAndUpdate:
     """Build ``init`` and ``update`` of a `leafwise` transform from its declared state and its step."""
-    named = zip(tree.leaves(declared), tree.names(declared), strict=True)
-    fields = [SlotTrees(field, role) if isinstance(field, Slot) else None for field, role in named]
-    is_tree = [field is not None for field in fields]
-    kept: list[StepPlan] = []
-
-    def plan_for(held: list[PyTree]) -> StepPlan:
-        # If no scalar is a tensor (such as a count), the plan is the same at every call. A compiled graph would guard
-        # on a plan that is kept.
-        may_keep = all(is_tree) and not torch.compiler.is_compiling()
-        if may_keep and kept:
-            return kept[0]
-        made = record_step(name, declared, step, held, is_tree, bool(reads_params))
-        if may_keep and not made.may_vary:
-            kept.append(made)
-        return made
-
-    def init(params: PyTree) -> PyTree:
-        made = [ew.new_count(device_of(params)) if field is None else field.init(params) for field in fields]
-        return tree.unflatten(tree.flatten(declared)[1], made)
+    formula = _Formula(name, declared, step, reads_params)
+    extra_names = _extra_names(step)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        at, containers = Present(updates), tree.flatten(declared)[1]
-        held = tree.subtrees(containers, state)
-        operands, may_write = [at.pick(updates)], [donate.updates]
-        sources: list[int] = []  # the operand that each field of the state replaces
-        for field, own in zip(fields, held, strict=True):
-            sources.append(len(operands))
-            if field is not None:
-                operands.append(field.read(at, own))
-                may_write.append(donate.state or field.reads_copies)
-        if reads_params:
-            params = params_for(name, params)
-            operands.append(at.pick(apply_updates(params, updates) if reads_params == "updated" else params))
-            may_write.append(False)
+        return formula.run(updates, state, params, donate, {})
 
-        planned = plan_for(held)
-        values = Values(planned, operands, may_write)
-        pairs = list(zip(planned.state, sources, strict=True))
-        unchanged = [(planned.update, 0), *pairs]
-        taken = [source for output, source in unchanged if isinstance(output, int) and output == source]
-        for number, (field, (output, source)) in enumerate(zip(fields, pairs, strict=True)):
-            if field is None or isinstance(output, Tensor):
-                held[number] = output
-            elif output != source:
-                values.check(output, operands[source], at, f"{name}: the step returns a state")
-                wide, reuse = values.take(output, taken), donate.state and values.was_cast[source]
-                held[number] = field.write(at, wide, operands[source], held[number], reuse=reuse)
-                taken.append(output)
-        if planned.update != 0:
-            values.check(planned.update, operands[0], at, f"{name}: the step returns an update")
-            updates = at.fill(ew.cast_like(values.take(planned.update, taken, spare=0), operands[0]))
-        return updates, tree.unflatten(containers, held)
+    def update_with_extras(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
+    ) -> tuple[PyTree, PyTree]:
+        return formula.run(updates, state, params, donate, {extra: extras[extra] for extra in extra_names})
 
-    return init, update
+    if not extra_names:
+        return formula.init, update
+    if not torch.compiler.is_compiling():  # the signature was read when the transform was created
+        update_with_extras.__signature__ = _with_extras(inspect.signature(update), extra_names)
+    return formula.init, update_with_extras
+
+
+def _with_extras(signature: inspect.Signature, extra_names: Sequence[str]) -> inspect.Signature:
+    """Return the signature of an update with further keyword-only arguments."""
+    extras = [inspect.Parameter(extra, inspect.Parameter.KEYWORD_ONLY) for extra in extra_names]
+    return signature.replace(parameters=[*signature.parameters.values(), *extras])
+
+
+class _Formula:
+    """A step and its declared state, which runs the step on the lists of all leaves."""
+
+    def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
+        self._name = name
+        self._declared = declared
+        self._step = step
+        self._reads_params = reads_params
+        self._saved_plan: StepPlan | None = None
+        self._fields: list[SlotTrees | SharedNumber] = []
+        for field, role in zip(tree.leaves(declared), tree.names(declared), strict=True):
+            self._fields.append(SlotTrees(field, role) if isinstance(field, Slot) else SharedNumber(field))
+        self._is_tree = [isinstance(field, SlotTrees) for field in self._fields]
+
+    def init(self, params: PyTree) -> PyTree:
+        """Return the initial state."""
+        return tree.unflatten(tree.flatten(self._declared)[1], [field.init(params) for field in self._fields])
+
+    def run(
+        self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
+        """Return the new updates and the new state."""
+        present = Present(updates)
+        containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
+        old_fields = tree.subtrees(containers, state)
+        values = Values(present)
+        values.add_operand(present.pick(updates), may_write=donate.updates)
+        for field, old_field in zip(self._fields, old_fields, strict=True):
+            if isinstance(field, SlotTrees):
+                may_write = donate.state or field.reads_copies
+                values.add_operand(field.read(present, old_field), may_write=may_write)
+        if self._reads_params:
+            params = params_for(self._name, params)
+            if self._reads_params == "updated":
+                params = apply_updates(params, updates)
+            values.add_operand(present.pick(params), may_write=False)
+        if "sum_over_leaves" in extras:
+            extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
+
+        recorded = self._record(old_fields, extras)
+        values.run(recorded.plan, overwrite=True)
+        returned = recorded.unchanged_operands()
+        new_fields = self._write_state(values, recorded, old_fields, returned, donate)
+        if recorded.update != 0:
+            values.check(recorded, recorded.update, 0, f"{self._name}: the step returns an update")
+            new_updates = values.take(recorded.update, returned, spare=0)
+            updates = present.fill(ew.cast_like(new_updates, values.operands[0]))
+        return updates, tree.unflatten(containers, new_fields)
+
+    def _record(self, state: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
+        # If no scalar is a tensor (such as a count), the plan is the same at every call. A compiled graph would guard
+        # on a plan that is saved.
+        may_save = all(self._is_tree) and not extras and not torch.compiler.is_compiling()
+        if may_save and self._saved_plan is not None:
+            return self._saved_plan
+        plan = record_step(
+            self._name, self._declared, self._step, state, self._is_tree, bool(self._reads_params), extras
+        )
+        if may_save and not plan.may_vary:
+            self._saved_plan = plan
+        return plan
+
+    def _write_state(
+        self, values: Values, recorded: StepPlan, old_fields: list[PyTree], returned: list[int], donate: Donation
+    ) -> list[PyTree]:
+        """Return the new value of each field, and add the numbers of their values to ``returned``."""
+        new_fields: list[PyTree] = []
+        source = 0  # the operand that the field replaces; the first one is the update
+        for field, old_field, output in zip(self._fields, old_fields, recorded.state, strict=True):
+            if isinstance(field, SharedNumber):
+                new_fields.append(field.write(cast("Tensor", output), old_field))
+                continue
+            assert isinstance(output, int)
+            source += 1
+            if output == source:
+                new_fields.append(old_field)
+                continue
+            values.check(recorded, output, source, f"{self._name}: the step returns a state")
+            new_tensors = values.take(output, returned)
+            old_tensors = values.operands[source]
+            reuse = donate.state and values.was_cast[source]
+            new_fields.append(field.write(values.present, new_tensors, old_tensors, old_field, reuse=reuse))
+            returned.append(output)
+        return new_fields
 
 
 def params_for(name: str, params: PyTree) -> PyTree:
@@ -310,83 +462,124 @@ def params_for(name: str, params: PyTree) -> PyTree:
     return params
 
 
-def _compute_dtypes(lists: Sequence[list[Tensor]]) -> list[torch.dtype | list[torch.dtype]]:
-    """Return the compute dtypes of the operands: for each leaf, the widest dtype of its operands, at least fp32."""
-    kinds = {x.dtype for xs in lists for x in xs}
-    if len(kinds) <= 1 or all(len({x.dtype for x in xs}) <= 1 for xs in lists):
-        return [ew.wide_dtype(*kinds)] * len(lists)
-    return [[ew.wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]] * len(lists)
+def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
+    """Return for each leaf the widest dtype of its operands, at least fp32; one dtype if all leaves have the same."""
+    dtypes = {x.dtype for xs in lists for x in xs}
+    each_list_has_one_dtype = all(len({x.dtype for x in xs}) <= 1 for xs in lists)
+    if len(dtypes) <= 1 or each_list_has_one_dtype:
+        return ew.wide_dtype(*dtypes)
+    return [ew.wide_dtype(*[x.dtype for x in operands_of_leaf]) for operands_of_leaf in zip(*lists, strict=True)]
 
 
 class Values:
-    """The values that the recorded operations (a `StepPlan`) compute, each as a list with one tensor for each leaf."""
+    """The values of a `leafwise` step by their numbers in a `Plan`, each as a list with one tensor for each leaf."""
 
-    def __init__(self, plan: StepPlan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
-        self._operands, self._dtypes = operands, _compute_dtypes(operands)
-        self._lists: list[list[Tensor] | None] = [None] * len(plan.uses)
-        self._may_write = may_write + [False] * (len(plan.uses) - len(operands))
-        self._uses = list(plan.uses)
-        self._unsure = plan.unsure
-        self.was_cast = [False] * len(operands)
+    def __init__(self, present: Present) -> None:
+        self.present = present
+        """The leaves that have a gradient."""
+        self.operands: list[list[Tensor]] = []
+        self.was_cast: list[bool] = []
         """For each operand, whether converting its dtype made copies of all its tensors."""
-        numbers = [number for _, operation in plan.operations for number in operation.scalars]
-        with ew.unrecorded(*operands, numbers):
-            for place, operation in plan.operations:
-                self._lists[place] = self._compute(operation)
-                self._may_write[place] = operation.overwrites is not None
+        self._lists: dict[int, list[Tensor]] = {}
+        """The values that have been computed, and the operands that have been converted to the compute dtype."""
+        self._may_write: dict[int, bool] = {}
+        self._remaining_uses: dict[int, int] = {}
+        """For each value, how many operations and outputs still read it."""
+        self._dtypes: torch.dtype | list[torch.dtype] | None = None
 
-    def read(self, place: int) -> list[Tensor]:
-        """Return the value of number ``place``, a list with one tensor for each leaf, in the compute dtype."""
-        values = self._lists[place]
-        if values is None:
-            given = self._operands[place]
-            values = self._lists[place] = ew.cast(given, self._dtypes[place])
-            self.was_cast[place] = all(map(is_not, values, given))
-            self._may_write[place] = self._may_write[place] or self.was_cast[place]
-        return values
+    def add_operand(self, tensors: list[Tensor], *, may_write: bool) -> None:
+        """Add an operand of the step, whose number is the number of operands before it."""
+        self._may_write[len(self.operands)] = may_write
+        self.operands.append(tensors)
+        self.was_cast.append(False)
 
-    def _compute(self, operation: Operation) -> list[Tensor]:
+    def run(self, plan: Plan, *, overwrite: bool) -> None:
+        """Compute all values of a plan that are not computed yet. ``overwrite`` reuses storage after its last use."""
+        self._remaining_uses = dict(enumerate(plan.uses))
+        scalars = [scalar for _, operation in plan.operations for scalar in operation.scalars]
+        with ew.unrecorded(*self.operands, scalars):
+            for index, operation in plan.operations:
+                if index not in self._lists:
+                    self._lists[index] = self._compute(operation, overwrite=overwrite)
+                    self._may_write[index] = operation.overwrites is not None
+
+    def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
+        """Return the function ``sum_over_leaves`` for a step, which it calls with a `Leaf` instead of a tree."""
+
+        def sum_of(leaf: Leaf) -> Tensor:
+            if not isinstance(leaf, Leaf):
+                raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
+            operation = leaf.record[leaf.index]
+            if operation is None or operation.overwrites is not None:
+                raise ValueError(
+                    "leafwise: sum_over_leaves adds up values of one shape, found a value with the shapes of the "
+                    "leaves: reduce it first, as in sum_over_leaves((u * u).sum())"
+                )
+            self.run(Plan.of(leaf.record, [leaf]), overwrite=False)  # the rest of the step may read every value
+            return sum_over_leaves(self.present.fill(self.read(leaf.index)))
+
+        return sum_of
+
+    def read(self, index: int) -> list[Tensor]:
+        """Return the value of number ``index``, a list with one tensor for each leaf, in the compute dtype."""
+        if index not in self._lists:
+            if self._dtypes is None:
+                self._dtypes = _compute_dtypes(self.operands)
+            operand = self.operands[index]
+            values = ew.cast(operand, self._dtypes)
+            self._lists[index] = values
+            self.was_cast[index] = all(map(is_not, values, operand))
+            self._may_write[index] = self._may_write[index] or self.was_cast[index]
+        return self._lists[index]
+
+    def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
         """Run one operation on the lists of all leaves; overwrite an operand if allowed and no longer needed."""
         function, operands, scalars, overwrites = operation
-        lists: list[list[Tensor]] = []
-        for place in operands:
-            values = self._lists[place]
-            lists.append(self.read(place) if values is None else values)
+        lists = [self.read(index) for index in operands]
         if overwrites is None:
             result = function(*lists, *scalars)
-            for place in operands:
-                self._may_write[place] = False  # the result may be a view of it
+            for index in operands:
+                self._may_write[index] = False  # the result may be a view of it
         else:
             target = operands[overwrites]
-            reuse = self._may_write[target] and self._uses[target] == 1
+            reuse = overwrite and self._may_write[target] and self._remaining_uses[target] == 1
             result = function(*lists, *scalars, reuse=reuse)
             self._may_write[target] = self._may_write[target] and not reuse
-        for place in operands:
-            self._uses[place] -= 1
-            if not self._uses[place] and place >= len(self._operands):
-                self._lists[place] = None
+        if overwrite:
+            self._count_uses(operands)
         return result
 
-    def check(self, place: int, like: Sequence[Tensor], at: Present, what: str) -> None:
-        """Raise an error that starts with ``what`` if a value is complex or has other shapes than ``like``."""
-        for number, (made, own) in enumerate(zip(self.read(place), like, strict=True) if place in self._unsure else ()):
-            if made.is_complex():
+    def _count_uses(self, operands: Sequence[int]) -> None:
+        """Count one use of each of these values, and forget results that nothing reads any more."""
+        for index in operands:
+            self._remaining_uses[index] -= 1
+            if not self._remaining_uses[index] and index >= len(self.operands):
+                del self._lists[index]
+
+    def check(self, recorded: StepPlan, index: int, operand: int, beginning: str) -> None:
+        """Raise an error with this beginning if a value is complex or has other shapes than an operand."""
+        if index not in recorded.unsure:
+            return
+        for position, (value, expected) in enumerate(zip(self.read(index), self.operands[operand], strict=True)):
+            if value.is_complex():
                 raise TypeError(
-                    f"{what} of {made.dtype} for {at.names()[number]!r}, expected real numbers; take torch.abs or "
-                    "torch.real first"
+                    f"{beginning} of {value.dtype} for {self.present.names()[position]!r}, expected real numbers; "
+                    "take torch.abs or torch.real first"
                 )
-            if made.shape != own.shape:
+            if value.shape != expected.shape:
                 raise ValueError(
-                    f"{what} of shape {tuple(made.shape)} for {at.names()[number]!r}, expected its shape "
-                    f"{tuple(own.shape)}: use muonfx.transform if intermediate results change shapes"
+                    f"{beginning} of shape {tuple(value.shape)} for {self.present.names()[position]!r}, expected its "
+                    f"shape {tuple(expected.shape)}: use muonfx.transform if intermediate results change shapes"
                 )
 
-    def take(self, place: int, taken: Sequence[int], spare: int | None = None) -> list[Tensor]:
-        """Return an output as a list of tensors, copied if the caller owns their storage or another output has them."""
-        values = self.read(place)
-        if self._may_write[place] and place not in taken:
+    def take(self, index: int, returned: Sequence[int], spare: int | None = None) -> list[Tensor]:
+        """Return an output as a list of tensors, copied if the caller owns their storage or another output has them.
+
+        ``returned`` are the numbers of the other outputs. ``spare`` is an operand whose storage the copy may reuse.
+        """
+        values = self.read(index)
+        if self._may_write[index] and index not in returned:
             return values
-        # Reuse the storage of an operand that is no longer needed.
-        if spare is not None and self._may_write[spare] and not self._uses[spare]:
+        if spare is not None and self._may_write[spare] and not self._remaining_uses[spare]:
             return ew.copy(values, into=self.read(spare))
         return ew.clone(values)

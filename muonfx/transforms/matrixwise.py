@@ -26,18 +26,6 @@ from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import plain_fields
 from muonfx.tree.tracing import as_start
 
-__all__ = [
-    "MatrixCost",
-    "MatrixSlot",
-    "MatrixStates",
-    "StateAndMatrixStep",
-    "cost_of_matrices",
-    "matrix_locality",
-    "matrixwise",
-    "name_patterns",
-    "on_stacks",
-]
-
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
 """The pair (state, step) that a constructor decorated with `matrixwise` returns."""
 
@@ -69,9 +57,13 @@ def on_stacks(
                 units[name] = unit
     if not units:
         return tx, {}
-    ours = {escape(name): unit.pattern for name, unit in units.items()}  # placed first: the first match applies
-    others = view.pattern if isinstance(view.pattern, Mapping) else {"*": view.pattern} if view.pattern else {}
-    stacked = tx.replace(view=MatrixView(ours | {glob: text for glob, text in others.items() if glob not in ours}))
+    patterns = {escape(name): unit.pattern for name, unit in units.items()}  # the first match applies
+    if isinstance(view.pattern, Mapping):
+        for glob, pattern in view.pattern.items():
+            patterns.setdefault(glob, pattern)
+    elif view.pattern:
+        patterns.setdefault("*", view.pattern)
+    stacked = tx.replace(view=MatrixView(patterns))
     return stacked, {name: unit.shape for name, unit in units.items()}
 
 
@@ -86,9 +78,9 @@ def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
     """Return a function that sums the cost of the matrices of a leaf, for the option ``cost`` of `muonfx.transform`."""
 
     def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-        (own,) = view.of([name])
+        (pattern,) = view.of([name])
         total = 0.0
-        for stack in split(own, torch.empty(shape, device="meta"), name):
+        for stack in split(pattern, torch.empty(shape, device="meta"), name):
             *batch, rows, columns = stack.shape
             total += prod(batch) * of_matrix(rows, columns, dtype)
         return total
@@ -245,7 +237,7 @@ def matrixwise(
         @functools.wraps(constructor)
         def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> InitAndUpdate:
             returned = constructor(*args, view=view, **kwargs)
-            declared = state_and_step(f"{constructor.__name__}: a matrixwise", returned, MatrixSlot, reads_params)
+            declared = state_and_step(f"{constructor.__name__}: a matrixwise", returned, (MatrixSlot,), reads_params)
             return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
@@ -289,15 +281,16 @@ class _SlotStates:
     def init(self, matrices: Matrices) -> PyTree:
         return self._trees.init(matrices.values)
 
-    def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
-        return matrices.split(self._trees.read(matrices.at, held))
+    def read(self, state: PyTree, matrices: Matrices) -> list[list[Tensor]]:
+        return matrices.split(self._trees.read(matrices.at, state))
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         return state  # `write` rounds instead, because a quantized dtype rounds a whole leaf, not a matrix
 
-    def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
-        stored = self._trees.read(matrices.at, held)
-        return self._trees.write(matrices.at, matrices.join(states, stored), stored, held, reuse=False)
+    def write(self, states: list[list[Tensor]], old_state: PyTree, matrices: Matrices) -> PyTree:
+        old_tensors = self._trees.read(matrices.at, old_state)
+        new_tensors = matrices.join(states, old_tensors)
+        return self._trees.write(matrices.at, new_tensors, old_tensors, old_state, reuse=False)
 
 
 class MatrixStates:
@@ -309,21 +302,25 @@ class MatrixStates:
 
     def init(self, matrices: Matrices) -> PyTree:
         """Return the initial state tree for the matrices of the parameters."""
-        slot, made = self._slot, list[Tensor]()
-        for leaf, own in zip(matrices.leaves, matrices.of_leaves, strict=True):
+        slot = self._slot
+        states: list[Tensor] = []
+        for leaf, stacks in zip(matrices.leaves, matrices.of_leaves, strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
             is_detached = leaf.requires_grad and not as_start(leaf).requires_grad  # the matrices are views of the leaf
-            starts = [(matrix.detach() if is_detached else matrix).contiguous() for matrix in own]
-            made.append(slot.join([slot.rounded(slot.start(matrix), dtype) for matrix in starts], own))
-        return matrices.at.fill(made)
+            starts: list[Tensor] = []
+            for stack in stacks:
+                params = (stack.detach() if is_detached else stack).contiguous()
+                starts.append(slot.rounded(slot.start(params), dtype))
+            states.append(slot.join(starts, stacks))
+        return matrices.at.fill(states)
 
-    def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
-        """Return for each leaf with a gradient a list of the states of its matrices, from the state tree ``held``."""
-        return list(map(self._slot.split, matrices.at.pick(held), matrices.of_leaves))
+    def read(self, state: PyTree, matrices: Matrices) -> list[list[Tensor]]:
+        """Return for each leaf with a gradient a list of the states of its matrices, from a state tree."""
+        return list(map(self._slot.split, matrices.at.pick(state), matrices.of_leaves))
 
-    def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
-        """Return the state tree ``held`` with new states for the leaves that have a gradient."""
-        return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), held)
+    def write(self, states: list[list[Tensor]], old_state: PyTree, matrices: Matrices) -> PyTree:
+        """Return a state tree with new states for the leaves that have a gradient."""
+        return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), old_state)
 
 
 def _functions(
@@ -340,15 +337,20 @@ def _functions(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        matrices, containers = Matrices(view, updates), tree.flatten(declared)[1]
-        held = tree.subtrees(containers, state)
-        operands = [matrices.of_leaves, *[field.read(own, matrices) for field, own in zip(fields, held, strict=True)]]
+        matrices = Matrices(view, updates)
+        containers = tree.flatten(declared)[1]
+        old_fields = tree.subtrees(containers, state)
+        operands = [matrices.of_leaves]
+        for field, old_field in zip(fields, old_fields, strict=True):
+            operands.append(field.read(old_field, matrices))
         if reads_params:
             operands.append(matrices.split(matrices.at.pick(params_for(name, params))))
         advance = functools.partial(_advance, name, step, containers, fields)
         out, *states = matrices.map(ew.by_stacks(advance, 1 + len(fields)), *operands)
-        new = [field.write(own, old, matrices) for field, own, old in zip(fields, states, held, strict=True)]
-        return matrices.fill(out), tree.unflatten(containers, new)
+        new_fields: list[PyTree] = []
+        for field, new_states, old_field in zip(fields, states, old_fields, strict=True):
+            new_fields.append(field.write(new_states, old_field, matrices))
+        return matrices.fill(out), tree.unflatten(containers, new_fields)
 
     return init, update
 
@@ -361,17 +363,23 @@ def _advance(
     *operands: Tensor,
 ) -> list[Tensor]:
     """Run the step on one stack of matrices; return its update and the new value of each field of the state."""
-    returned = operands[: 1 + len(fields)]
+    likes = operands[: 1 + len(fields)]  # the update and the fields, whose shapes and dtypes the results have
     if operands[0].numel() == 0:
-        return [x.clone() for x in returned]
+        return [x.clone() for x in likes]
     wide = ew.wide_dtype(*(x.dtype for x in operands))
-    u, *given = (x.to(wide) for x in operands)
-    out, state = step(u, tree.unflatten(containers, given[: len(fields)]), *given[len(fields) :])
-    made = [out, *tree.subtrees(containers, state)]
-    for new, own in zip(made, returned, strict=True):
-        if new.shape != own.shape:
-            raise ValueError(f"{name}: the step returns shape {tuple(new.shape)}, expected {tuple(own.shape)}")
-    # The result must not share storage with an operand.
-    out, *states = [new.clone() if any(new is own for own in (u, *given)) else new for new in made]
-    rounded = [field.rounded(new, old.dtype) for field, new, old in zip(fields, states, operands[1:], strict=False)]
-    return [out.to(operands[0].dtype), *rounded]
+    inputs = [x.to(wide) for x in operands]
+    u = inputs[0]
+    old_states = inputs[1 : 1 + len(fields)]
+    params = inputs[1 + len(fields) :]
+    out, state = step(u, tree.unflatten(containers, old_states), *params)
+
+    results: list[Tensor] = []
+    for result, like in zip([out, *tree.subtrees(containers, state)], likes, strict=True):
+        if result.shape != like.shape:
+            raise ValueError(f"{name}: the step returns shape {tuple(result.shape)}, expected {tuple(like.shape)}")
+        is_operand = any(result is operand for operand in inputs)
+        results.append(result.clone() if is_operand else result)  # it must not share storage with an operand
+    rounded = [results[0].to(operands[0].dtype)]
+    for field, new_state, like in zip(fields, results[1:], likes[1:], strict=True):
+        rounded.append(field.rounded(new_state, like.dtype))
+    return rounded

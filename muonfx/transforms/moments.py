@@ -12,19 +12,6 @@ from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, leafwi
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = [
-    "AdamState",
-    "DebiasedMomentumState",
-    "DebiasedRmsState",
-    "LionState",
-    "MomentumState",
-    "RmsState",
-    "momentum",
-    "scale_by_adam",
-    "scale_by_lion",
-    "scale_by_rms",
-]
-
 
 class MomentumState(NamedTuple):
     """State of the transform `momentum`: the running average of the gradients."""
@@ -91,25 +78,26 @@ def momentum(
         raise ValueError("debias corrects an average; a heavy-ball sum (heavy_ball=True) has no bias to correct")
     slot = Slot(dtype)
 
-    def average(u: Leaf, s: MomentumState):
-        trace = s.trace.lerp(u, 1.0 - decay)
-        return u.lerp(trace, decay) if nesterov else trace, MomentumState(trace)
+    def average(g: Leaf, s: MomentumState):
+        m = s.trace.lerp(g, 1.0 - decay)
+        out = g.lerp(m, decay) if nesterov else m
+        return out, MomentumState(m)
 
-    def sum_up(u: Leaf, s: MomentumState):
-        trace = s.trace * decay + u
-        return u.add(trace, alpha=decay) if nesterov else trace, MomentumState(trace)
+    def sum_up(g: Leaf, s: MomentumState):
+        m = s.trace * decay + g
+        out = g.add(m, alpha=decay) if nesterov else m
+        return out, MomentumState(m)
 
-    def debiased_average(u: Leaf, s: DebiasedMomentumState):
-        count = s.count + 1
-        trace = s.trace.lerp(u, 1.0 - decay)
-        weight = 1.0 - ew.power(decay, count)
-        if nesterov:
-            ahead = 1.0 - ew.power(decay, count + 1)
-            own = ew.scalar_like(1.0 - decay, weight) / weight
-            out = (u * own).add(trace, alpha=ew.scalar_like(decay, ahead) / ahead)
-        else:
-            out = trace * (1.0 / weight)
-        return out, DebiasedMomentumState(count, trace)
+    def debiased_average(g: Leaf, s: DebiasedMomentumState):
+        t = s.count + 1
+        m = s.trace.lerp(g, 1.0 - decay)
+        correction = 1.0 - ew.power(decay, t)
+        if not nesterov:
+            return m * (1.0 / correction), DebiasedMomentumState(t, m)
+        next_correction = 1.0 - ew.power(decay, t + 1)
+        g_weight = ew.scalar_like(1.0 - decay, correction) / correction
+        m_weight = ew.scalar_like(decay, next_correction) / next_correction
+        return (g * g_weight).add(m, alpha=m_weight), DebiasedMomentumState(t, m)
 
     if debias:
         count: Any = StepCount()
@@ -180,17 +168,24 @@ def scale_by_adam(
     eps = checks.at_least("eps", eps, 0.0)
     eps_root = checks.at_least("eps_root", eps_root, 0.0)
 
-    def step(u: Leaf, s: AdamState):
-        count = s.count + 1
-        mu = s.mu.lerp(u, 1.0 - b1)
-        nu = (s.nu * b2).addcmul(u, u, value=1.0 - b2)
+    has_eps_root = not isinstance(eps_root, float) or eps_root != 0.0
+
+    def step(g: Leaf, s: AdamState):
+        t = s.count + 1
+        m = s.mu.lerp(g, 1.0 - b1)
+        v = (s.nu * b2).addcmul(g, g, value=1.0 - b2)
+        c1 = 1.0 - ew.power(b1, t)
+        c2 = 1.0 - ew.power(b2, t)
+
+        numerator = m
+        if nesterov:
+            next_c1 = 1.0 - ew.power(b1, t + 1)
+            numerator = (m * (b1 * c1 / next_c1)).add(g, alpha=1.0 - b1)
 
         # m / c1 / (sqrt(v / c2 + eps_root) + eps), numerator and denominator multiplied by sqrt(c2) to save a pass
-        c1, c2 = 1.0 - ew.power(b1, count), 1.0 - ew.power(b2, count)
-        inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else nu + eps_root * c2
-        ahead = (mu * (b1 * c1 / (1.0 - ew.power(b1, count + 1)))).add(u, alpha=1.0 - b1) if nesterov else mu
-        out = ahead / (inside.sqrt() + eps * c2.sqrt()) * (c2.sqrt() / c1)
-        return out, AdamState(count, mu, nu)
+        radicand = v + eps_root * c2 if has_eps_root else v
+        denominator = radicand.sqrt() + eps * c2.sqrt()
+        return numerator / denominator * (c2.sqrt() / c1), AdamState(t, m, v)
 
     count: Any = StepCount()
     return AdamState(count, Slot(mu_dtype, "mu_dtype"), Slot(nu_dtype, "nu_dtype", signed=False)), step
@@ -258,17 +253,20 @@ def scale_by_rms(
     eps = checks.at_least("eps", eps, 0.0)
     slot = Slot(nu_dtype, "nu_dtype", signed=False)
 
-    def divide(u: Leaf, nu: Leaf) -> Leaf:
-        return u / (nu + eps).sqrt() if eps_in_sqrt else u / (nu.sqrt() + eps)
+    def divide(g: Leaf, v: Leaf) -> Leaf:
+        if eps_in_sqrt:
+            return g / (v + eps).sqrt()
+        return g / (v.sqrt() + eps)
 
-    def step(u: Leaf, s: RmsState):
-        nu = (s.nu * decay).addcmul(u, u, value=1.0 - decay)
-        return divide(u, nu), RmsState(nu)
+    def step(g: Leaf, s: RmsState):
+        v = (s.nu * decay).addcmul(g, g, value=1.0 - decay)
+        return divide(g, v), RmsState(v)
 
-    def debiased(u: Leaf, s: DebiasedRmsState):
-        count = s.count + 1
-        nu = (s.nu * decay).addcmul(u, u, value=1.0 - decay)
-        return divide(u, nu * (1.0 / (1.0 - ew.power(decay, count)))), DebiasedRmsState(count, nu)
+    def debiased(g: Leaf, s: DebiasedRmsState):
+        t = s.count + 1
+        v = (s.nu * decay).addcmul(g, g, value=1.0 - decay)
+        correction = 1.0 - ew.power(decay, t)
+        return divide(g, v * (1.0 / correction)), DebiasedRmsState(t, v)
 
     if debias:
         count: Any = StepCount()

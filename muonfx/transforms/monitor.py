@@ -15,8 +15,6 @@ from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 
-__all__ = ["METRICS", "Metric", "MonitorState", "metrics", "monitor"]
-
 
 class MonitorState(NamedTuple):
     """State of the transform `monitor`: the latest measured values."""
@@ -37,14 +35,20 @@ def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
     device = device_of(updates)
     errors: list[Tensor] = []
     for u in tree.tensors(updates):
-        if u.ndim >= 2 and u.numel():
-            # A product rounds by the strides and the alignment of its factors, which copies have in common.
-            m = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format).to(ew.wide_dtype(u.dtype))
-            m = m.mT if m.shape[0] > m.shape[1] else m
-            gram = m @ m.mT
-            distance = torch.linalg.vector_norm(gram - torch.eye(len(gram), dtype=m.dtype, device=m.device))
-            errors.append((distance / len(gram) ** 0.5).to(device))
-    return torch.stack(errors).mean() if errors else torch.zeros((), dtype=torch.float32, device=device)
+        if u.ndim < 2 or u.numel() == 0:
+            continue
+        # A product rounds by the strides and the alignment of its factors, which copies have in common.
+        copy = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
+        matrix = copy.to(ew.wide_dtype(u.dtype))
+        if matrix.shape[0] > matrix.shape[1]:
+            matrix = matrix.mT
+        gram = matrix @ matrix.mT
+        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        distance = torch.linalg.vector_norm(gram - identity)
+        errors.append((distance / len(gram) ** 0.5).to(device))
+    if not errors:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.stack(errors).mean()
 
 
 Metric = Literal["norm", "rms", "orthogonality_error"]
@@ -95,13 +99,21 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
 
     def parts(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
         """Return a dict from the key of each measured value to its metric function and to the tree that is measured."""
-        trees = {f"{name}/{leaf}": x for leaf, x in tree.named_leaves(values)} if by_leaf else {name: values}
-        return {f"{key}/{metric}": (metric, part) for key, part in trees.items() for metric in metrics}
+        trees: dict[str, PyTree] = {name: values}
+        if by_leaf:
+            trees = {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
+        measurements: dict[str, tuple[Metric, PyTree]] = {}
+        for key, values_of_key in trees.items():
+            for metric in metrics:
+                measurements[f"{key}/{metric}"] = (metric, values_of_key)
+        return measurements
 
     def measured(updates: PyTree, state: MonitorState, total: Sum) -> MonitorState:
-        found = {key: METRICS[metric](part, total) for key, (metric, part) in parts(updates).items()}
-        # The updates may all be None, so the state decides the device.
-        return MonitorState({key: value.to(state.values[key]) for key, value in found.items()})
+        values: dict[str, Tensor] = {}
+        for key, (metric, values_of_key) in parts(updates).items():
+            # The updates may all be None, so the state decides the device.
+            values[key] = METRICS[metric](values_of_key, total).to(state.values[key])
+        return MonitorState(values)
 
     def init(params: PyTree) -> MonitorState:
         zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
@@ -131,15 +143,15 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
     >>> list(metrics(mfx.chain(mfx.monitor("grad")).init({"w": torch.zeros(2)})))
     ['grad/norm', 'grad/rms']
     """
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
 
     def visit(node: PyTree) -> None:
         if isinstance(node, MonitorState):
-            if twice := found.keys() & node.values.keys():
+            if twice := values.keys() & node.values.keys():
                 raise ValueError(
                     f"metrics: found {sorted(twice)[0]!r} in two monitors, expected one: give each monitor its own name"
                 )
-            found.update(node.values)
+            values.update(node.values)
         elif isinstance(node, dict):
             for item in node.values():
                 visit(item)
@@ -148,4 +160,4 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
                 visit(item)
 
     visit(state)
-    return found
+    return values

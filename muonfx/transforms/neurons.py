@@ -16,8 +16,6 @@ from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["NeuronsState", "normalize_neurons"]
-
 
 class NeuronsState(NamedTuple):
     """State of the transform `normalize_neurons`: the running mean square of each row or column."""
@@ -87,20 +85,23 @@ def normalize_neurons(
     return NeuronsState(MatrixSlot(start, dtype, saturates=True)), step
 
 
-def _normalize(u: Tensor, old: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
+def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Divide each row by the root of its average mean square ``v``, and keep the norm of the matrix; return both."""
     # Scale by exact powers of two before squaring, so that no square overflows or underflows.
     power = unit_power(u)
     small = u * power
-    mean_square = (small.square().mean(dim=-1, keepdim=True) / power / power).clamp(max=torch.finfo(u.dtype).max)
-    moment = old + (1.0 - decay) * (mean_square - old)
+    mean_square = small.square().mean(dim=-1, keepdim=True) / power / power
+    mean_square = mean_square.clamp(max=torch.finfo(u.dtype).max)
+    v = old_v + (1.0 - decay) * (mean_square - old_v)
     # The root of a row that has always been zero has no derivative, and 0 / (0 + eps) is 0 in any case.
-    divisor = ew.safe_sqrt(moment) + eps
+    divisor = ew.safe_sqrt(v) + eps
     # Compared with zero by `==`: a NaN then takes the usual way and stays visible.
     is_unused = divisor == 0
     normalized = torch.where(is_unused, 0.0, u / torch.where(is_unused, 1.0, divisor))
-    again = normalized * unit_power(normalized)
-    before = small.square().sum(dim=(-2, -1), keepdim=True)
-    after = again.square().sum(dim=(-2, -1), keepdim=True)
-    is_zero = (after == 0) | (before == 0)
-    ratio = torch.where(is_zero, 1.0, before) / torch.where(is_zero, 1.0, after)
-    return torch.where(is_zero, normalized, again * ratio.sqrt() / power), moment
+
+    small_normalized = normalized * unit_power(normalized)
+    u_square = small.square().sum(dim=(-2, -1), keepdim=True)
+    normalized_square = small_normalized.square().sum(dim=(-2, -1), keepdim=True)
+    is_zero = (normalized_square == 0) | (u_square == 0)
+    ratio = torch.where(is_zero, 1.0, u_square) / torch.where(is_zero, 1.0, normalized_square)
+    return torch.where(is_zero, normalized, small_normalized * ratio.sqrt() / power), v

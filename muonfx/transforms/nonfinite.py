@@ -13,8 +13,6 @@ from muonfx.transforms.clip import Sum
 from muonfx.tree import Present, PyTree, device_of, map
 from muonfx.tree import elementwise as ew
 
-__all__ = ["SkipNonfiniteState", "skip_nonfinite"]
-
 
 class SkipNonfiniteState(NamedTuple):
     """State of the transform `skip_nonfinite`: counts of skipped steps, and the state of the inner transform."""

@@ -15,8 +15,6 @@ from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.matrixwise import cost_of_matrices, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import PyTree
 
-__all__ = ["orthogonalize"]
-
 
 def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype to which `orthogonalize` rounds updates of ``dtype`` before it computes."""

@@ -21,8 +21,6 @@ from muonfx.tree.arguments import code_of, did_you_mean, plain_fields
 from muonfx.tree.tracing import matches
 from muonfx.tree.wrappers import unwrapped
 
-__all__ = ["AttentionHeads", "qk_clip"]
-
 Span = tuple[int, int]
 """A range of rows within the block of a head: the first row and the end (exclusive)."""
 
@@ -101,18 +99,25 @@ class AttentionHeads:
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
         """Return globs over parameter names: a tuple for the queries and one for the keys, or a single one if fused."""
-        roots = [f"{self.module}."] * bool(self.module) + [""] * matches("", self.module)
-        parts = dict.fromkeys((self.query, self.key))
-        return tuple(tuple(root + part + ending for root in roots for ending in _ENDINGS) for part in parts)
+        prefixes: list[str] = []
+        if self.module:
+            prefixes.append(f"{self.module}.")
+        if matches("", self.module):
+            prefixes.append("")
+        groups: list[tuple[str, ...]] = []
+        for projection in dict.fromkeys((self.query, self.key)):
+            groups.append(tuple(prefix + projection + ending for prefix in prefixes for ending in _ENDINGS))
+        return tuple(groups)
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
         """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none."""
         module = ""
         roles: list[str] = []
-        for part, role in ((self.query, "query"), (self.key, "key")):
+        for projection, role in ((self.query, "query"), (self.key, "key")):
             for ending in _ENDINGS:
-                owner = f".{name}".removesuffix(f".{part}{ending}")
-                if owner != f".{name}" and matches(owner[1:], self.module):
+                owner = f".{name}".removesuffix(f".{projection}{ending}")
+                is_projection = owner != f".{name}"
+                if is_projection and matches(owner[1:], self.module):
                     module = owner[1:]
                     roles.append(role)
         return module, tuple(roles)
@@ -123,26 +128,33 @@ class AttentionHeads:
         The position is in the vector that `_factors` returns for the module. ``roles`` has "query", "key" or both, and
         ``size`` is the number of rows.
         """
-        found = torch.full((size,), 2 * self.heads + self.keys, device=device)
+        first_key = self.heads
+        first_rotary = first_key + self.keys
+        unchanged = first_rotary + self.heads
+        indices = torch.full((size,), unchanged, device=device)
         for role in roles:
             is_query = role == "query"
             count = self.heads if is_query else self.keys
             dims = self.query_dims if is_query else self.key_dims
             is_fused = dims is None and self.query == self.key  # all queries, all keys, all values
-            block, rest = divmod(size, self.heads + 2 * self.keys if is_fused else count)
-            start = 0 if is_query or not is_fused else self.heads * block
-            spans = [(0 if is_query else self.heads, dims or (0, block))]
+            block_count = self.heads + 2 * self.keys if is_fused else count
+            block, remainder = divmod(size, block_count)
+            first_row = self.heads * block if is_fused and not is_query else 0
+
+            span = dims or (0, block)
+            spans = [(0 if is_query else first_key, span)]
             if is_query and self.rotary_dims is not None:
-                spans.append((self.heads + self.keys, self.rotary_dims))
-            if rest or any(last > block for _, (_, last) in spans):
+                spans.append((first_rotary, self.rotary_dims))
+            if remainder or any(end > block for _, (_, end) in spans):
                 raise ValueError(
                     f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
                     "contain its dims: correct the heads or the dims"
                 )
-            for first_place, (first, last) in spans:
-                head = torch.arange(first_place, first_place + count, device=device)
-                found[start : start + count * block].view(count, block)[:, first:last] = head.unsqueeze(1)
-        return found
+            rows_of_heads = indices[first_row : first_row + count * block].view(count, block)
+            for first_index, (start, end) in spans:
+                index_of_head = torch.arange(first_index, first_index + count, device=device)
+                rows_of_heads[:, start:end] = index_of_head.unsqueeze(1)
+        return indices
 
 
 class _Member(NamedTuple):
@@ -156,9 +168,10 @@ class _Member(NamedTuple):
     """The full shape of the parameter, not of a shard."""
     is_present: bool
 
-    def places(self, device: torch.device | str) -> Tensor:
+    def factor_indices(self, device: torch.device | str) -> Tensor:
         """Return the result of `AttentionHeads.places` in a shape that broadcasts to the parameter."""
-        shape, axis = self.shape, 0 if len(self.shape) == 1 else self.heads.axis
+        shape = self.shape
+        axis = 0 if len(shape) == 1 else self.heads.axis
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"qk_clip: {self.name!r} has shape {shape}, expected a dim {axis}, the axis of {self.heads!r}: "
@@ -169,50 +182,54 @@ class _Member(NamedTuple):
 
     def lacking(self, factors: dict[str, Tensor], device: torch.device) -> Tensor:
         """Return a tensor in the parameter's full shape: 1 minus the factor that multiplies each element."""
-        return (1.0 - factors[self.module].to(device)[self.places(device)]).expand(self.shape)
+        return (1.0 - factors[self.module].to(device)[self.factor_indices(device)]).expand(self.shape)
 
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
-    given: tuple[object, ...] = heads if type(heads) is tuple else (heads,)
-    found = tuple(own for own in given if isinstance(own, AttentionHeads | _Member))
-    if len(found) != len(given):
+    items: tuple[object, ...] = heads if type(heads) is tuple else (heads,)
+    accepted = tuple(item for item in items if isinstance(item, AttentionHeads | _Member))
+    if len(accepted) != len(items):
         raise TypeError(f"qk_clip: heads must be an AttentionHeads or a tuple of these, found {heads!r}")
-    return found
+    return accepted
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
     """Return the parameters that hold queries or keys; after `_resolve`, ``heads`` consists of them already."""
-    found = [own for own in heads if isinstance(own, _Member)]
-    if found:
-        return found
+    members = [item for item in heads if isinstance(item, _Member)]
+    if members:
+        return members
     leaves = dict(zip(tree.names(params), tree.leaves(params), strict=True))
-    for name, plain in unwrapped(leaves).items():  # module names have no wrapper prefixes
-        for own in heads:
-            assert isinstance(own, AttentionHeads)
-            module, roles = own.module_of(plain)
+    for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
+        leaf = leaves[name]
+        shape = () if leaf is None else tuple(leaf.shape)
+        for attention in heads:
+            assert isinstance(attention, AttentionHeads)
+            module, roles = attention.module_of(plain_name)
             if roles:
-                shape = () if leaves[name] is None else tuple(leaves[name].shape)
-                found.append(_Member(name, module, own, roles, shape, leaves[name] is not None))
+                members.append(_Member(name, module, attention, roles, shape, leaf is not None))
                 break
-    return found
+    return members
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
     """Return the transform with the names and full shapes of its parameters, so that it also works on shards."""
     members = _members(_as_tuple(tx.arguments["heads"]), params)
-    return tx.replace(heads=tuple(own for own in members if own.is_present))
+    return tx.replace(heads=tuple(member for member in members if member.is_present))
 
 
 def _patterns(tx: Transform) -> list[NamePatterns]:
     heads = _as_tuple(tx.arguments["heads"])
-    groups = tuple(group for own in heads if isinstance(own, AttentionHeads) for group in own.patterns())
-    return [NamePatterns("qk_clip: heads", groups, required=True)] if groups else []
+    groups: list[tuple[str, ...]] = []
+    for attention in heads:
+        if isinstance(attention, AttentionHeads):
+            groups += attention.patterns()
+    return [NamePatterns("qk_clip: heads", tuple(groups), required=True)] if groups else []
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
     heads = _as_tuple(tx.arguments["heads"])
     if heads and "max_logits" in extras:
-        _logits([own for own in heads if isinstance(own, _Member)], extras["max_logits"])
+        _logits([member for member in heads if isinstance(member, _Member)], extras["max_logits"])
 
 
 def _unchanged(values: PyTree) -> PyTree:
@@ -271,14 +288,14 @@ def qk_clip(
     alpha = checks.at_least("alpha", alpha, 0.0)
     if isinstance(alpha, float | int) and alpha > 1:
         raise ValueError(f"alpha must be from 0 to 1, found {alpha!r}")
-    given = _as_tuple(heads)
+    all_heads = _as_tuple(heads)
 
     def init(params: PyTree) -> EmptyState:
-        members = _members(given, params)
+        members = _members(all_heads, params)
         _check_pairs(members)
-        for own in members:
-            if own.is_present:
-                own.places("meta")  # raises if the heads do not fit
+        for member in members:
+            if member.is_present:
+                member.factor_indices("meta")  # raises if the heads do not fit
         return EmptyState()
 
     def update(
@@ -293,18 +310,20 @@ def qk_clip(
     ):
         params = params_for("qk_clip", params)
         weights = dict(zip(tree.names(params), tree.leaves(params), strict=True))
-        members = [own for own in _members(given, params) if weights[own.name] is not None]
+        members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
         if not members:
             return updates, state
-        wide = ew.wide_dtype(*(weights[own.name].dtype for own in members))
+        wide = ew.wide_dtype(*(weights[member.name].dtype for member in members))
         like = torch.zeros((), dtype=wide, device=tree.device_of(params))
         factors = _factors(members, max_logits, tau, alpha, max_over_ranks, like)
-        local = shard({own.name: own.lacking(factors, weights[own.name].device) for own in members})
-        changed = [
-            _scaled(u, weights[name], local[name]) if u is not None and name in local else u
-            for name, u in zip(weights, tree.leaves(updates), strict=True)
-        ]
-        return tree.unflatten(tree.flatten(updates)[1], changed), state
+        lacking = {member.name: member.lacking(factors, weights[member.name].device) for member in members}
+        local_lacking = shard(lacking)
+
+        leaves, treedef = tree.flatten(updates)
+        for index, (name, weight) in enumerate(weights.items()):
+            if leaves[index] is not None and name in local_lacking:
+                leaves[index] = _scaled(leaves[index], weight, local_lacking[name])
+        return tree.unflatten(treedef, leaves), state
 
     def without_heads(
         updates: PyTree,
@@ -317,14 +336,17 @@ def qk_clip(
     ):
         return updates, state
 
-    return init, update if given else without_heads
+    return init, update if all_heads else without_heads
 
 
 def _check_pairs(members: list[_Member]) -> None:
     """Raise an error unless both the queries and the keys of each module are present."""
     for member in members:
-        seen = {role for own in members if own.module == member.module for role in own.roles}
-        for role in {"query", "key"} - seen:
+        roles_of_module: set[str] = set()
+        for other in members:
+            if other.module == member.module:
+                roles_of_module.update(other.roles)
+        for role in {"query", "key"} - roles_of_module:
             lacking = ".".join(filter(None, (member.module, getattr(member.heads, role))))
             raise ValueError(
                 f"qk_clip: found the {member.roles[0]} weights {member.name!r} without the {role} weights {lacking!r}, "
@@ -340,20 +362,31 @@ def _logits(members: list[_Member], max_logits: object) -> dict[str, Tensor]:
             "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
-    given = dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
-    found: dict[str, Tensor] = {}
-    for own in members:
-        logits, size = given.get(own.module), own.heads.heads
+    all_logits = dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
+    logits_of_module: dict[str, Tensor] = {}
+    for member in members:
+        size = member.heads.heads
+        logits = all_logits.get(member.module)
         if not isinstance(logits, Tensor) or logits.is_complex() or logits.shape != (size,):
-            found_here = f"one of {tuple(logits.shape)}" if isinstance(logits, Tensor) else repr(logits)
-            raise ValueError(
-                f"qk_clip: max_logits[{own.module!r}] must be a real tensor of shape ({size},), the largest logit of "
-                "each query head (-inf for a head of another rank), as muonfx.attention.collect_max_logits collects "
-                "it from calls of scaled_dot_product_attention and of muonfx.attention.record_max_logits; found "
-                + (found_here if own.module in given else f"none{did_you_mean(own.module, given)}")
-            )
-        found[own.module] = logits
-    return found
+            raise _logits_error(member.module, size, all_logits)
+        logits_of_module[member.module] = logits
+    return logits_of_module
+
+
+def _logits_error(module: str, size: int, all_logits: Mapping[str, object]) -> ValueError:
+    """Return an error about the logits of a module, which are missing or no real tensor of shape (size,)."""
+    logits = all_logits.get(module)
+    if module not in all_logits:
+        description = f"none{did_you_mean(module, all_logits)}"
+    elif isinstance(logits, Tensor):
+        description = f"one of {tuple(logits.shape)}"
+    else:
+        description = repr(logits)
+    return ValueError(
+        f"qk_clip: max_logits[{module!r}] must be a real tensor of shape ({size},), the largest logit of each query "
+        "head (-inf for a head of another rank), as muonfx.attention.collect_max_logits collects it from calls of "
+        f"scaled_dot_product_attention and of muonfx.attention.record_max_logits; found {description}"
+    )
 
 
 def _factors(
@@ -366,23 +399,27 @@ def _factors(
 ) -> dict[str, Tensor]:
     """Return for each module a vector: factors of query heads, key heads and rotary queries, and 1 for other rows."""
     logits = _logits(members, max_logits)
-    largest = max_over_ranks(torch.cat([own.to(like) for own in logits.values()]))
-    exceeds = largest.isfinite() & (largest > tau)
-    bounded = ew.scalar_like(tau, largest) / torch.where(exceeds, largest, 1.0)
-    gammas = torch.where(exceeds, bounded, torch.ones_like(largest)).split([len(own) for own in logits.values()])
-    heads = {own.module: own.heads for own in members}
-    found: dict[str, Tensor] = {}
-    for module, gamma in zip(logits, gammas, strict=True):
-        groups = gamma.unflatten(0, (heads[module].keys, -1))
-        key = torch.pow(groups.amax(dim=1), ew.scalar_like(1.0 - alpha, groups))
-        query = (groups / key.unsqueeze(1)).flatten()
-        found[module] = torch.cat([query, key, gamma, gamma.new_ones(1)])
-    return found
+    s = max_over_ranks(torch.cat([module_logits.to(like) for module_logits in logits.values()]))
+    exceeds = s.isfinite() & (s > tau)
+    ratio = ew.scalar_like(tau, s) / torch.where(exceeds, s, 1.0)
+    gammas = torch.where(exceeds, ratio, torch.ones_like(s))
+
+    sizes = [len(module_logits) for module_logits in logits.values()]
+    heads = {member.module: member.heads for member in members}
+    factors: dict[str, Tensor] = {}
+    for module, gamma in zip(logits, gammas.split(sizes), strict=True):
+        gamma_by_key = gamma.unflatten(0, (heads[module].keys, -1))  # the query heads that share a key head
+        key = torch.pow(gamma_by_key.amax(dim=1), ew.scalar_like(1.0 - alpha, gamma_by_key))
+        query = (gamma_by_key / key.unsqueeze(1)).flatten()
+        factors[module] = torch.cat([query, key, gamma, gamma.new_ones(1)])
+    return factors
 
 
 def _scaled(update: Tensor, weight: Tensor, lacking: Tensor) -> Tensor:
     """Return the update after which the new weight is multiplied by a factor; ``lacking`` is 1 minus this factor."""
     wide = ew.wide_dtype(update.dtype, weight.dtype)
-    u, w, lack = update.to(wide), weight.to(wide), lacking.to(wide)
+    u = update.to(wide)
+    w = weight.to(wide)
+    one_minus_f = lacking.to(wide)
     # f (w + u) - w, written as u + (1 - f) (-w - u) to keep the digits of a small u.
-    return torch.where(lack == 0, u, torch.lerp(u, -w, lack)).to(update.dtype)
+    return torch.where(one_minus_f == 0, u, torch.lerp(u, -w, one_minus_f)).to(update.dtype)

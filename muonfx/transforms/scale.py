@@ -19,15 +19,13 @@ from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
-__all__ = ["SHAPE_RULES", "ShapeRule", "scale", "scale_by_learning_rate", "scale_by_shape", "scale_by_sign"]
-
 
 def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndUpdate:
     """Return a stateless ``init`` and ``update`` from ``function(leaves, may_overwrite) -> new leaves``."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        return at.fill(function(at.pick(updates), donate.updates)), state
+        present = Present(updates)
+        return present.fill(function(present.pick(updates), donate.updates)), state
 
     return no_state, update
 
@@ -36,8 +34,9 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
     """Return a stateless ``init`` and ``update`` from a function of one flattened leaf or a stack of them."""
 
     def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
-        (made,) = ew.by_stacks(function)([leaf.reshape(-1) for leaf in leaves])
-        return [x.reshape(leaf.shape) for x, leaf in zip(made, leaves, strict=True)]
+        flat_leaves = [leaf.reshape(-1) for leaf in leaves]
+        (flat_results,) = ew.by_stacks(function)(flat_leaves)
+        return [result.reshape(leaf.shape) for result, leaf in zip(flat_results, leaves, strict=True)]
 
     return of_lists(update)
 
@@ -50,11 +49,16 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 
 def _position_of_factor(factor: object) -> Position | None:
     """Return the position of `scale` in a chain relative to the learning rate, by the sign of its factor."""
-    numbers = [number for _, number in parts_of(factor)] if isinstance(factor, Schedule) else [factor]
-    known = [number for number in numbers if isinstance(number, float)]
-    if any(x < 0 for x in known):
-        return "either_sign" if any(x > 0 for x in known) else "turns"
-    return None if known and len(known) == len(numbers) else "either_sign"
+    numbers: list[object] = [factor]
+    if isinstance(factor, Schedule):
+        numbers = [number for _, number in parts_of(factor)]
+    floats = [number for number in numbers if isinstance(number, float)]
+    may_be_negative = any(number < 0 for number in floats)
+    may_be_positive = any(number > 0 for number in floats)
+    if may_be_negative:
+        return "either_sign" if may_be_positive else "turns"
+    all_are_known = len(floats) == len(numbers) > 0
+    return None if all_are_known else "either_sign"
 
 
 @transform(locality=Locality.ELEMENT, position=_position_of_factor)
@@ -126,9 +130,9 @@ def scale_each(factors: Mapping[str, float]):
     """Multiply each leaf by the number under its name. `scale_by_shape` is replaced by it when shapes are known."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        leaves = at.pick(updates)
-        return at.fill(ew.mul_each(leaves, [factors[name] for name in at.names()], reuse=donate.updates)), state
+        present = Present(updates)
+        leaf_factors = [factors[name] for name in present.names()]
+        return present.fill(ew.mul_each(present.pick(updates), leaf_factors, reuse=donate.updates)), state
 
     return no_state, update
 
@@ -137,10 +141,12 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     """Return `scale_each` for these parameters, or the transform itself if a leaf has matrices of different shapes."""
     lr_scaling = tx.arguments["lr_scaling"]
     matrices = Matrices(tx.arguments["view"], params, named=True)
-    if any(len(own) > 1 for own in matrices.of_leaves):
-        return tx
-    named = zip(matrices.names, matrices.of_leaves, strict=True)
-    return scale_each({name: shape_factor(lr_scaling, own) for name, (own,) in named})
+    factors: dict[str, float] = {}
+    for name, stacks in zip(matrices.names, matrices.of_leaves, strict=True):
+        if len(stacks) > 1:
+            return tx
+        factors[name] = shape_factor(lr_scaling, stacks[0])
+    return scale_each(factors)
 
 
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import muonfx as mfx
+from tests import variants
 from tests.processes import Here, on_ranks
 
 PARAMS = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64), "b": torch.tensor([3.0], dtype=torch.float64)}
@@ -49,7 +50,7 @@ def test_no_gradient_and_no_rate_leave_the_estimate_of_prodigy_as_it_is():
 
 
 def test_the_estimate_of_prodigy_does_not_jump_when_a_leaf_has_no_gradient():
-    tx = mfx.contrib.prodigy(estim_lr0=1e-2)
+    tx = variants.prodigy(estim_lr0=1e-2)
     state, params = tx.init(PARAMS), PARAMS
     for _ in range(20):
         updates, state = tx.update(params, state, params)

@@ -1,5 +1,6 @@
 """Variants of Muon follow the formulas of their papers, each written out in float64 with exact polar factors."""
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from math import ceil
@@ -18,10 +19,11 @@ from muonfx import sharding
 from muonfx import testing as kit
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.select.matrix_view import STACK
-from tests import formulas
+from tests import formulas, variants
 from tests.formulas import EXACT, Step, average
 
 RATE, DECAY, BETA = 0.1, 0.3, 0.9
+DOCS = Path(__file__).parents[2] / "docs"
 SHAPES = {"tall": (6, 4), "wide": (3, 5)}
 
 
@@ -50,6 +52,16 @@ DIRECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": lambda m: m / m.norm(dim=0, keepdim=True) * m.shape[0] ** 0.5,
     "embedding": lambda m: m / m.norm(dim=1, keepdim=True) * m.shape[1] ** 0.5,
 }
+
+
+def test_the_chains_that_the_page_shows_are_the_chains_that_are_tested():
+    block = re.search(r"## The chains\n.*?```python\n(.*?)```", (DOCS / "muon-variants.md").read_text(), re.DOTALL)
+    assert block is not None
+    shown: dict[str, Any] = {}
+    exec(block[1], shown)
+    for make in variants.SIMPLE:
+        settings = {} if make is variants.muon_hyperball else {"weight_decay": 0.1}
+        assert shown[make.__name__.removeprefix("muon_")] == make(shown["rate"], **settings)
 
 
 @pytest.mark.parametrize("constrained", [True, False])
@@ -81,7 +93,7 @@ def test_adamuon():
         return x - RATE * (0.2 * x.numel() ** 0.5 * normed(ratio) + DECAY * x)
 
     settings: dict[str, Any] = {"decay": BETA, "second_decay": 0.8, "nesterov": False, "weight_decay": DECAY}
-    assert_follows(mfx.contrib.adamuon(RATE, orthogonalize=EXACT, **settings), step, rtol=1e-7)
+    assert_follows(variants.adamuon(RATE, orthogonalize=EXACT, **settings), step, rtol=1e-7)
 
 
 def test_polargrad():
@@ -89,7 +101,7 @@ def test_polargrad():
         m = average(memory, "m", g)
         return x - RATE * (torch.linalg.matrix_norm(m, "nuc") * polar(m) + DECAY * x)
 
-    assert_follows(mfx.contrib.polargrad(RATE, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT), step)
+    assert_follows(variants.polargrad(RATE, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT), step)
 
 
 def test_namo():
@@ -100,7 +112,7 @@ def test_namo():
 
     inner = mfx.chain(EXACT, mfx.add_decayed_weights(DECAY))
     assert_follows(mfx.chain(mfx.contrib.scale_by_namo(inner, BETA, 0.8), mfx.scale_by_learning_rate(RATE)), step)
-    ruled = mfx.contrib.namo(RATE, b1=BETA, b2=0.8, weight_decay=DECAY, lr_scaling="fan_in", orthogonalize=EXACT)
+    ruled = variants.namo(RATE, b1=BETA, b2=0.8, weight_decay=DECAY, lr_scaling="fan_in", orthogonalize=EXACT)
     assert "scale_by_namo(chain(orthogonalize" in repr(ruled)
 
 
@@ -112,9 +124,7 @@ def test_musgd():
         memory["sgd"] = BETA * memory.get("sgd", 0.0) + g
         return x - RATE * (0.4 * muon + 0.7 * (g + BETA * memory["sgd"]))
 
-    assert_follows(
-        mfx.contrib.musgd(RATE, muon=0.4, sgd=0.7, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT), step
-    )
+    assert_follows(variants.musgd(RATE, muon=0.4, sgd=0.7, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT), step)
 
 
 def test_muon_hyperball():
@@ -122,13 +132,13 @@ def test_muon_hyperball():
         radius = memory.setdefault("radius", torch.linalg.matrix_norm(x))
         return normed(x - RATE * radius * normed(polar(average(memory, "m", g)))) * radius
 
-    tx = mfx.contrib.muon_hyperball(RATE, decay=BETA, nesterov=False, orthogonalize=EXACT)
+    tx = variants.muon_hyperball(RATE, decay=BETA, nesterov=False, orthogonalize=EXACT)
     assert_follows(tx, step)
 
 
 def test_weights_at_zero_are_on_no_sphere():
     params = {"w": torch.zeros(3, 4)}
-    tx = mfx.contrib.muon_hyperball(RATE)
+    tx = variants.muon_hyperball(RATE)
     updates, _ = tx.update({"w": torch.eye(3, 4)}, tx.init(params), params)
     assert 0.08 < torch.linalg.matrix_norm(updates["w"], 2) < 0.12
 
@@ -147,7 +157,7 @@ def test_dion(rank: int):
         memory["q"] = right / right.norm(dim=0, keepdim=True)
         return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * left @ memory["q"].T
 
-    assert_follows(mfx.contrib.dion(RATE, rank=rank, decay=BETA, weight_decay=DECAY), step)
+    assert_follows(variants.dion(RATE, rank=rank, decay=BETA, weight_decay=DECAY), step)
 
 
 @pytest.mark.parametrize("shrink", [1, 2, 100])
@@ -163,7 +173,7 @@ def test_dion2(shrink: int):
         update = update if rows is total else update.T
         return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * update
 
-    assert_follows(mfx.contrib.dion2(RATE, shrink=shrink, decay=BETA, weight_decay=DECAY), step)
+    assert_follows(variants.dion2(RATE, shrink=shrink, decay=BETA, weight_decay=DECAY), step)
 
 
 @given(st.integers(0, 999), st.sampled_from((torch.float32, torch.bfloat16)))
@@ -270,9 +280,9 @@ def test_shampoo(refresh: int):
     formulas.assert_follows(tx, step, kit.Example.of(SHAPES, steps=8, dtype=torch.float64), rtol=1e-9, atol=1e-10)
 
 
-def test_the_recipe_of_shampoo_has_updates_of_one_size():
+def test_the_chain_of_shampoo_has_updates_of_one_size():
     params, steps = kit.Example.of(SHAPES, steps=3, dtype=torch.float64)
-    tx = mfx.contrib.shampoo(RATE)
+    tx = variants.shampoo(RATE)
     state = tx.init(params)
     for grads in steps:
         updates, state = tx.update(grads, state, params)
@@ -359,8 +369,8 @@ def test_soap(refresh: int, longest: int, factors: Any):
 
 def test_soap_muon_orthogonalizes_the_direction_of_soap():
     params, steps = kit.Example.of(SHAPES, steps=3, dtype=torch.float64)
-    muon = mfx.contrib.soap_muon(RATE, lr_scaling="spectral", orthogonalize=EXACT)
-    both = muon, mfx.contrib.soap(1.0, weight_decay=0.0)
+    muon = variants.soap_muon(RATE, lr_scaling="spectral", orthogonalize=EXACT)
+    both = muon, variants.soap(1.0, weight_decay=0.0)
     states = [tx.init(params) for tx in both]
     for t, grads in enumerate(steps):
         (ours, states[0]), (direction, states[1]) = (
@@ -536,9 +546,11 @@ def test_lora_labels_warn_of_a_base_weight_that_may_be_frozen():
     assert mfx.contrib.lora_labels(model)["base.weight"] is None
 
 
-def test_muon_lora_is_a_partition_of_muon_and_adam():
+def test_muon_with_lora_labels_is_a_partition_of_muon_and_adam():
     params, steps = kit.Example.of({"q.lora_A.weight": (2, 6), "q.lora_B.weight": (5, 2)}, steps=3, dtype=torch.float64)
-    ours = mfx.contrib.muon_lora(0.02, 0.01, orthogonalize=EXACT)
+    ours = mfx.muon_with_adamw(
+        0.02, 0.01, orthogonalize=EXACT, weight_decay=0.0, adamw_weight_decay=0.0, labels=mfx.contrib.lora_labels
+    )
     theirs = mfx.partition(
         {"muon": mfx.muon(0.02, orthogonalize=EXACT), "adamw": mfx.adamw(0.01, b2=0.95, weight_decay=0.0)},
         {"q.lora_A.weight": "adamw", "q.lora_B.weight": "muon"},

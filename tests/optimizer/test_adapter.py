@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import muonfx as mfx
+from tests import variants
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -65,7 +66,7 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
         "schedule free": mfx.contrib.schedule_free(
             mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(1e-2)), 1e-2
         ),
-        "prodigy": mfx.contrib.prodigy(estim_lr0=1e-2, weight_decay=0.1),
+        "prodigy": variants.prodigy(estim_lr0=1e-2, weight_decay=0.1),
         "scheduled": mfx.chain(
             mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10))
         ),

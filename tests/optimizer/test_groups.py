@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muonfx as mfx
+from tests import variants
 from tests.optimizer.test_adapter import assert_equal, make_model, net, params_of, set_grads
 
 MIXED = {"a.bias": (3,), "b.weight": (3, 4), "c.weight": (4, 3), "d.bias": (4,), "e.frozen": (2, 2), "f.scaled": (5,)}
@@ -338,7 +339,7 @@ def test_parameters_whose_updates_increase_the_loss_are_warned_of(tx: mfx.Transf
     [
         mfx.scale(-0.1),
         mfx.scale(torch.tensor(0.1)),  # its sign is not known
-        mfx.contrib.prodigy(),
+        variants.prodigy(),
         mfx.chain(ALONE, of_ones_own()),
         mfx.stateless(lambda updates, params: mfx.tree.map(torch.neg, updates)),
         mfx.partition({"a": mfx.set_to_zero(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}),

@@ -18,6 +18,7 @@ from muonfx.select import Labels, Route, default_labels, default_labels_by_name,
 from muonfx.select.matrix_view import STACK
 from muonfx.select.views import patterns
 from muonfx.tree.tracing import matches
+from tests import variants
 from tests.select.test_select import Conv1D, Holder
 
 TRANSPOSED_STACK = "... in out -> ... out in"
@@ -392,7 +393,7 @@ MATRIXWISE = {
         labels=chosen, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView({"another.*": STACK}))
     ),
     "by leaf": lambda chosen: mfx.partition({"muon": mfx.contrib.normalize_leaves(), "adamw": mfx.identity()}, chosen),
-    "dion": lambda chosen: mfx.partition({"muon": mfx.contrib.dion(0.1), "adamw": mfx.adamw()}, chosen),
+    "dion": lambda chosen: mfx.partition({"muon": variants.dion(0.1), "adamw": mfx.adamw()}, chosen),
 }
 
 

@@ -17,6 +17,7 @@ import muonfx as mfx
 from muonfx import sharding
 from muonfx.checkpoint import FlatPiece
 from muonfx.testing.transforms import halve, with_value
+from tests import variants
 from tests.checkpoint.common import bits
 from tests.processes import Here, World
 from tests.sharding.cases import (
@@ -302,7 +303,7 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),
         mfx.contrib.schedule_free(two_groups(SMALL.labels, mfx.orthogonalize(dtype=torch.float32), b1=0.0), 0.1),
-        mfx.chain(mfx.contrib.sam(0.5, adaptive=True), mfx.contrib.prodigy(estim_lr0=0.1)),
+        mfx.chain(mfx.contrib.sam(0.5, adaptive=True), variants.prodigy(estim_lr0=0.1)),
         mfx.chain(EXACT, with_value(mfx.contrib.reduce_on_plateau(0.5, 1))),
         mfx.chain(EXACT, mfx.stateless(halve)),
         mfx.partition(

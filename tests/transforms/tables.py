@@ -9,6 +9,7 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import testing as kit
+from tests import variants
 from tests.transforms.test_every_transform import CASES, SHAPES, TWO_STEPS, WITH_HEADS
 
 Tensors = dict[str, Tensor]
@@ -18,21 +19,20 @@ VECTORS = {"b": (7,), "s": ()}
 
 BY_NAME = {"orthogonalize": TWO_STEPS, "labels": mfx.select.default_labels_by_name}
 VARIANTS: dict[str, mfx.Transform] = {
-    "adamuon": mfx.contrib.adamuon(0.1, orthogonalize=TWO_STEPS),
-    "dion": mfx.contrib.dion(0.1, rank=2),
-    "dion2": mfx.contrib.dion2(0.1, shrink=2),
-    "musgd": mfx.contrib.musgd(0.1, orthogonalize=TWO_STEPS),
-    "muon_hyperball": mfx.contrib.muon_hyperball(0.1, orthogonalize=TWO_STEPS),
-    "muon_lora": mfx.contrib.muon_lora(0.1, **BY_NAME),
-    "namo": mfx.contrib.namo(0.1, orthogonalize=TWO_STEPS),
-    "polargrad": mfx.contrib.polargrad(0.1, orthogonalize=TWO_STEPS),
-    "prodigy": mfx.contrib.prodigy(estim_lr0=0.1),
+    "adamuon": variants.adamuon(0.1, orthogonalize=TWO_STEPS),
+    "dion": variants.dion(0.1, rank=2),
+    "dion2": variants.dion2(0.1, shrink=2),
+    "musgd": variants.musgd(0.1, orthogonalize=TWO_STEPS),
+    "muon_hyperball": variants.muon_hyperball(0.1, orthogonalize=TWO_STEPS),
+    "namo": variants.namo(0.1, orthogonalize=TWO_STEPS),
+    "polargrad": variants.polargrad(0.1, orthogonalize=TWO_STEPS),
+    "prodigy": variants.prodigy(estim_lr0=0.1),
     "scion": mfx.contrib.scion(0.1, **BY_NAME),
-    "shampoo": mfx.contrib.shampoo(0.1),
-    "soap": mfx.contrib.soap(0.1),
-    "soap_muon": mfx.contrib.soap_muon(0.1, orthogonalize=TWO_STEPS),
+    "shampoo": variants.shampoo(0.1),
+    "soap": variants.soap(0.1),
+    "soap_muon": variants.soap_muon(0.1, orthogonalize=TWO_STEPS),
 }
-"""The recipes of `muonfx.contrib`."""
+"""The chains of variants, and the recipe of `muonfx.contrib`."""
 
 
 class Case(NamedTuple):

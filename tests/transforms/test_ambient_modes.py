@@ -13,6 +13,7 @@ import torch
 
 import muonfx as mfx
 from muonfx import testing as kit
+from tests import variants
 from tests.public import NO_MATCH
 from tests.transforms.tables import EVERY_CASE, Case, Tensors
 from tests.transforms.test_numbers import bits
@@ -139,7 +140,7 @@ def _trained(make: Callable[[torch.nn.Module], torch.optim.Optimizer], mode: Mod
     return [param.detach() for param in model.parameters()]
 
 
-SOAP = mfx.contrib.soap(mfx.linear_schedule(0.1, 0.0, 4))
+SOAP = variants.soap(mfx.linear_schedule(0.1, 0.0, 4))
 LABELS = {"0.weight": "muon", "1.weight": "muon", "2.weight": "adamw"}
 OPTIMIZERS = {
     "Muon": lambda model: mfx.Muon(model, 0.1, labels=LABELS),

@@ -101,6 +101,17 @@ def normalized(decay: float = 0.9, dtype: Any = "auto"):
     return {"trace": mfx.Slot(dtype)}, step
 
 
+@mfx.leafwise(reads_params=True)
+def by_a_norm_over_all_leaves(scale: float = 0.5):
+    def step(u: mfx.Leaf, s: Any, p: mfx.Leaf, *, sum_over_leaves: Any):
+        both = u + scale * p
+        norm = sum_over_leaves((both * both).sum(dtype=torch.float64)).sqrt()
+        largest = torch.maximum(s["largest"], norm)
+        return both / (1.0 + largest), {"largest": largest, "last": both}
+
+    return {"largest": mfx.Number(0.25), "last": mfx.Slot()}, step
+
+
 TINY = {"block": 4, "min_size": 0}
 CASES = [
     rms_scaled(dtype=torch.bfloat16),
@@ -110,6 +121,7 @@ CASES = [
     views_and_writes(),
     functions_of_torch(),
     normalized(dtype=mfx.fp8(**TINY, stochastic=True)),
+    by_a_norm_over_all_leaves(),
 ]
 COMPILED = [name for name, law in kit.LAWS.items() if law.family == "compiling"]
 
@@ -120,7 +132,7 @@ def test_any_step_obeys_every_law(tx: mfx.Transform):
     assert len(report.held) >= 20
 
 
-@pytest.mark.parametrize("tx", [rms_scaled(), functions_of_torch()], ids=repr)
+@pytest.mark.parametrize("tx", [rms_scaled(), functions_of_torch(), by_a_norm_over_all_leaves()], ids=repr)
 def test_a_step_compiles_into_one_graph(tx: mfx.Transform):
     kit.check_transform(tx, laws=["compiled_update_equals_eager"], max_examples=5)
 
@@ -157,6 +169,55 @@ def test_a_step_of_numbers_is_asked_once():
     for _ in range(3):
         tx.update(GRADS, ())
     assert asked == [1]
+
+
+def test_a_sum_over_leaves_skips_gradients_of_none_and_is_a_plain_sum():
+    grads = {"a": torch.tensor([3.0, 0.0]), "b": None, "c": torch.tensor(4.0)}
+    tx, params = by_a_norm_over_all_leaves(0.0), {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(())}
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert tx.locality is mfx.Locality.TREE
+    assert state["largest"].dtype == torch.float64
+    assert state["largest"] == 5.0
+    assert updates["a"].tolist() == [0.5, 0.0]
+    assert updates["b"] is None
+    assert state["last"]["b"].tolist() == [0.0] * 3
+
+
+def test_values_that_a_sum_has_computed_are_not_computed_again():
+    tx, params = by_a_norm_over_all_leaves(), {"w": torch.randn(2, 2)}
+    state = tx.init(params)
+    with Calls() as calls:
+        tx.update(params, state, params)
+    assert (
+        sum(number for name, number in calls.found.items() if "foreach_addcmul" in name or "foreach_add." in name) == 1
+    )
+
+
+def test_a_sum_of_values_with_the_shapes_of_leaves_is_an_error():
+    tx = made(lambda u, s, *, sum_over_leaves: (u * sum_over_leaves(u * u), s))
+    with pytest.raises(ValueError, match="found a value with the shapes of the leaves: reduce it first"):
+        tx.update(GRADS, ())
+    tx = made(lambda u, s, *, sum_over_leaves: (u * sum_over_leaves(1.0), s))
+    with pytest.raises(TypeError, match="sum_over_leaves adds up a value of each leaf"):
+        tx.update(GRADS, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "slot"), [({"locality": mfx.Locality.LEAF}, mfx.Slot()), ({}, mfx.Slot(mfx.int8()))]
+)
+def test_a_sum_over_leaves_needs_a_formula_of_elements(options: Any, slot: mfx.Slot):
+    with pytest.raises(TypeError, match="bad: found the locality LEAF and a step with sum_over_leaves"):
+        made(lambda u, s, *, sum_over_leaves: (u, s), (slot,), **options)
+
+
+def test_a_step_names_its_extra_arguments():
+    tx = made(lambda u, s, *, value: (u * value, (torch.maximum(s[0], value),)), (mfx.Number(1),))
+    updates, state = tx.update(GRADS, tx.init(GRADS), value=torch.tensor(2.0))
+    assert updates["w"].tolist() == [2.0, 2.0]
+    assert state[0].tolist() == 2.0
+    assert tx.extras.required == {"value"}
+    with pytest.raises(TypeError, match="bad: the extra argument value= is missing"):
+        tx.update(GRADS, state)
 
 
 class Calls(TorchDispatchMode):
@@ -239,7 +300,7 @@ def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
         (lambda u, s: (u, (1.0,)), (mfx.Slot(),), r"returns a float for '0' of its state, declared as Slot"),
         (lambda u, s: (u, (u,)), (mfx.StepCount(),), r"returns a Leaf for '0' of its state, declared as StepCount"),
         (lambda u, s: (u, {"a": u}), (mfx.Slot(),), "bad: the step returns another state than declared.*tuple"),
-        (lambda u, s: (u, s), (1.0,), "bad: a leafwise .* returns a state of Slot and StepCount, found 1.0 at '0'"),
+        (lambda u, s: (u, s), (1.0,), "bad: a leafwise .* a state of Slot, StepCount and Number, found 1.0 at '0'"),
         (lambda u, s: (u, s), {"p": mfx.Slot(start="params")}, "'p' starts at the parameters declares reads_params"),
         (None, (), "bad: a leafwise constructor returns a state and a step, found"),
     ],

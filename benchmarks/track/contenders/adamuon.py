@@ -7,5 +7,13 @@ SETTINGS = {"rate": 0.01}
 
 
 def optimizer(model, steps, rate):
-    hidden = mfx.contrib.adamuon(schedule(rate, steps), weight_decay=DECAY, orthogonalize=FP32)
+    hidden = mfx.chain(
+        mfx.momentum(),
+        FP32,
+        mfx.scale_by_rms(0.95, eps_in_sqrt=False, debias=True),
+        mfx.contrib.normalize_matrices(),
+        mfx.scale(0.2),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
     return with_adamw(model, hidden, steps)

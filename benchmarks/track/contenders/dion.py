@@ -7,5 +7,10 @@ SETTINGS = {"rate": 0.02}
 
 
 def optimizer(model, steps, rate):
-    hidden = mfx.contrib.dion(schedule(rate, steps), rank=16, weight_decay=DECAY)
+    hidden = mfx.chain(
+        mfx.contrib.scale_by_dion(rank=16),
+        mfx.scale_by_shape("spectral"),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
     return with_adamw(model, hidden, steps)

@@ -7,4 +7,10 @@ SETTINGS = {"rate": 0.01}
 
 
 def optimizer(model, steps, rate):
-    return with_adamw(model, mfx.contrib.dion2(schedule(rate, steps), weight_decay=DECAY), steps)
+    hidden = mfx.chain(
+        mfx.contrib.scale_by_dion2(),
+        mfx.scale_by_shape("spectral"),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
+    return with_adamw(model, hidden, steps)

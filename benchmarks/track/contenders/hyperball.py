@@ -7,8 +7,15 @@ SETTINGS = {"rate": 0.02, "zero": 0.01}
 
 
 def optimizer(model, steps, rate, zero):
+    hyperball = mfx.chain(
+        mfx.momentum(),
+        FP32,
+        mfx.contrib.match_weight_norms(),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+        mfx.contrib.keep_weight_norms(),
+    )
     parts = {
-        "muon": mfx.contrib.muon_hyperball(schedule(rate, steps), orthogonalize=FP32),
+        "muon": hyperball,
         "zero": mfx.muon(schedule(zero, steps), weight_decay=DECAY, orthogonalize=FP32),
         "adamw": adamw(ADAM_RATE, steps),
     }

@@ -7,5 +7,10 @@ SETTINGS = {"rate": 0.05}
 
 
 def optimizer(model, steps, rate):
-    hidden = mfx.contrib.musgd(schedule(rate, steps), weight_decay=DECAY, orthogonalize=FP32)
+    muon = mfx.chain(mfx.momentum(), FP32, mfx.scale_by_shape("original"), mfx.scale(0.5))
+    sgd = mfx.chain(mfx.add_decayed_weights(DECAY), mfx.momentum(heavy_ball=True), mfx.scale(0.5))
+    hidden = mfx.chain(
+        mfx.add_updates(("muon", muon), ("sgd", sgd)),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
     return with_adamw(model, hidden, steps)

@@ -7,5 +7,10 @@ SETTINGS = {"rate": 0.02}
 
 
 def optimizer(model, steps, rate):
-    hidden = mfx.contrib.polargrad(schedule(rate, steps), weight_decay=DECAY, orthogonalize=FP32)
+    hidden = mfx.chain(
+        mfx.momentum(nesterov=False),
+        mfx.contrib.scale_by_dual_norm(FP32),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
     return with_adamw(model, hidden, steps)

@@ -7,4 +7,12 @@ SETTINGS = {"rate": 0.01}
 
 
 def optimizer(model, steps, rate):
-    return with_adamw(model, mfx.contrib.shampoo(schedule(rate, steps), weight_decay=DECAY), steps)
+    hidden = mfx.chain(
+        mfx.contrib.scale_by_shampoo(),
+        mfx.momentum(nesterov=False),
+        mfx.contrib.normalize_matrices(),
+        mfx.scale(0.2),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
+    return with_adamw(model, hidden, steps)

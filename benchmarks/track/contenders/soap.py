@@ -7,5 +7,9 @@ SETTINGS = {"rate": 0.01}
 
 
 def optimizer(model, steps, rate):
-    hidden = mfx.contrib.soap(schedule(rate, steps), weight_decay=DECAY)
+    hidden = mfx.chain(
+        mfx.contrib.scale_by_soap(),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
     return with_adamw(model, hidden, steps)

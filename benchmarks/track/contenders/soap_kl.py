@@ -7,4 +7,9 @@ SETTINGS = {"rate": 0.01}
 
 
 def optimizer(model, steps, rate):
-    return with_adamw(model, mfx.contrib.soap(schedule(rate, steps), factors="kl", weight_decay=DECAY), steps)
+    hidden = mfx.chain(
+        mfx.contrib.scale_by_soap(factors="kl"),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
+    return with_adamw(model, hidden, steps)

@@ -7,5 +7,11 @@ SETTINGS = {"rate": 0.01}
 
 
 def optimizer(model, steps, rate):
-    hidden = mfx.contrib.soap_muon(schedule(rate, steps), factors="kl", weight_decay=DECAY, orthogonalize=FP32)
+    hidden = mfx.chain(
+        mfx.contrib.scale_by_soap(factors="kl"),
+        FP32,
+        mfx.scale_by_shape(),
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(schedule(rate, steps)),
+    )
     return with_adamw(model, hidden, steps)

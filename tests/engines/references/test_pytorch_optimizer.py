@@ -10,7 +10,7 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx.testing import Example
-from tests import formulas
+from tests import formulas, variants
 from tests.contrib.test_recipes import BETA, DECAY, RATE, SHAPES, power_iterated
 from tests.formulas import EXACT
 
@@ -69,7 +69,7 @@ def test_adamuon():
         group = {"params": params, "use_muon": True}
         return theirs.AdaMuon([group], lr=RATE, betas=(BETA, 0.8), weight_decay=DECAY, eps=1e-10)
 
-    tx = mfx.contrib.adamuon(
+    tx = variants.adamuon(
         RATE, decay=BETA, second_decay=0.8, eps=1e-10, nesterov=False, weight_decay=DECAY, orthogonalize=EXACT
     )
     assert_equal(tx, make, 1e-8)
