@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias, cast
 
 from muonfx.core import Transform, chain
-from muonfx.core.contract import require_transform, within
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.core.transform import require_transform, within
 from muonfx.select import Labels, MatrixView, default_labels, default_labels_by_name
 from muonfx.select.partition import partition
 from muonfx.transforms import (

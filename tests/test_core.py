@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import muonfx as mfx
-from muonfx.core.contract import within
 from muonfx.core.hyperparams import with_hyperparams
-from muonfx.core.recorded import parts_of
+from muonfx.core.transform import within
+from muonfx.core.value import parts_of
 from muonfx.testing.violation import require_same
 
 

@@ -24,7 +24,7 @@ from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
-from muonfx.core.recorded import strip_transparent
+from muonfx.core.value import strip_transparent
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.transform import Sharded, is_global, to_global

@@ -13,9 +13,9 @@ from muonfx import tree
 from muonfx.checkpoint.names import named_tensors
 from muonfx.core import Transform
 from muonfx.core.checks import check_tree
-from muonfx.core.contract import require_transform
 from muonfx.core.precision import product_dtypes
-from muonfx.core.recorded import strip_transparent
+from muonfx.core.transform import require_transform
+from muonfx.core.value import strip_transparent
 from muonfx.tree import PyTree, Spec
 
 

@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, ParamSpec
 from muonfx.compact.books import FLOAT8, Book, dynamic, float8, grid
 from muonfx.compact.codec import Codec
 from muonfx.core import checks
-from muonfx.core.definition import make_factory
-from muonfx.core.recorded import Recorded
+from muonfx.core.value import Recorded, make_factory
 
 __all__ = ["QuantizedDtype", "fp8", "int8"]
 

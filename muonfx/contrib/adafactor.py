@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.leafwise import WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree, device_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.contrib.norms import norm
 from muonfx.core import Donation, Transform, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
 from muonfx.select.matrix_view import Matrices, MatrixView

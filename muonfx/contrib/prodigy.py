@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.clip import Sum
 from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, zeros

@@ -11,10 +11,10 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.checks import warn_caller
-from muonfx.core.contract import NOTHING, require_transform, within
-from muonfx.core.definition import Memory
-from muonfx.core.factory import with_memory
+from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import Scalar, Schedule, constant_schedule
+from muonfx.core.transform import require_transform, within
+from muonfx.core.value import Memory, with_memory
 from muonfx.transforms.leafwise import WideStateDtype, copies, params_for
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew

@@ -6,13 +6,14 @@ arguments of that call, which define its ``repr``, equality, pickling and ``repl
 """
 
 from muonfx.core import checks, patterns, schedules
-from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless
-from muonfx.core.contract import EmptyState, Transform
-from muonfx.core.definition import Combinator, InitAndUpdate, Locality
+from muonfx.core.apply import apply_updates
+from muonfx.core.chain import add_updates, chain
 from muonfx.core.donation import Donation
-from muonfx.core.factory import transform
+from muonfx.core.extras import InitAndUpdate
 from muonfx.core.hyperparams import as_tensors, hyperparams, stack, with_hyperparams
 from muonfx.core.schedules import ScheduledState
+from muonfx.core.simple import identity, set_to_zero, stateless
+from muonfx.core.transform import Combinator, EmptyState, Locality, Transform, transform
 
 __all__ = [
     "Combinator",

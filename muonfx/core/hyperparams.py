@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.recorded import Recorded, parts_of, with_numbers
+from muonfx.core.value import Recorded, parts_of, with_numbers
 from muonfx.tree.arguments import closest
 
 R = TypeVar("R", bound=Recorded)

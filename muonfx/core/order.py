@@ -14,7 +14,7 @@ import torch
 
 from muonfx import tree
 from muonfx.core.checks import warn_caller
-from muonfx.core.contract import Position, Transform, within
+from muonfx.core.transform import Position, Transform, within
 
 _AFTER = {"after_learning_rate", "last", "last_observer"}
 _LAST = {"last", "last_observer"}

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from muonfx.core.identity import same
-from muonfx.core.recorded import Recorded, part_names
+from muonfx.core.argument_texts import same
+from muonfx.core.value import Recorded, part_names
 from muonfx.tree.display import Report, Row, Table
 
 _LONGEST = 40

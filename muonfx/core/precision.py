@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from muonfx.core.contract import Transform
-from muonfx.core.recorded import dotted, part_names
+from muonfx.core.transform import Transform
+from muonfx.core.value import dotted, part_names
 from muonfx.polar import kernels
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from muonfx.core import checks
-from muonfx.core.definition import InitAndUpdate, make_factory
-from muonfx.core.recorded import Recorded
+from muonfx.core.extras import InitAndUpdate
+from muonfx.core.value import Recorded, make_factory
 from muonfx.tree import PyTree, device_of
 from muonfx.tree.tracing import is_wrapped, on_device_of
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muonfx import tree
-from muonfx.core.combine import chain, chain_entries
-from muonfx.core.contract import Transform
-from muonfx.core.definition import Declaration, Locality, make_factory
-from muonfx.core.recorded import Recorded, dotted, part_names, parts_of
+from muonfx.core.chain import chain, chain_entries
+from muonfx.core.transform import Declaration, Locality, Transform
+from muonfx.core.value import Recorded, dotted, make_factory, part_names, parts_of
 from muonfx.tree import PyTree
 
 Path = tuple[Any, ...]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonfx import polar, tree
 from muonfx.core import Transform, checks, transform
-from muonfx.core.contract import within
+from muonfx.core.transform import within
 from muonfx.optimizer import TransformOptimizer
 from muonfx.polar.iteration import row_normalized
 from muonfx.select.matrix_view import split

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from muonfx.core import Donation, Transform
 from muonfx.core.checks import is_frozen, warn_caller
-from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
+from muonfx.core.transform import require_transform
 from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
 from muonfx.optimizer.following import FollowingOptimizer
 from muonfx.optimizer.groups import (

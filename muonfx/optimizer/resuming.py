@@ -14,8 +14,8 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
-from muonfx.core.recorded import Recorded, dotted, part_names
 from muonfx.core.schedules import Schedule
+from muonfx.core.value import Recorded, dotted, part_names
 from muonfx.optimizer.groups import BoundGroup, Group, Hyperparam, fitted
 
 SCHEDULES = "schedules"

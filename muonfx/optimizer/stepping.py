@@ -15,12 +15,12 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Combinator, Locality, Transform, chain, transform
+from muonfx.core.chain import chain_entries, widest
 from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
-from muonfx.core.combine import chain_entries, widest
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.recorded import with_numbers
+from muonfx.core.value import with_numbers
 from muonfx.core.visit import Visit, check_extras
 from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.core.contract import NOTHING, EmptyState
-from muonfx.core.definition import Memory
-from muonfx.core.factory import with_memory
+from muonfx.core.donation import NOTHING
+from muonfx.core.transform import EmptyState
+from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Placeholder, record_calls, stand_in
 from muonfx.placement.arguments import device_of
 from muonfx.placement.buckets import (

@@ -10,9 +10,9 @@ from typing import Any, ParamSpec
 import torch
 
 from muonfx.core import Donation, InitAndUpdate, Transform
-from muonfx.core.contract import NOTHING, Declaration, require_transform
-from muonfx.core.definition import Factory, Memory, make_factory
-from muonfx.core.factory import with_memory
+from muonfx.core.donation import NOTHING
+from muonfx.core.transform import Declaration, require_transform
+from muonfx.core.value import Factory, Memory, make_factory, with_memory
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store

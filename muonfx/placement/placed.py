@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from muonfx import tree
 from muonfx.core import Donation, Locality, Transform
-from muonfx.core.combine import chain_entries
-from muonfx.core.contract import NOTHING, Declaration
-from muonfx.core.definition import make_factory
-from muonfx.core.recorded import with_numbers
+from muonfx.core.chain import chain_entries
+from muonfx.core.donation import NOTHING
+from muonfx.core.transform import Declaration
+from muonfx.core.value import make_factory, with_numbers
 from muonfx.core.visit import (
     Visit,
     as_chain,

@@ -15,12 +15,12 @@ import torch
 
 from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
+from muonfx.core.chain import widest
 from muonfx.core.checks import warn_caller
-from muonfx.core.combine import widest
-from muonfx.core.contract import NOTHING, left_out, within
-from muonfx.core.definition import Memory
-from muonfx.core.factory import with_memory
+from muonfx.core.donation import NOTHING
 from muonfx.core.patterns import NamePatterns
+from muonfx.core.transform import left_out, within
+from muonfx.core.value import Memory, with_memory
 from muonfx.select.matrix_view import STACK, MatrixView
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from muonfx.core import Transform
-from muonfx.core.contract import within
+from muonfx.core.transform import within
 from muonfx.select.defaults import default_labels
 from muonfx.select.matrix_view import MatrixView, split
 from muonfx.select.params import ParamInfo, Params, read_params

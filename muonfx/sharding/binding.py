@@ -13,10 +13,10 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.core.combine import chain_entries
-from muonfx.core.contract import NOTHING, sum_over_leaves
-from muonfx.core.definition import Memory
-from muonfx.core.factory import with_memory
+from muonfx.core.chain import chain_entries
+from muonfx.core.donation import NOTHING
+from muonfx.core.extras import sum_over_leaves
+from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Visit, as_chain, stand_in, visit
 from muonfx.placement.arguments import Arguments, Once
 from muonfx.placement.buckets import parameters_of

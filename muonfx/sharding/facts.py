@@ -17,11 +17,11 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.contract import within
-from muonfx.core.identity import text_of
+from muonfx.core.argument_texts import text_of
 from muonfx.core.precision import kernel_products, product_dtypes
-from muonfx.core.recorded import Recorded, parts_of
 from muonfx.core.schedules import Schedule
+from muonfx.core.transform import within
+from muonfx.core.value import Recorded, parts_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.placed import execution_of
 from muonfx.placement.store import IN_MEMORY

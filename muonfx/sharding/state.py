@@ -19,7 +19,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.combine import chain_entries
+from muonfx.core.chain import chain_entries
 from muonfx.core.visit import Placeholder, Visit, fixed, is_wrapper, record_calls, root_visit
 from muonfx.placement.arguments import meta_like
 from muonfx.placement.buckets import parameters_of

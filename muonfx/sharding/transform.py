@@ -14,11 +14,10 @@ import torch
 
 from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Transform
-from muonfx.core.contract import Declaration, require_transform, without_left_out
-from muonfx.core.definition import Memory, make_factory
 from muonfx.core.donation import NOTHING, unshared
-from muonfx.core.factory import with_memory
 from muonfx.core.patterns import warn_of_unmatched
+from muonfx.core.transform import Declaration, require_transform, without_left_out
+from muonfx.core.value import Memory, make_factory, with_memory
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams

@@ -26,7 +26,7 @@ from muonfx.core import (
     transform,
 )
 from muonfx.core import schedules as sch
-from muonfx.core.contract import NOTHING
+from muonfx.core.donation import NOTHING
 from muonfx.select.partition import masked, partition
 from muonfx.select.roles import ROLES
 from muonfx.tree import PyTree

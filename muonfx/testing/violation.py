@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.compact import QuantizedDtype
-from muonfx.core.recorded import Recorded
+from muonfx.core.value import Recorded
 from muonfx.tree import PyTree
 
 __all__ = ["Breach", "LawViolation", "bits_equal", "is_close", "require_close", "require_same", "require_spec", "shown"]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING, require_transform
+from muonfx.core.donation import NOTHING
+from muonfx.core.transform import require_transform
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew

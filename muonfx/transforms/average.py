@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Combinator, Donation, Locality, Transform, apply_updates, checks, transform
-from muonfx.core.contract import NOTHING, require_transform
+from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.core.transform import require_transform
 from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, WideStateDtype, copies, leafwise, params_for
 from muonfx.tree import Present, PyTree, map
 from muonfx.tree import elementwise as ew

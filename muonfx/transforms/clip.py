@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Donation, EmptyState, Locality, checks, transform
-from muonfx.core.combine import no_state
-from muonfx.core.contract import NOTHING
+from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.core.simple import no_state
 from muonfx.polar.iteration import unit_power
 from muonfx.transforms._leaf import Leaf, record_for_each, record_on_list
 from muonfx.transforms.scale import of_leaves, of_lists

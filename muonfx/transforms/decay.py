@@ -9,11 +9,11 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING, require_transform
-from muonfx.core.definition import Memory
-from muonfx.core.factory import with_memory
+from muonfx.core.donation import NOTHING
 from muonfx.core.order import signs
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.core.transform import require_transform
+from muonfx.core.value import Memory, with_memory
 from muonfx.select.partition import mask_patterns, resolve_mask
 from muonfx.select.predicates import Predicate
 from muonfx.transforms.leafwise import params_for

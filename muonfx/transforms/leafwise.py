@@ -26,7 +26,8 @@ from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
-from muonfx.core.contract import NOTHING, Position
+from muonfx.core.donation import NOTHING
+from muonfx.core.transform import Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, StepPlan, record_step
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING, Position
-from muonfx.core.definition import LeafCost
+from muonfx.core.donation import NOTHING
 from muonfx.core.patterns import NamePatterns
+from muonfx.core.transform import LeafCost, Position
 from muonfx.select.matrix_view import Matrices, MatrixView, split
 from muonfx.select.pattern import Units, parse
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Locality, transform
-from muonfx.core.contract import NOTHING, sum_over_leaves
+from muonfx.core.donation import NOTHING
+from muonfx.core.extras import sum_over_leaves
 from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
-from muonfx.core.contract import NOTHING, require_transform
+from muonfx.core.donation import NOTHING
+from muonfx.core.transform import require_transform
 from muonfx.transforms.clip import Sum
 from muonfx.tree import Present, PyTree, device_of, map
 from muonfx.tree import elementwise as ew

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, transform
-from muonfx.core.contract import NOTHING
-from muonfx.core.definition import LeafCost
+from muonfx.core.donation import NOTHING
+from muonfx.core.transform import LeafCost
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
 from muonfx.select.matrix_view import Matrices, MatrixView

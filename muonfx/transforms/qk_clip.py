@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.donation import NOTHING
 from muonfx.core.patterns import NamePatterns
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.leafwise import params_for

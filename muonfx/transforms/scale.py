@@ -9,10 +9,11 @@ from typing import Literal
 from torch import Tensor
 
 from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
-from muonfx.core.combine import no_state
-from muonfx.core.contract import NOTHING, Position
-from muonfx.core.recorded import parts_of
+from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule, Schedule
+from muonfx.core.simple import no_state
+from muonfx.core.transform import Position
+from muonfx.core.value import parts_of
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree

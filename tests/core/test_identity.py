@@ -14,7 +14,7 @@ from hypothesis import given
 
 import muonfx as mfx
 from muonfx import testing as kit
-from muonfx.core.identity import public_name
+from muonfx.core.argument_texts import public_name
 from muonfx.core.order import signs
 from tests.processes import ROOT, run_python
 

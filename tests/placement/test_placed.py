@@ -133,7 +133,7 @@ def keeps_its_input():
     def init(params):
         return {"last": mfx.tree.map(torch.zeros_like, params)}
 
-    def update(updates, state, params=None, *, donate=mfx.core.contract.NOTHING):
+    def update(updates, state, params=None, *, donate=mfx.core.donation.NOTHING):
         own = updates if donate.updates else mfx.tree.map(torch.clone, updates)
         at = mfx.tree.Present(updates)
         last = at.fill(at.pick(own), state["last"])
@@ -149,7 +149,7 @@ def takes_turns():
     def init(params):
         return (mfx.tree.map(torch.zeros_like, params), mfx.tree.map(torch.ones_like, params))
 
-    def update(updates, state, params=None, *, donate=mfx.core.contract.NOTHING):
+    def update(updates, state, params=None, *, donate=mfx.core.donation.NOTHING):
         at = mfx.tree.Present(updates)
         now, before = (at.pick(one) for one in state)
         return at.fill([u * a for u, a in zip(at.pick(updates), now, strict=True)]), (

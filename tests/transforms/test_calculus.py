@@ -8,7 +8,7 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import testing as kit
-from muonfx.core.contract import within
+from muonfx.core.transform import within
 from muonfx.testing.laws.compiling import Counter
 from tests.transforms.tables import EVERY_CASE, Case
 

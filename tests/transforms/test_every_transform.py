@@ -14,8 +14,9 @@ import muonfx as mfx
 from muonfx import recipes, select
 from muonfx import testing as kit
 from muonfx.core import schedules
-from muonfx.core.contract import NOTHING, within
+from muonfx.core.donation import NOTHING
 from muonfx.core.order import signs
+from muonfx.core.transform import within
 from muonfx.select.matrix_view import STACK
 from muonfx.testing.transforms import by_rank, by_role, halve, with_value
 from muonfx.tree import elementwise as ew

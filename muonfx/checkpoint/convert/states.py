@@ -17,7 +17,7 @@ from muonfx import tree
 from muonfx.checkpoint.errors import first_of_each_kind
 from muonfx.compact import KeyedQuantizedState, QuantizedState
 from muonfx.core import EmptyState, ScheduledState, Transform
-from muonfx.core.contract import within
+from muonfx.core.transform import within
 from muonfx.transforms import AdamState, LionState, MomentumState
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonfx.core import Locality, Transform
-from muonfx.core.contract import require_transform
 from muonfx.core.hyperparams import hyperparams
+from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
 from muonfx.engines.deepspeed.experts import expert_group_name
 from muonfx.engines.deepspeed.pieces import (

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from muonfx.core import Transform
-from muonfx.core.contract import require_transform
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.recorded import strip_transparent
+from muonfx.core.transform import require_transform
+from muonfx.core.value import strip_transparent
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout, require_layout
 from muonfx.sharding.plan.balance import assign

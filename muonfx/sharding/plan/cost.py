@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Transform
-from muonfx.core.contract import within
+from muonfx.core.transform import within
 from muonfx.core.visit import Visit, fixed, root_visit
 from muonfx.placement.placed import matrix_stages
 from muonfx.polar.cost import newton_schulz_cost

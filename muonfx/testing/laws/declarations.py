@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.donation import NOTHING
 from muonfx.core.visit import resolve_within
 from muonfx.testing.examples import Example, history, on_meta, updates_of
 from muonfx.testing.law import law

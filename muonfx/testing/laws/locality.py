@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
-from muonfx.core.contract import within
+from muonfx.core.transform import within
 from muonfx.core.visit import resolve_within
 from muonfx.testing.examples import Example, history, on_meta, updates_of
 from muonfx.testing.law import law

@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.core import Locality, Transform
-from muonfx.core.contract import within
+from muonfx.core.transform import within
 from muonfx.testing.examples import Example, copied_tree, history, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.contract import within
+from muonfx.core.transform import within
 from muonfx.testing.examples import Example, copied_tree, history, on_meta
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_same, require_spec, shown

@@ -13,7 +13,7 @@ import torch.utils._pytree as torch_pytree
 from muonfx import contrib, tree
 from muonfx.core import Transform
 from muonfx.core.hyperparams import hyperparams
-from muonfx.core.recorded import Recorded
+from muonfx.core.value import Recorded
 from muonfx.testing.examples import history
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_same, values_within

@@ -13,25 +13,153 @@ is ``None``, its parameter gets no update and the state of the parameter does no
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_args,
+    overload,
+)
 
 import torch
 
 from muonfx import tree
-from muonfx.core import checks, definition
-from muonfx.core.definition import Declaration, Extras, Lazy, Locality, Position, of_structure, sum_over_leaves
+from muonfx.core import checks
 from muonfx.core.donation import NOTHING, Donation, unshared
+from muonfx.core.extras import (
+    ON_PIECES,
+    Extras,
+    Functions,
+    InitAndUpdate,
+    check_extras,
+    check_functions,
+    extras_of,
+    sum_over_leaves,
+)
 from muonfx.core.hyperparams import check_numbers
 from muonfx.core.outline import outline
 from muonfx.core.patterns import NamePatterns, warn_of_unmatched
-from muonfx.core.recorded import Recorded
 from muonfx.core.schedules import Schedule, follow
+from muonfx.core.value import Lazy, Recorded, make_factory, of_structure
 from muonfx.tree import PyTree, Structure
+from muonfx.tree.arguments import bind
 from muonfx.tree.display import Report
 from muonfx.tree.tracing import autocast_is_on, outside_autocast
+
+Position = Literal[
+    "learning_rate",
+    "turns",
+    "either_sign",
+    "before_learning_rate",
+    "sets_size",
+    "after_learning_rate",
+    "last",
+    "observer",
+    "last_observer",
+]
+"""The place of a transform in a chain relative to the learning rate; `muonfx.transform` describes each value."""
+
+LeafCost = Callable[[str, tuple[int, ...], torch.dtype], float]
+"""A function ``(name, shape, dtype) -> operations`` for one leaf of the updates; a multiply-add is two operations."""
+
+
+class Locality(IntEnum):
+    """How much of the tree a transform reads to compute one element of its output: from one element to all leaves.
+
+    The sharding layer relies on it: an ELEMENT transform runs on shards, and a MATRIX transform receives whole
+    matrices. The values are ordered, so the locality of a chain is the maximum over its members.
+
+    >>> max(Locality.ELEMENT, Locality.MATRIX).name
+    'MATRIX'
+    """
+
+    ELEMENT = 0
+    """Reads the same element of the updates, the state and the parameters, and scalars such as a step count."""
+    MATRIX = 1
+    """Reads the matrix that contains the element: the last two dims of its leaf. Leading dims are batch dims."""
+    LEAF = 2
+    """Reads the whole leaf (the tensor of one parameter) that contains the element."""
+    TREE = 3
+    """Reads all leaves of the tree, as clipping by the global norm does."""
+
+
+@dataclass(frozen=True)
+class Combinator:
+    """Describes how a wrapper calls the transforms that it receives as arguments; an option of `transform`.
+
+    Raises:
+        TypeError: ``own_locality`` is neither a `Locality` nor None.
+
+    >>> Combinator(Locality.ELEMENT)
+    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False, skips_steps=False)
+    """
+
+    own_locality: Locality | None = None
+    """The locality of the wrapper's own computation, without the transforms that it calls. Declare it if each called
+    transform receives a tree with some or all of the leaves. On sharded parameters, the called transforms then run by
+    their own localities. None: unknown, so the wrapper and the called transforms run together."""
+    in_sequence: bool = False
+    """True if the wrapper does nothing but call its transforms in sequence, as `chain` does. Each receives the updates
+    of the previous one and all extra arguments. The state is a dict from their names to their states."""
+    varies_numbers: bool = False
+    """True if the called transforms differ in numeric arguments only, so that one of them describes how all run."""
+    leaves_out: Callable[[Any, Any], set[str]] | None = field(default=None, repr=False)
+    """A function of the wrapper and the parameters that returns the names of parameters that it does not update. None:
+    each called transform receives all parameters."""
+    skips_steps: bool = False
+    """True if the called transforms run at some updates only, as those of `accumulate` do. At the others, the wrapper
+    returns updates of zero."""
+
+    def __post_init__(self) -> None:
+        if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
+            raise TypeError(f"Combinator: own_locality must be a Locality or None, found {self.own_locality!r}")
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The options of the decorator `transform` as one value. The docstring of `transform` describes each field."""
+
+    locality: Locality | Callable[..., Locality] = Locality.TREE
+    combinator: Combinator = Combinator()
+    reads_params: bool | Callable[..., bool] = True
+    resolve: Callable[[Any, PyTree], Any] | None = None
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Any, dict[str, tuple[int, int]]]] | None = None
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
+    position: Position | Callable[..., Position | None] | None = None
+    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None
+    short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
+
+    def __post_init__(self) -> None:
+        functions = ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras", "cost")
+        position = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
+        accepted: dict[str, tuple[bool, str]] = {
+            "locality": (isinstance(self.locality, Locality), "a Locality, such as Locality.MATRIX, or a function"),
+            "reads_params": (isinstance(self.reads_params, bool), "True, False or a function of the arguments"),
+            "position": (self.position is None or self.position in get_args(Position), position),
+            **{option: (getattr(self, option) is None, "a function or None") for option in functions},
+        }
+        for option, (fits, words) in accepted.items():
+            value = getattr(self, option)
+            if not (fits or callable(value)):
+                wrong = ValueError if isinstance(value, str) and option == "position" else TypeError
+                raise wrong(f"transform: {option} must be {words}, found {value!r}")
+        if not isinstance(self.combinator, Combinator):
+            raise TypeError(f"transform: combinator must be a Combinator, found {self.combinator!r}")
+
+
+# ------------------------------------------------------------------------------------ the signatures of init and update
+
 
 V = TypeVar("V")
 
@@ -197,18 +325,16 @@ class Transform(Recorded):
         return tuple(dict.fromkeys(found))
 
     @Lazy
-    def functions(self) -> definition.Functions:
+    def functions(self) -> Functions:
         """The functions ``(init, update)`` of this transform, which do not check their inputs."""
         init, update = self.built
-        return definition.Functions(functools.partial(outside_autocast, init), update)
+        return Functions(functools.partial(outside_autocast, init), update)
 
     @of_structure
     def extras(self) -> Extras:
         """The extra arguments, such as ``value=loss``, that ``update`` of this or an inner transform accepts."""
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
-        return definition.extras_of(
-            self.functions.update, [part.extras for part in self.children], calls_none=calls_none
-        )
+        return extras_of(self.functions.update, [part.extras for part in self.children], calls_none=calls_none)
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
         """Check that ``update`` accepts these extra arguments, such as ``value=loss``, and that none is missing.
@@ -218,12 +344,12 @@ class Transform(Recorded):
                 accepted extras.
         """
         if extras or self.extras.required:
-            definition.check_extras(list(within(self)), extras)
+            check_extras(list(within(self)), extras)
 
     @property
     def works_on_pieces(self) -> bool:
         """True if ``update`` can run on shards, by an extra argument such as ``sum_over_leaves``."""
-        return not definition.ON_PIECES.isdisjoint(self.extras.named)
+        return not ON_PIECES.isdisjoint(self.extras.named)
 
     @of_structure
     def keeps_donation_promise(self) -> bool:
@@ -237,7 +363,7 @@ class Transform(Recorded):
         super().prepare()
         # The tests of this package check the signatures of its own functions.
         if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
-            definition.check_functions(self.factory.__name__, self.built)
+            check_functions(self.factory.__name__, self.built)
         _ = self.locality, self.extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -436,3 +562,128 @@ def require_transform(name: str, value: object) -> None:
     elif isinstance(value, str):
         found += "; call the function of this name, or pass the option to it, as in muonfx.orthogonalize(...)"
     raise TypeError(f"{name} must be a muonfx.Transform, found {found}")
+
+
+P = ParamSpec("P")
+
+
+@overload
+def transform(constructor: Callable[P, InitAndUpdate], /) -> Callable[P, Transform]: ...
+
+
+@overload
+def transform(
+    *,
+    name: str | None = None,
+    locality: Locality | Callable[..., Locality] = Locality.TREE,
+    combinator: Combinator = ...,
+    reads_params: bool | Callable[..., bool] = True,
+    resolve: Callable[[Any, PyTree], Transform] | None = None,
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
+    | None = None,
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    position: Position | Callable[..., Position | None] | None = None,
+    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None,
+    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
+
+
+def transform(
+    constructor: Callable[..., InitAndUpdate] | None = None, *, name: str | None = None, **options: Any
+) -> Any:
+    """Decorate a function that returns ``(init, update)``, so that calling it creates a `Transform`.
+
+    The decorated function is called the constructor. It runs once when a transform is created, so check arguments
+    there, with the functions of `muonfx.core.checks`. It runs again if ``torch.func`` replaces numbers by traced
+    tensors, which these checks accept. The numeric arguments become the leaves of the transform as a pytree.
+
+    An argument annotated ``float`` or `ScalarOrSchedule` also accepts a schedule. The constructor then runs at every
+    update with the number of that step, and the state is a `ScheduledState`.
+
+    Most transforms need only ``locality``. The other options save work when parameters are sharded, or improve error
+    messages. Their defaults are always correct.
+
+    Args:
+        constructor: the decorated function. Its ``update`` takes ``(updates, state, params)`` and, as keyword-only
+            arguments, the extra arguments that it reads, such as ``value=loss``. Three of them are supplied
+            automatically: ``sum_over_leaves``, ``max_over_ranks`` and ``shard``. On sharded parameters, a
+            transform of locality TREE that names one of them receives this rank's shards. Any other TREE transform
+            receives the gathered tensors.
+        **options: the options described below.
+        name: a permanent public name, such as "acme.my_momentum", which checkpoints use to identify the transform. Its
+            last part is the key of the state in a chain. None: the module and the name of the function, so that
+            checkpoints no longer match if the function is moved or renamed.
+        locality: the part of the tree that an output element depends on: a `Locality`, or a function of the
+            constructor's arguments that returns one. The default TREE is always correct.
+        combinator: for a transform with other transforms as arguments, a `Combinator` that describes how it calls
+            them. A wrapper usually declares ``own_locality``.
+        reads_params: whether ``init`` or ``update`` reads the values of the parameters: a bool, or a function of the
+            constructor's arguments. If False, sharded parameters are not gathered for it: ``init`` may receive NaN
+            values, and ``update`` may receive ``params=None``.
+        resolve: ``(transform, params) -> transform``. Returns an equal transform that also works on shards, without the
+            full shapes of the parameters. For example, a mask replaces an argument that selects parameters by shape.
+            The state must not change.
+        rounds_to: ``(transform, dtype, device) -> dtype``. Returns the dtype to which updates are rounded before all
+            other work. They may then be sent between ranks in this dtype. It has at most the precision of ``dtype``.
+        on_stacks: ``(transform, shapes) -> (transform, matrices)``. ``shapes`` maps names to shapes. ``matrices`` maps
+            the name of each leaf that is a contiguous stack of independent matrices to the shape of one matrix. The
+            returned transform takes these leaves as ``(number, rows, columns)``. None: for a MATRIX transform, every
+            leaf with more than two dims is a stack.
+        name_patterns: ``(transform) -> patterns``. Returns the globs over parameter names in its arguments, as
+            `muonfx.core.patterns.NamePatterns`. ``init`` warns of a glob that matches no parameter.
+        check_extras: ``(transform, extras) -> None``. Raises if the value of an extra argument is invalid. It runs
+            before each step that has extra arguments, on every rank.
+        position: the place in a chain relative to the learning rate, or a function of the arguments that returns it.
+            A `chain` raises if the order gives wrong updates, and warns if it is probably a mistake. None: any place.
+
+            - "learning_rate": it changes updates from the direction of the gradient to the direction that is added to
+              the parameters. At most one may act on a parameter.
+            - "before_learning_rate": it requires updates in the direction of the gradient.
+            - "sets_size": its output does not depend on the size of its input, so a learning rate before it has no
+              effect.
+            - "after_learning_rate": it requires the updates that are added to the parameters.
+            - "last": as "after_learning_rate", and only observers may follow it.
+            - "observer": it returns its updates unchanged. "last_observer" combines "last" and "observer".
+            - "turns": it reverses the sign of updates without being a learning rate, as a negative scale does.
+            - "either_sign": the sign of its updates is unknown.
+        cost: ``(transform, device, dtype) -> function``. The returned function maps the name, shape and dtype of a leaf
+            to the number of operations of its update. Matrices are assigned to ranks by these numbers, which must be
+            the same on all ranks. ``device`` is a device type, and ``dtype`` the dtype in which matrix products with
+            the option "auto" are computed.
+        short_names: the keys of the numeric arguments in the param groups of `TransformOptimizer`:
+            ``{"eps": "eps", "betas": ("b1", "b2")}``. A tuple combines several arguments. Arguments without a short
+            name have their dotted name as key, as in `muonfx.hyperparams`.
+
+    Returns:
+        A factory: a function with the constructor's name, signature and docstring that returns a `Transform`.
+
+    Raises:
+        TypeError: an option has a wrong type.
+        ValueError: ``name`` is not made of identifiers and dots, or ``position`` is unknown.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> @mfx.transform(locality=mfx.Locality.ELEMENT)
+        ... def sign_descent(rate: float = 0.1):
+        ...     def init(params):
+        ...         return mfx.core.EmptyState()
+        ...
+        ...     def update(updates, state, params=None):
+        ...         return mfx.tree.map(lambda u: -rate * u.sign(), updates), state
+        ...
+        ...     return init, update
+        >>> sign_descent(rate=0.5)
+        sign_descent(rate=0.5)
+        >>> sign_descent().locality.name
+        'ELEMENT'
+    """
+    bind("transform", inspect.signature(Declaration), (), options)
+    options["short_names"] = options.get("short_names") or {}
+    declaration = Declaration(**options)
+
+    def decorate(constructor: Callable[..., InitAndUpdate]) -> Callable[..., Transform]:
+        return make_factory(Transform, constructor, declaration, name=name)
+
+    return decorate if constructor is None else decorate(constructor)

@@ -1,93 +1,20 @@
-"""Transforms that combine other transforms, and the simplest transforms, such as `identity`."""
+"""`chain`, which applies transforms in sequence, and `add_updates`, which adds their updates."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.checks import (
-    PLAIN,
-    check_floating,
-    check_structure,
-    check_updates_fit,
-    count_update_in_graph,
-    warn_of_growing_graphs,
-)
-from muonfx.core.contract import EmptyState, Transform, entries_of
-from muonfx.core.definition import Combinator, Locality, Memory
-from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
-from muonfx.core.factory import transform, with_memory
+from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.order import check_order
-from muonfx.core.recorded import part_names
+from muonfx.core.transform import Combinator, Locality, Transform, entries_of, transform
+from muonfx.core.value import Memory, part_names, with_memory
 from muonfx.tree import PyTree
-from muonfx.tree.elementwise import apply, cast_like, wide_dtype
-
-T = TypeVar("T")
-
-
-def no_state(params: PyTree) -> EmptyState:
-    """Return an `EmptyState`. This is the ``init`` function of transforms without state."""
-    return EmptyState()
-
-
-@transform(locality=Locality.ELEMENT, position="observer")
-def identity():
-    """Make a transform that returns its updates unchanged.
-
-    >>> identity().update({"w": torch.ones(2)}, EmptyState())
-    ({'w': tensor([1., 1.])}, EmptyState())
-    """
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return updates, state
-
-    return no_state, update
-
-
-@transform(locality=Locality.ELEMENT, position="either_sign")
-def set_to_zero():
-    """Replace all updates by zeros, for example to freeze the parameters that have one label in `partition`.
-
-    >>> set_to_zero().update({"w": torch.ones(2)}, EmptyState())[0]
-    {'w': tensor([0., 0.])}
-    """
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return tree.map(torch.zeros_like, updates), state
-
-    return no_state, update
-
-
-@transform(locality=lambda function, locality=Locality.TREE: locality, position="either_sign")
-def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality = Locality.TREE):
-    """Make a transform without state from a function ``(updates, params) -> updates``.
-
-    Args:
-        function: a function that does not modify its inputs. To pickle the transform, define the function in a module.
-        locality: the part of the tree that the function reads to compute one element of its output, as a `Locality`.
-            The default TREE is always correct; a smaller locality saves communication if parameters are sharded.
-
-    Raises:
-        TypeError: ``function`` cannot be called.
-
-    >>> halve = stateless(lambda updates, params: tree.map(lambda u: u / 2, updates))
-    >>> halve.update({"w": torch.ones(2)}, EmptyState())[0]
-    {'w': tensor([0.5000, 0.5000])}
-    """
-    if not callable(function):
-        raise TypeError(f"stateless: function must be a function (updates, params) -> updates, found {function!r}")
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None):
-        out = function(updates, params)
-        check_structure("stateless: the updates that the function returns", out, "the updates given to it", updates)
-        return out, state
-
-    return no_state, update
+from muonfx.tree.elementwise import wide_dtype
 
 
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
@@ -217,59 +144,3 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return b if a is None else a
     wide = wide_dtype(a.dtype, b.dtype)
     return (a.to(wide) + b.to(wide)).to(a.dtype)
-
-
-def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
-    """Add updates to parameters: ``params + updates``, rounded once to the parameter's dtype.
-
-    Args:
-        params: a tree of tensors.
-        updates: a tree of the same structure. A parameter whose update is ``None`` is returned unchanged.
-        donate: ``True`` is the promise not to use ``params`` again, so they are overwritten and returned. A parameter
-            that shares memory with another parameter or with an update is copied first.
-
-    Returns:
-        The new parameters, in a tree like ``params``.
-
-    Raises:
-        TypeError: ``donate`` is not a bool, or a leaf is not a floating-point tensor.
-        ValueError: the trees differ in structure or shapes, or ``donate=True`` with a parameter whose elements share
-            memory, as after ``expand()``. The message names the leaf.
-
-    Warns:
-        UserWarning: the parameters, but not the updates, have an autograd graph of earlier steps, as in
-            `Transform.update`.
-
-    >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
-    {'w': tensor([2., 2.]), 'b': tensor([1.])}
-    """
-    if type(donate) is not bool:
-        raise TypeError(f"apply_updates: donate must be True or False, found {donate!r}")
-
-    leaves, treedef = tree.flatten(params)
-    if not torch.compiler.is_compiling():
-        warn_of_growing_graphs("apply_updates", params, leaves, updates)
-    try:
-        changes = tree.subtrees(treedef, updates)
-        # Shapes are compared before anything is overwritten; tensors of other shapes would be broadcast.
-        present = [(own, new) for own, new in zip(leaves, changes, strict=True) if not (own is None or new is None)]
-        if [new for own, new in present if new.shape != own.shape]:
-            check_updates_fit(params, updates)
-        if donate:
-            check_writable("apply_updates: params", params)
-            leaves = copied_where_shared(leaves, changes)
-        if not donate and PLAIN.issuperset(map(type, leaves)) and PLAIN.issuperset(map(type, changes)):
-            added = cast_like(apply("add", leaves, changes), leaves)
-        else:
-            added = [
-                own if own is None or new is None else own.add_(new) if donate else (own + new).to(own.dtype)
-                for own, new in zip(leaves, changes, strict=True)
-            ]
-    except (AttributeError, TypeError, ValueError):
-        check_floating("params", params)
-        check_floating("updates", updates)
-        check_updates_fit(params, updates)
-        raise
-    if not torch.compiler.is_compiling():
-        count_update_in_graph(leaves, added)
-    return tree.unflatten(treedef, added)

@@ -19,7 +19,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 import optree
 import torch
@@ -27,10 +27,146 @@ import torch.utils._pytree as torch_pytree
 from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.core.definition import Definition, Factory, Lazy, Memory
-from muonfx.core.identity import code_of_value, public_name, same, text_of
+from muonfx.core.argument_texts import code_of_value, public_name, same, text_of
 from muonfx.tree import NAMESPACE
-from muonfx.tree.arguments import bind, check_plain, hint
+from muonfx.tree.arguments import bind, check_plain, hint, kinds_of
+
+V = TypeVar("V")
+
+Memory = dict[object, Any]
+"""The cache that a constructor under ``with_memory`` receives. Each result must be determined by its key."""
+
+
+# The names of the types in an annotation `ScalarOrSchedule`, for which a constructor gets the number of each step.
+_BY_STEP = frozenset({"Tensor", "Schedule"})
+_SCALAR = _BY_STEP | {"float", "None"}
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """The function behind a factory such as `momentum`, with its parsed signature and the decorator's arguments."""
+
+    constructor: Callable[..., Any]
+    parameters: Mapping[str, inspect.Parameter]
+    """The parameters of the constructor, without its `Memory`."""
+    kinds: tuple[tuple[str, str], ...]
+    """Name and kind of each parameter, as strings because torch.compile can trace these."""
+    plain: Mapping[str, frozenset[str]]
+    """By parameter, the names of the types that its annotation accepts, such as "float"."""
+    name: str | None
+    """The permanent public name, such as "acme.my_momentum", or None."""
+    remembers: bool
+    """True if the constructor takes a cache (`Memory`) as its first argument."""
+    transparent: bool
+    """True if a value of this factory represents its only part, and adds nothing to the dotted name of that part."""
+    is_ours: bool
+    """True if the constructor belongs to muonfx, whose tests already check the results of ``init`` and ``update``."""
+    declaration: object
+    """Further options of the decorator; for `transform`, a `Declaration`."""
+
+    def as_float(self, name: str, value: Any) -> object:
+        """Return the value of an argument, converted to float if it is an int and the annotation is float."""
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        return float(value) if is_int and "float" in self.plain[name] else value
+
+
+class Factory(Protocol):
+    """A function made by a decorator, such as `momentum`. A call returns a `Recorded` value, such as a `Transform`."""
+
+    definition: Definition
+    __name__: str
+    __qualname__: str
+    __module__: str
+    __signature__: inspect.Signature
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Create and return a value that stores the arguments of this call."""
+        ...
+
+
+def make_factory(
+    kind: Any,
+    constructor: Callable[..., Any],
+    declaration: object = None,
+    *,
+    name: str | None = None,
+    transparent: bool = False,
+) -> Any:
+    """Turn a constructor into a factory: a function with the same signature that returns values of class ``kind``."""
+
+    @functools.wraps(constructor)
+    def call(*args: object, **kwargs: object) -> Any:
+        return kind.record(factory, *args, **kwargs).prepare_all()
+
+    if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
+        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
+    parameters = dict(inspect.signature(constructor).parameters)
+    accepted = kinds_of(parameters, constructor)
+    factory = cast("Factory", call)
+    factory.definition = Definition(
+        constructor,
+        parameters,
+        tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
+        {argument: own - _BY_STEP if _BY_STEP <= own <= _SCALAR else own for argument, own in accepted.items()},
+        name,
+        getattr(constructor, "takes_memory", False),
+        transparent,
+        (constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
+        declaration,
+    )
+    return factory
+
+
+class Lazy(Generic[V]):
+    """A property that is computed at the first read and then cached. Nothing is cached while torch.compile traces."""
+
+    def __init__(self, compute: Callable[[Any], V]) -> None:
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    def __get__(self, value: Any, kind: type | None = None) -> V:
+        if value is None:  # read from the class, as by a documentation tool
+            return cast("V", self)
+        found = self._compute(value)
+        # Objects created while tracing must not be stored on an object that outlives the trace.
+        if not torch.compiler.is_compiling():
+            value.__dict__[self._name] = found
+        return found
+
+
+class _OfStructure(Lazy[V]):
+    def __get__(self, value: Any, kind: type | None = None) -> V:
+        if value is None:
+            return cast("V", self)
+        shared: dict[str, Any] = value.structure.attributes
+        if self._name not in shared:
+            shared[self._name] = self._compute(value)
+        if not torch.compiler.is_compiling():
+            value.__dict__[self._name] = shared[self._name]
+        return shared[self._name]
+
+
+def of_structure(compute: Callable[[Any], V]) -> V:
+    """Decorate a method as a cached property. Transforms that differ only in numbers share the cached result."""
+    return cast("V", _OfStructure(compute))
+
+
+# ----------------------------------------------------------------------------------------- the options of the decorator
+
+
+P = ParamSpec("P")
+
+
+def with_memory(constructor: Callable[Concatenate[Memory, P], Any]) -> Callable[P, Any]:
+    """Decorate a constructor so that it receives a cache (a dict) as its first argument.
+
+    Callers of the factory do not pass the cache. It holds results that depend on names, shapes and dtypes only. All
+    transforms that differ only in numbers share it, also if ``torch.func`` or `with_hyperparams` rebuilds them.
+    """
+    _, *rest = inspect.signature(constructor).parameters.values()
+    marked: Any = constructor
+    marked.__signature__ = inspect.Signature(rest)
+    marked.takes_memory = True
+    return cast("Callable[P, Any]", constructor)
 
 
 class _Hole:

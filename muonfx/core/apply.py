@@ -1,0 +1,77 @@
+"""`apply_updates`, which adds updates to parameters."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from muonfx import tree
+from muonfx.core.checks import (
+    PLAIN,
+    check_floating,
+    check_updates_fit,
+    count_update_in_graph,
+    warn_of_growing_graphs,
+)
+from muonfx.core.donation import check_writable, copied_where_shared
+from muonfx.tree import PyTree
+from muonfx.tree.elementwise import apply, cast_like
+
+T = TypeVar("T")
+
+
+def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
+    """Add updates to parameters: ``params + updates``, rounded once to the parameter's dtype.
+
+    Args:
+        params: a tree of tensors.
+        updates: a tree of the same structure. A parameter whose update is ``None`` is returned unchanged.
+        donate: ``True`` is the promise not to use ``params`` again, so they are overwritten and returned. A parameter
+            that shares memory with another parameter or with an update is copied first.
+
+    Returns:
+        The new parameters, in a tree like ``params``.
+
+    Raises:
+        TypeError: ``donate`` is not a bool, or a leaf is not a floating-point tensor.
+        ValueError: the trees differ in structure or shapes, or ``donate=True`` with a parameter whose elements share
+            memory, as after ``expand()``. The message names the leaf.
+
+    Warns:
+        UserWarning: the parameters, but not the updates, have an autograd graph of earlier steps, as in
+            `Transform.update`.
+
+    >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
+    {'w': tensor([2., 2.]), 'b': tensor([1.])}
+    """
+    if type(donate) is not bool:
+        raise TypeError(f"apply_updates: donate must be True or False, found {donate!r}")
+
+    leaves, treedef = tree.flatten(params)
+    if not torch.compiler.is_compiling():
+        warn_of_growing_graphs("apply_updates", params, leaves, updates)
+    try:
+        changes = tree.subtrees(treedef, updates)
+        # Shapes are compared before anything is overwritten; tensors of other shapes would be broadcast.
+        present = [(own, new) for own, new in zip(leaves, changes, strict=True) if not (own is None or new is None)]
+        if [new for own, new in present if new.shape != own.shape]:
+            check_updates_fit(params, updates)
+        if donate:
+            check_writable("apply_updates: params", params)
+            leaves = copied_where_shared(leaves, changes)
+        if not donate and PLAIN.issuperset(map(type, leaves)) and PLAIN.issuperset(map(type, changes)):
+            added = cast_like(apply("add", leaves, changes), leaves)
+        else:
+            added = [
+                own if own is None or new is None else own.add_(new) if donate else (own + new).to(own.dtype)
+                for own, new in zip(leaves, changes, strict=True)
+            ]
+    except (AttributeError, TypeError, ValueError):
+        check_floating("params", params)
+        check_floating("updates", updates)
+        check_updates_fit(params, updates)
+        raise
+    if not torch.compiler.is_compiling():
+        count_update_in_graph(leaves, added)
+    return tree.unflatten(treedef, added)
