@@ -50,7 +50,7 @@ from muonfx.transforms import (
     subtract_decayed_weights,
 )
 from muonfx.tree import PyTree
-from muonfx.tree.arguments import NAMES_HERE
+from muonfx.internal.arguments import NAMES_HERE
 # isort: on
 # fmt: on
 

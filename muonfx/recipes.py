@@ -8,6 +8,8 @@ from typing import Any, TypeAlias, cast
 from muonfx.core import Transform, chain
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform, within
+from muonfx.internal.arguments import check_plain, close_names, plain_arguments, plain_kinds
+from muonfx.internal.display import format_list
 from muonfx.select import Labels, MatrixView, default_labels, default_labels_by_name
 from muonfx.select.partition import partition
 from muonfx.transforms import (
@@ -24,8 +26,6 @@ from muonfx.transforms import (
 )
 from muonfx.transforms.decay import Mask
 from muonfx.transforms.scale import ShapeRule
-from muonfx.tree.arguments import check_plain, close_names, plain_arguments, plain_kinds
-from muonfx.tree.display import format_list
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
 

@@ -28,8 +28,8 @@ from nbformat import v4
 
 import muonfx
 from muonfx import testing as kit
+from muonfx.internal.arguments import NAMES_HERE
 from muonfx.testing.transforms import with_value
-from muonfx.tree.arguments import NAMES_HERE
 from tests.processes import Failed, Here, World
 
 ROOT = Path(__file__).resolve().parent.parent

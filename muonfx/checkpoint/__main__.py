@@ -13,7 +13,7 @@ from pathlib import Path
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.folder import checkpoints, clean, inspect, with_reader
 from muonfx.checkpoint.load import verify
-from muonfx.tree.display import Table, format_bytes, printable
+from muonfx.internal.display import Table, format_bytes, printable
 
 
 def main(argv: list[str] | None = None) -> int:

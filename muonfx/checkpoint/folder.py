@@ -18,7 +18,7 @@ from muonfx.checkpoint.index import INDEX, DataFile, Index, read_index
 from muonfx.checkpoint.leftovers import remove_dead_files, remove_ended_files, unknown_files
 from muonfx.checkpoint.locks import lock
 from muonfx.core.checks import positive_int
-from muonfx.tree.display import format_bytes
+from muonfx.internal.display import format_bytes
 
 _STEP = re.compile(r"step-(\d+)")
 

@@ -18,9 +18,9 @@ from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Target
 from muonfx.core import Transform
+from muonfx.internal.renaming import Rename
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree
-from muonfx.tree.renaming import Rename
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

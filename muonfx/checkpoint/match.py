@@ -19,11 +19,11 @@ from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import PARAMS, in_section, plain_names
 from muonfx.checkpoint.spec import StateSpec, described
 from muonfx.core.checks import warn_caller
+from muonfx.internal.arguments import close_names
+from muonfx.internal.display import format_list
+from muonfx.internal.renaming import Rename, new_names, prefix_renaming
 from muonfx.tree import Spec
-from muonfx.tree.arguments import close_names
-from muonfx.tree.display import format_list
 from muonfx.tree.dtypes import widens
-from muonfx.tree.renaming import Rename, new_names, prefix_renaming
 
 Allow = bool | str | Collection[str]
 """An ``allow_...`` argument of `load`: True for all leaves, False for none, or one or more patterns of names."""

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.internal.wrappers import MAY_BE_WRAPPED, unwrapped
 from muonfx.tree import PyTree
-from muonfx.tree.wrappers import MAY_BE_WRAPPED, unwrapped
 
 _MISTAKEN = {
     Transform: "its state, which tx.init(params) or tx.update(...) returned",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from muonfx.tree.tracing import functorch_is_active
+from muonfx.internal.tracing import functorch_is_active
 
 __all__ = ["FLOAT8", "Book", "Float8", "Grid", "Listed", "dynamic", "float8", "grid"]
 

@@ -8,6 +8,7 @@ from typing import Any
 from muonfx.contrib.norms import normalize_columns, normalize_leaves, normalize_rows
 from muonfx.core import Transform, chain
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.internal.arguments import plain_arguments
 from muonfx.recipes import view_of
 from muonfx.select import default_labels, ndim
 from muonfx.select.partition import masked, partition
@@ -20,7 +21,6 @@ from muonfx.transforms import (
     scale_by_shape,
     scale_by_sign,
 )
-from muonfx.tree.arguments import plain_arguments
 
 Norms = Mapping[str, tuple[str, float]]
 

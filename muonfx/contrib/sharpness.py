@@ -10,11 +10,11 @@ from torch import Tensor
 
 from muonfx.core import EmptyState, Transform, apply_updates, checks
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.internal.arguments import plain_arguments
 from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.transforms.leafwise import Leaf, leafwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
-from muonfx.tree.arguments import plain_arguments
 
 
 @leafwise(reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")

@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from muonfx.tree.arguments import code_of
-from muonfx.tree.wrappers import unwrapped
+from muonfx.internal.arguments import code_of
+from muonfx.internal.wrappers import unwrapped
 
 _PACKAGE = __name__.partition(".")[0]
 _MAIN = re.compile(r"\b__(?:mp_)?main__\b")

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
+from muonfx.internal.display import shown_name
+from muonfx.internal.tracing import functorch_is_active
 from muonfx.tree import PyTree
 from muonfx.tree.difference import difference
-from muonfx.tree.display import shown_name
-from muonfx.tree.tracing import functorch_is_active
 
 __all__ = [
     "ExpectedState",

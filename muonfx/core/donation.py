@@ -10,9 +10,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.checks import PLAIN
+from muonfx.internal.tracing import functorch_is_active, is_traced
 from muonfx.polar.checks import overlaps_itself, sharing
 from muonfx.tree import PyTree
-from muonfx.tree.tracing import functorch_is_active, is_traced
 
 
 class Donation(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.internal.arguments import did_you_mean
 from muonfx.tree import PyTree
-from muonfx.tree.arguments import did_you_mean
 
 InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, PyTree]]]
 """The pair ``(init, update)`` that a function decorated with `transform` returns."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.value import Recorded, parts_of, with_numbers
-from muonfx.tree.arguments import closest
+from muonfx.internal.arguments import closest
 
 R = TypeVar("R", bound=Recorded)
 

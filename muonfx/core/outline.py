@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx.core.argument_texts import same
 from muonfx.core.value import Recorded, part_names
-from muonfx.tree.display import Report, Row, Table
+from muonfx.internal.display import Report, Row, Table
 
 _LONGEST = 40
 """The number of characters to which the text of an argument is shortened."""

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from muonfx import tree
 from muonfx.core.checks import warn_caller
+from muonfx.internal.arguments import close_names
+from muonfx.internal.display import format_list, shown_name
+from muonfx.internal.wrappers import unwrapped
 from muonfx.tree import PyTree
-from muonfx.tree.arguments import close_names
-from muonfx.tree.display import format_list, shown_name
-from muonfx.tree.wrappers import unwrapped
 
 __all__ = ["NamePatterns", "warn_of_unmatched"]
 

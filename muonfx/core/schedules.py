@@ -22,8 +22,8 @@ from torch import Tensor
 from muonfx.core import checks
 from muonfx.core.extras import InitAndUpdate
 from muonfx.core.value import Recorded, make_factory
+from muonfx.internal.tracing import is_wrapped, on_device_of
 from muonfx.tree import PyTree, device_of
-from muonfx.tree.tracing import is_wrapped, on_device_of
 
 __all__ = [
     "Scalar",

@@ -50,10 +50,10 @@ from muonfx.core.outline import outline
 from muonfx.core.patterns import NamePatterns, warn_of_unmatched
 from muonfx.core.schedules import Schedule, follow
 from muonfx.core.value import Lazy, Recorded, make_factory, of_structure
+from muonfx.internal.arguments import bind
+from muonfx.internal.display import Report
+from muonfx.internal.tracing import autocast_is_on, outside_autocast
 from muonfx.tree import PyTree, Structure
-from muonfx.tree.arguments import bind
-from muonfx.tree.display import Report
-from muonfx.tree.tracing import autocast_is_on, outside_autocast
 
 Position = Literal[
     "learning_rate",

@@ -28,8 +28,8 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from muonfx.core.argument_texts import code_of_value, public_name, same, text_of
+from muonfx.internal.arguments import bind, check_plain, hint, kinds_of
 from muonfx.tree import NAMESPACE
-from muonfx.tree.arguments import bind, check_plain, hint, kinds_of
 
 V = TypeVar("V")
 

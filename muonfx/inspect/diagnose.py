@@ -15,13 +15,13 @@ from torch import Tensor
 from muonfx import polar, tree
 from muonfx.core import Transform, checks, transform
 from muonfx.core.transform import within
+from muonfx.internal.display import Report, Row, Shown, Table
 from muonfx.optimizer import TransformOptimizer
 from muonfx.polar.iteration import row_normalized
 from muonfx.select.matrix_view import split
 from muonfx.sharding.transform import Sharded
 from muonfx.transforms import orthogonalize
 from muonfx.tree import PyTree
-from muonfx.tree.display import Report, Row, Shown, Table
 
 __all__ = ["Diagnosis", "ParameterDiagnosis", "Spectrum", "diagnose"]
 

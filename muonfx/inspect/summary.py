@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, format_shape
 from muonfx.optimizer import TransformOptimizer
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
@@ -20,7 +21,6 @@ from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, without_dtensors
 from muonfx.sharding.transform import Sharded, binding_of, check_local, is_global
 from muonfx.tree import PyTree
-from muonfx.tree.display import Report, Row, Shown, Table, format_bytes, format_shape
 
 __all__ = ["LeafSummary", "Summary", "summary"]
 

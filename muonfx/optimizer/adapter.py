@@ -19,6 +19,8 @@ from muonfx.core.checks import is_frozen, warn_caller
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.transform import require_transform
+from muonfx.internal.arguments import plain_arguments
+from muonfx.internal.renaming import Rename
 from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
 from muonfx.optimizer.following import FollowingOptimizer
 from muonfx.optimizer.groups import (
@@ -46,8 +48,6 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
-from muonfx.tree.arguments import plain_arguments
-from muonfx.tree.renaming import Rename
 
 __all__ = ["TransformOptimizer"]
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from muonfx.core import Transform
 from muonfx.core.checks import is_frozen, is_usable
+from muonfx.internal.arguments import bind, plain_arguments
+from muonfx.internal.display import format_list
 from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import (
     NamedParameters,
@@ -30,8 +32,6 @@ from muonfx.select import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms import orthogonalize, scale_by_adam
 from muonfx.transforms.scale import ShapeRule
-from muonfx.tree.arguments import bind, plain_arguments
-from muonfx.tree.display import format_list
 
 __all__ = ["Muon"]
 

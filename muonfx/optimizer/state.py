@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from muonfx.core import Transform
+from muonfx.internal.display import format_list
+from muonfx.internal.renaming import Rename, new_names
+from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.groups import BoundGroup, Group
 from muonfx.optimizer.resuming import keys_of_schedules
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.shards import IntervalTensor
-from muonfx.tree.display import format_list
 from muonfx.tree.dtypes import widens
-from muonfx.tree.renaming import Rename, new_names
-from muonfx.tree.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor

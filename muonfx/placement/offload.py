@@ -13,11 +13,11 @@ from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Declaration, require_transform
 from muonfx.core.value import Factory, Memory, make_factory, with_memory
+from muonfx.internal.arguments import bind
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree
-from muonfx.tree.arguments import bind
 
 __all__ = ["Offloaded", "inner_of", "offload", "store_of"]
 

@@ -34,12 +34,12 @@ from muonfx.core.visit import (
     stand_in,
     sums_over_leaves,
 )
+from muonfx.internal.display import Report, Row, Table
 from muonfx.placement.arguments import meta_like
 from muonfx.placement.bucketed import StateDivision, at_once, in_buckets, in_store, skippable, with_own_state_in_store
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.polar import Workspace
 from muonfx.tree import PyTree
-from muonfx.tree.display import Report, Row, Table
 
 
 class Ranks(Protocol):

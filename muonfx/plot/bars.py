@@ -9,10 +9,10 @@ from matplotlib.ticker import LogLocator
 
 from muonfx import sharding
 from muonfx.inspect.summary import LeafSummary, Summary, summary
+from muonfx.internal.display import format_bytes
 from muonfx.plot.axes import COLORS, axes_for
 from muonfx.transforms.monitor import metrics
 from muonfx.tree import PyTree
-from muonfx.tree.display import format_bytes
 
 __all__ = ["plot_plan", "plot_state_memory", "plot_update_rms"]
 

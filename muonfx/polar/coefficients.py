@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from muonfx.tree.tracing import fixed
+from muonfx.internal.tracing import fixed
 
 Step = tuple[float, float, float]
 

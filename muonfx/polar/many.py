@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from muonfx.internal.tracing import is_differentiated, is_traced, is_watched, outside_autocast
 from muonfx.polar.checks import check_matrix, sharing
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.iteration import as_function, in_place, rounded_and_scaled, same_range
@@ -17,7 +18,6 @@ from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
-from muonfx.tree.tracing import is_differentiated, is_traced, is_watched, outside_autocast
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch

@@ -27,6 +27,8 @@ from typing import Literal
 
 import torch
 
+from muonfx.internal.display import Report, Shown, Table, format_shape
+from muonfx.internal.tracing import called_once, fixed
 from muonfx.polar import kernels
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.hardware import cpu_has_amx, cpu_has_bf16, cuda_capability
@@ -35,9 +37,7 @@ from muonfx.polar.products import ProductsLike
 from muonfx.polar.rates import BUILT_IN, UNKNOWN, Rates
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import GramStage, staged, standard
-from muonfx.tree.display import Report, Shown, Table, format_shape
 from muonfx.tree.elementwise import wide_dtype
-from muonfx.tree.tracing import called_once, fixed
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that `orthogonalize` accepts for inputs and for matrix products."""

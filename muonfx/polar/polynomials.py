@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from muonfx.internal.tracing import fixed
 from muonfx.polar.coefficients import CoefficientsLike, Step, schedule, step_indices
 from muonfx.polar.coefficients import coefficients as resolve
 from muonfx.polar.stages import default_restarts
-from muonfx.tree.tracing import fixed
 
 
 class Polynomials(NamedTuple):

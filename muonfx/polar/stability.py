@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 import torch
 
+from muonfx.internal.tracing import called_once
 from muonfx.polar.coefficients import Step
-from muonfx.tree.tracing import called_once
 
 TOLERANCE = 1.125
 """Largest accepted ratio of the bound of singular values with rounding to the bound in exact arithmetic."""

@@ -24,8 +24,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from muonfx.internal.tracing import called_once
 from muonfx.polar.coefficients import Step
-from muonfx.tree.tracing import called_once
 
 
 class GramStage(NamedTuple):

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from muonfx.core.checks import warn_caller
+from muonfx.internal.display import format_list
 from muonfx.select.params import ParamInfo, Params, module_path, read_params
 from muonfx.select.roles import ROLES, roles_of
 from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
 from muonfx.select.structure import UNKNOWN_STRUCTURE, structure_of
 from muonfx.select.views import is_convolution
-from muonfx.tree.display import format_list
 
 __all__ = ["default_labels", "default_labels_by_name"]
 

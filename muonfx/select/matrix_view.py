@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from muonfx.internal.tracing import matches
 from muonfx.select.pattern import Pattern, parse
 from muonfx.tree import Present, PyTree
-from muonfx.tree.tracing import matches
 
 __all__ = ["STACK", "Matrices", "MatrixView", "split"]
 

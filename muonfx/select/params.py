@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from muonfx import tree
-from muonfx.tree.wrappers import WRAPPERS
+from muonfx.internal.wrappers import WRAPPERS
 
 __all__ = ["ParamInfo", "Params", "module_path", "plain_name", "read_params", "written_type"]
 

@@ -21,14 +21,14 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.patterns import NamePatterns
 from muonfx.core.transform import left_out, within
 from muonfx.core.value import Memory, with_memory
+from muonfx.internal.display import format_list
+from muonfx.internal.wrappers import unwrapped
 from muonfx.select.matrix_view import STACK, MatrixView
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
 from muonfx.select.rules import Labels, Route
 from muonfx.select.views import patterns, undivided
 from muonfx.tree import PyTree
-from muonfx.tree.display import format_list
-from muonfx.tree.wrappers import unwrapped
 
 __all__ = ["mask_patterns", "masked", "partition", "resolve_mask", "view_of"]
 

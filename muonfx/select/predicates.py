@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from muonfx.internal.arguments import plain_arguments
+from muonfx.internal.tracing import matches
 from muonfx.select.params import ParamInfo
-from muonfx.tree.arguments import plain_arguments
-from muonfx.tree.tracing import matches
 
 __all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path_patterns", "where"]
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from muonfx.core import Transform
 from muonfx.core.transform import within
+from muonfx.internal.display import Report, Shown, Table, format_list, format_shape
 from muonfx.select.defaults import default_labels
 from muonfx.select.matrix_view import MatrixView, split
 from muonfx.select.params import ParamInfo, Params, read_params
 from muonfx.select.partition import partition, view_of
 from muonfx.select.rules import Label, Labels, Route
 from muonfx.select.views import MAYBE_FUSED
-from muonfx.tree.display import Report, Shown, Table, format_list, format_shape
 
 __all__ = ["Routing", "describe"]
 

@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 
 from muonfx.core.checks import warn_caller
+from muonfx.internal.display import format_list
 from muonfx.select.matrix_view import MatrixView
 from muonfx.select.params import ParamInfo, Params, read_params
 from muonfx.select.predicates import Predicate
 from muonfx.select.views import find_matrices, patterns
-from muonfx.tree.display import format_list
 
 __all__ = ["Label", "Labels", "Route", "Rule", "apply_rules", "labels", "make_labels"]
 

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from muonfx.internal.tracing import matches
+from muonfx.internal.wrappers import WRAPPERS
 from muonfx.select.matrix_view import MatrixView
 from muonfx.select.params import ParamInfo, Params, module_path, plain_name, written_type
 from muonfx.select.pattern import parse
-from muonfx.tree.tracing import matches
-from muonfx.tree.wrappers import WRAPPERS
 
 # fmt: off
 __all__ = [

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.internal.tracing import without_transforms
 from muonfx.placement.arguments import Once
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.agree import DTYPES, agree_on_leaves, dtype_of
@@ -21,7 +22,6 @@ from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import Window, part
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
-from muonfx.tree.tracing import without_transforms
 
 __all__ = ["BUCKET", "exchange", "start_exchange", "gathered", "in_buckets", "reduce_scattered"]
 

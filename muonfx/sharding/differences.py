@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from muonfx.tree.display import format_list
+from muonfx.internal.display import format_list
 
 Facts = Mapping[str, object]
 """Values that must be equal on all ranks: from a subject, which an error names, to a value, or to a dict by name."""

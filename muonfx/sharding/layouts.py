@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.internal.arguments import did_you_mean, plain_arguments
+from muonfx.internal.display import format_list
 from muonfx.sharding.cut import (
     Cut,
     Intervals,
@@ -29,8 +31,6 @@ from muonfx.sharding.plan.cost import costs_of
 from muonfx.sharding.shard_table import specs_of
 from muonfx.sharding.waiting import CONSTRUCTING, wait_for_all
 from muonfx.tree import PyTree, Spec
-from muonfx.tree.arguments import did_you_mean, plain_arguments
-from muonfx.tree.display import format_list
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.internal.arguments import plain_arguments
 from muonfx.sharding.agree import LARGE, agree, agree_on_leaves, warn_together, words
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
@@ -27,7 +28,6 @@ from muonfx.sharding.local_leaves import local_leaves, outside_transforms
 from muonfx.sharding.messages import ShardingError, all_objects, collective, copied, octets
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
-from muonfx.tree.arguments import plain_arguments
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import require_transform
+from muonfx.internal.tracing import is_traced, is_wrapped
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
-from muonfx.tree.tracing import is_traced, is_wrapped
 
 
 class AccumulateState(NamedTuple):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from muonfx.tree.tracing import is_wrapped, matches
-from muonfx.tree.wrappers import unwrapped
+from muonfx.internal.tracing import is_wrapped, matches
+from muonfx.internal.wrappers import unwrapped
 
 __all__ = ["collect_max_logits", "max_logits", "record_max_logits", "reduce_max_logits"]
 

@@ -11,10 +11,10 @@ from muonfx.core import Combinator, Donation, Locality, Transform, apply_updates
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
+from muonfx.internal.tracing import as_start
 from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, WideStateDtype, copies, leafwise, params_for
 from muonfx.tree import Present, PyTree, map
 from muonfx.tree import elementwise as ew
-from muonfx.tree.tracing import as_start
 
 
 class EmaParamsState(NamedTuple):

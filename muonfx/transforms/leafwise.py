@@ -28,11 +28,11 @@ from muonfx.compact.state import Holder
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
+from muonfx.internal.arguments import plain_fields
+from muonfx.internal.tracing import as_start
 from muonfx.transforms._leaf import Leaf, Operation, Plan, StepPlan, record_step
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
-from muonfx.tree.arguments import plain_fields
-from muonfx.tree.tracing import as_start
 
 P = ParamSpec("P")
 ReadsParams = bool | Literal["updated"]

@@ -18,13 +18,13 @@ from muonfx.core import Donation, InitAndUpdate, Locality, Transform, checks, tr
 from muonfx.core.donation import NOTHING
 from muonfx.core.patterns import NamePatterns
 from muonfx.core.transform import LeafCost, Position
+from muonfx.internal.arguments import plain_fields
+from muonfx.internal.tracing import as_start
 from muonfx.select.matrix_view import Matrices, MatrixView, split
 from muonfx.select.pattern import Units, parse
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
 from muonfx.tree import PyTree, Structure
 from muonfx.tree import elementwise as ew
-from muonfx.tree.arguments import plain_fields
-from muonfx.tree.tracing import as_start
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
 """The pair (state, step) that a constructor decorated with `matrixwise` returns."""

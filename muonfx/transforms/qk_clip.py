@@ -14,12 +14,12 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, checks, trans
 from muonfx.core.donation import NOTHING
 from muonfx.core.patterns import NamePatterns
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.internal.arguments import code_of, did_you_mean, plain_fields
+from muonfx.internal.tracing import matches
+from muonfx.internal.wrappers import unwrapped
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
-from muonfx.tree.arguments import code_of, did_you_mean, plain_fields
-from muonfx.tree.tracing import matches
-from muonfx.tree.wrappers import unwrapped
 
 Span = tuple[int, int]
 """A range of rows within the block of a head: the first row and the end (exclusive)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muonfx.tree.display import format_list, shown_name
+from muonfx.internal.display import format_list, shown_name
 from muonfx.tree.structure import PyTree, names, open_node, same_structure
 
 

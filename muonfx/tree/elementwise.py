@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.tree.tracing import functorch_is_active, is_traced
+from muonfx.internal.tracing import functorch_is_active, is_traced
 
 Scalar = float | Tensor
 Tensors = list[Tensor]

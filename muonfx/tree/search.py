@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from muonfx.tree.arguments import close_names
-from muonfx.tree.display import format_list
+from muonfx.internal.arguments import close_names
+from muonfx.internal.display import format_list
 from muonfx.tree.structure import PyTree, open_node
 
 Path = tuple[object, ...]

@@ -21,7 +21,7 @@ import torch
 from optree.utils import total_order_sorted
 from torch import Tensor
 
-from muonfx.tree.display import format_list
+from muonfx.internal.display import format_list
 
 NAMESPACE = "muonfx"
 """The optree namespace in which muonfx registers its own nodes (transforms and schedules)."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import muonfx as mfx
+from tests.internal.test_display import Parsed
 from tests.processes import Here, on_ranks
-from tests.tree.test_display import Parsed
 
 EXACT = mfx.orthogonalize(dtype=torch.float32)
 

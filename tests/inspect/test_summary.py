@@ -10,7 +10,7 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx.placement.arguments import Once
-from tests.tree.test_display import Parsed
+from tests.internal.test_display import Parsed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 

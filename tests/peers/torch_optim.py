@@ -186,7 +186,7 @@ def test_errors(info: OptimizerInfo, options: dict[str, Any]) -> None:
         if given.desc == "invalid param type" or "with/without names" in given.desc:
             continue  # `named` gives names: nothing is wrong
         if "lr" in given.kwargs and info.optim_cls.__name__ != "Muon":
-            continue  # the argument of a factory, which checks it: tests/tree/test_arguments.py
+            continue  # the argument of a factory, which checks it: tests/internal/test_arguments.py
         params = given.params if given.params is not None else [nn.Parameter(torch.ones(2, 2))]
         try:
             info.optim_cls(params, **given.kwargs)

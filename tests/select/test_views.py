@@ -14,10 +14,10 @@ from torch import nn
 from torch.func import stack_module_state, vmap
 
 import muonfx as mfx
+from muonfx.internal.tracing import matches
 from muonfx.select import Labels, Route, default_labels, default_labels_by_name, labels, path
 from muonfx.select.matrix_view import STACK
 from muonfx.select.views import patterns
-from muonfx.tree.tracing import matches
 from tests import variants
 from tests.select.test_select import Conv1D, Holder
 

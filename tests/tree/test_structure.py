@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
+from muonfx.internal.renaming import new_names
+from muonfx.internal.wrappers import WRAPPERS, unwrapped
 from muonfx.tree import Present
-from muonfx.tree.renaming import new_names
-from muonfx.tree.wrappers import WRAPPERS, unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from muonfx.checkpoint.convert.formats import FORMATS, Format, Group, Values
 from muonfx.checkpoint.convert.states import Leaf, filled, flat, gathered
 from muonfx.core import Transform
+from muonfx.internal.arguments import did_you_mean
+from muonfx.internal.display import format_list
 from muonfx.select.partition import partition
 from muonfx.tree import PyTree
-from muonfx.tree.arguments import did_you_mean
-from muonfx.tree.display import format_list
 
 __all__ = ["FormatName", "read", "recipe", "write"]
 

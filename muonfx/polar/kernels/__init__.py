@@ -17,8 +17,8 @@ import warnings
 
 import torch
 
+from muonfx.internal.tracing import called_once, untraced
 from muonfx.polar.hardware import cuda_capability
-from muonfx.tree.tracing import called_once, untraced
 
 __all__ = ["available", "failure", "symmetric_matmul"]
 

@@ -22,13 +22,13 @@ from muonfx.core import Transform
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import require_transform
 from muonfx.core.value import strip_transparent
+from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout, require_layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, on_stacks, parts_of
 from muonfx.tree import Spec
-from muonfx.tree.display import Report, Table
 
 __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
 

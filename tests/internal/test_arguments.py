@@ -13,7 +13,7 @@ from torch import nn
 import muonfx as mfx
 from muonfx import compact, select, sharding
 from muonfx.core import schedules
-from muonfx.tree.arguments import NAMES_HERE, kinds_of
+from muonfx.internal.arguments import NAMES_HERE, kinds_of
 
 WRONG = {
     "bool": ("no", "", 1, 0, None, torch.tensor(True)),

@@ -1,4 +1,4 @@
-"""`muonfx.tree.display`: text and HTML say the same, nothing in a cell can break out; the tree of a transform."""
+"""`muonfx.internal.display`: text and HTML say the same, nothing in a cell can break out; the tree of a transform."""
 
 import re
 import tempfile
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx.tree.display import Report, Row, Table, walk
+from muonfx.internal.display import Report, Row, Table, walk
 
 VOID = {"br", "hr", "img"}
 

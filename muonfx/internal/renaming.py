@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
-from muonfx.tree.arguments import close_names
-from muonfx.tree.display import format_list
+from muonfx.internal.arguments import close_names
+from muonfx.internal.display import format_list
 
 Rename = Mapping[str, str]
 """A mapping from old to new names. A key may also be the leading levels of names, or a pattern with ``*``."""
