@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from muonfx.internal.tracing import functorch_is_active
 
-__all__ = ["FLOAT8", "Book", "Float8", "Grid", "Listed", "dynamic", "float8", "grid"]
-
 
 @dataclass(frozen=True)
 class Book:

@@ -12,8 +12,6 @@ from torch import Tensor
 from muonfx.compact.books import Book
 from muonfx.compact.noise import uniform
 
-__all__ = ["Codec", "Encoded"]
-
 
 class Encoded(NamedTuple):
     """One tensor in eight bits: a code for each element, and an fp32 scale for each block of elements."""

@@ -10,8 +10,6 @@ from muonfx.compact.codec import Codec
 from muonfx.core import checks
 from muonfx.core.value import Recorded, make_factory
 
-__all__ = ["QuantizedDtype", "fp8", "int8"]
-
 
 class Resolved(NamedTuple):
     """The codecs (which encode and decode tensors) of a quantized dtype, and its seed of stochastic rounding."""

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["key_of", "keys_of", "uniform"]
-
 _MASK = 0xFFFFFFFF
 
 

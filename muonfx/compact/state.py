@@ -15,8 +15,6 @@ from muonfx.compact.dtypes import QuantizedDtype
 from muonfx.compact.noise import keys_of
 from muonfx.tree import Present, PyTree
 
-__all__ = ["QuantizedState", "Holder", "KeyedQuantizedState"]
-
 
 class QuantizedState(NamedTuple):
     """A tree of state tensors, such as momenta, stored in eight bits and rounded to nearest."""

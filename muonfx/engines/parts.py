@@ -10,8 +10,6 @@ import torch
 from muonfx.select import MatrixView
 from muonfx.transforms import orthogonalize
 
-__all__ = ["with_parts"]
-
 
 def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arguments of `muonfx.Muon` that were read from a JSON or YAML file: mappings become transforms.

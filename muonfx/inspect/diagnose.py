@@ -23,8 +23,6 @@ from muonfx.sharding.transform import Sharded
 from muonfx.transforms import orthogonalize
 from muonfx.tree import PyTree
 
-__all__ = ["Diagnosis", "ParameterDiagnosis", "Spectrum", "diagnose"]
-
 _GOAL = 0.65  # below the band of every coefficient set: the lowest, of "keller", begins at 0.68
 _MOST_STEPS = 30
 

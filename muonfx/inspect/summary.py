@@ -22,8 +22,6 @@ from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, wi
 from muonfx.sharding.transform import Sharded, binding_of, check_local, is_global
 from muonfx.tree import PyTree
 
-__all__ = ["LeafSummary", "Summary", "summary"]
-
 
 @dataclass(frozen=True)
 class LeafSummary:

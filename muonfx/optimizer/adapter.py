@@ -49,8 +49,6 @@ from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 
-__all__ = ["TransformOptimizer"]
-
 
 class TransformOptimizer(FollowingOptimizer):
     """A ``torch.optim.Optimizer`` that applies a transform. It works with PyTorch's schedulers and gradient scalers.

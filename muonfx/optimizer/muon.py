@@ -33,8 +33,6 @@ from muonfx.sharding.layout import Layout
 from muonfx.transforms import orthogonalize, scale_by_adam
 from muonfx.transforms.scale import ShapeRule
 
-__all__ = ["Muon"]
-
 LabelsLike = Mapping[str, str | None] | Callable[[Any], Mapping[str, str | None]] | None
 
 

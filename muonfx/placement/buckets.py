@@ -24,20 +24,6 @@ from muonfx.placement.transfer import BucketTransfer
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
-__all__ = [
-    "BucketedState",
-    "can_be_shared_out",
-    "cut_into_buckets",
-    "init_in_buckets",
-    "init_in_store",
-    "moves",
-    "parameters_of",
-    "sizes_of",
-    "store_away",
-    "stored_again",
-]
-
-
 K = TypeVar("K")
 
 

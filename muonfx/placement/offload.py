@@ -19,8 +19,6 @@ from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree
 
-__all__ = ["Offloaded", "inner_of", "offload", "store_of"]
-
 P = ParamSpec("P")
 
 DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}

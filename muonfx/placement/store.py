@@ -22,8 +22,6 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.tree import Spec
 
-__all__ = ["IN_MEMORY", "Store", "read_ahead", "release"]
-
 PAGE = mmap.PAGESIZE
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from muonfx.placement.store import read_ahead, release
 
-__all__ = ["BucketTransfer"]
-
 T = TypeVar("T")
 ALIGNED = 256
 

@@ -10,8 +10,6 @@ import matplotlib
 from matplotlib import style as styles
 from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "axes_for", "style"]
-
 COLORS = {
     "blue": "#5b6ee1",
     "orange": "#d0702c",

@@ -14,8 +14,6 @@ from muonfx.plot.axes import COLORS, axes_for
 from muonfx.transforms.monitor import metrics
 from muonfx.tree import PyTree
 
-__all__ = ["plot_plan", "plot_state_memory", "plot_update_rms"]
-
 _ROW = 0.24
 """Height of one bar and its gap, in inches."""
 

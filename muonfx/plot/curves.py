@@ -14,8 +14,6 @@ from muonfx.polar.bands import band, scalar_polynomial
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.coefficients import coefficients as resolve
 
-__all__ = ["plot_band", "plot_polynomial", "plot_spectrum"]
-
 
 def plot_band(
     runs: Tensor | Sequence[Sequence[float]],

@@ -16,8 +16,6 @@ from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike, block_side
 
-__all__ = ["Cost", "newton_schulz_cost"]
-
 _TILE = 128
 """The assumed side of the tiles of the Triton kernel. Tiles on the diagonal are computed in full."""
 

@@ -16,8 +16,6 @@ from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
 from muonfx.select.structure import UNKNOWN_STRUCTURE, structure_of
 from muonfx.select.views import is_convolution
 
-__all__ = ["default_labels", "default_labels_by_name"]
-
 
 def default_labels(
     model_or_params: Params,

@@ -15,8 +15,6 @@ from muonfx.internal.tracing import matches
 from muonfx.select.pattern import Pattern, parse
 from muonfx.tree import Present, PyTree
 
-__all__ = ["STACK", "Matrices", "MatrixView", "split"]
-
 STACK = "... out in -> ... out in"
 """The pattern of a `MatrixView` for a stack of matrices (..., out, in), such as the experts of a layer."""
 

@@ -15,8 +15,6 @@ from torch.nn.utils import parametrize
 from muonfx import tree
 from muonfx.internal.wrappers import WRAPPERS
 
-__all__ = ["ParamInfo", "Params", "module_path", "plain_name", "read_params", "written_type"]
-
 Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
 """A model; named tensors, as a mapping or as (name, tensor) pairs; or any pytree of tensors."""
 

@@ -30,8 +30,6 @@ from muonfx.select.rules import Labels, Route
 from muonfx.select.views import patterns, undivided
 from muonfx.tree import PyTree
 
-__all__ = ["mask_patterns", "masked", "partition", "resolve_mask", "view_of"]
-
 
 class _Assignment:
     """A label or bool for each parameter, from the argument ``labels`` of `partition` or ``mask`` of `masked`."""

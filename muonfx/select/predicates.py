@@ -13,8 +13,6 @@ from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.tracing import matches
 from muonfx.select.params import ParamInfo
 
-__all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path_patterns", "where"]
-
 
 @dataclass(frozen=True, repr=False)
 class Predicate:

@@ -20,8 +20,6 @@ from muonfx.select.partition import partition, view_of
 from muonfx.select.rules import Label, Labels, Route
 from muonfx.select.views import MAYBE_FUSED
 
-__all__ = ["Routing", "describe"]
-
 
 @dataclass(frozen=True, repr=False)
 class Routing(Shown):

@@ -22,8 +22,6 @@ from muonfx.select.params import ParamInfo, module_path, plain_name
 from muonfx.select.structure import UNKNOWN_STRUCTURE, Structure
 from muonfx.select.views import PLAIN_LEAVES, class_name_fits, is_convolution
 
-__all__ = ["ROLES", "Role", "roles_of"]
-
 Role = Literal["hidden", "embedding", "head", "vector", "other"]
 """The role of a parameter; `default_labels` describes the roles."""
 

@@ -15,8 +15,6 @@ from muonfx.select.params import ParamInfo, Params, read_params
 from muonfx.select.predicates import Predicate
 from muonfx.select.views import find_matrices, patterns
 
-__all__ = ["Label", "Labels", "Route", "Rule", "apply_rules", "labels", "make_labels"]
-
 Label: TypeAlias = str | None
 Rule: TypeAlias = tuple[Predicate, Label]
 

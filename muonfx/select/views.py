@@ -26,13 +26,6 @@ from muonfx.select.matrix_view import MatrixView
 from muonfx.select.params import ParamInfo, Params, module_path, plain_name, written_type
 from muonfx.select.pattern import parse
 
-# fmt: off
-__all__ = [
-    "MAYBE_FUSED", "MOST_PARTS", "PLAIN_LEAVES", "class_name_fits", "divided", "find_matrices",
-    "is_convolution", "is_modulation", "patterns", "undivided",
-]
-# fmt: on
-
 T = TypeVar("T")
 Found = tuple[MatrixView, str, str | None]
 """The view of a parameter, a note for `describe`, and a pattern if the name of an unknown layer suggests one."""

@@ -33,8 +33,6 @@ from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.shares import on_stacks
 from muonfx.tree import PyTree
 
-__all__ = ["Binding", "Progress"]
-
 
 @dataclass(eq=False)
 class Progress:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes_of_interval", "cover", "intersection"]
-
 
 class Box(NamedTuple):
     """A rectangular part of an n-dimensional array, such as some rows of a matrix: an offset and a size per dim."""

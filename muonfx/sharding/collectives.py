@@ -23,8 +23,6 @@ from muonfx.sharding.shards import Window, part
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
-__all__ = ["BUCKET", "exchange", "start_exchange", "gathered", "in_buckets", "reduce_scattered"]
-
 BUCKET = 1 << 25
 """The approximate bytes of whole tensors that one collective gathers or reduces."""
 

@@ -24,8 +24,6 @@ from muonfx.tree import Spec
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-__all__ = ["Cut", "Intervals", "Listed", "OnMesh", "Places", "Whole"]
-
 
 class Cut:
     """How one tensor is split over all ranks. ``cut[rank]`` is a `Piece`: which elements the rank holds."""

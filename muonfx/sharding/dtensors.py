@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
-__all__ = [
-    "PLAIN",
-    "dtensor_of",
-    "is_dtensor",
-    "is_placed_like",
-    "local_of",
-    "local_tree",
-    "global_piece",
-    "map_named",
-    "parameter_like",
-    "to_dtensors",
-]
-
-
 def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
 ) -> DTensor:

@@ -22,8 +22,6 @@ from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
 
-__all__ = ["Layout", "require_layout"]
-
 T = TypeVar("T")
 
 

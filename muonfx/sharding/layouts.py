@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-__all__ = ["flat", "from_dtensors", "replicated", "zero"]
 
 Group = dist.ProcessGroup | int | None
 """A process group; or None, for the default group; or a number of ranks, for a layout without processes."""

@@ -32,8 +32,6 @@ from muonfx.sharding.plan.shares import Moves
 from muonfx.sharding.shards import Window
 from muonfx.tree import PyTree
 
-__all__ = ["init_run", "update_run"]
-
 
 class _Bucket(NamedTuple):
     """The messages of this rank for a bucket, without the matrices whose gradient is None. No step changes them."""

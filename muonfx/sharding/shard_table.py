@@ -24,8 +24,6 @@ from muonfx.tree import PyTree, Spec
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-__all__ = ["ShardTable", "specs_of"]
-
 
 class ExpectedShard:
     """The shape of this rank's shard of a parameter, and its mesh and placements if the parameter is a DTensor."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["FlatPiece", "IntervalTensor", "Piece", "ShardPiece", "Span", "Window", "part"]
 
 Span = tuple[int, int]
 """A start and an exclusive end."""

@@ -45,19 +45,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "LeafPlacement",
-    "describe_state",
-    "interval_of",
-    "leaf_to_dtensor",
-    "local_state",
-    "global_leaf",
-    "global_state",
-    "own_what_they_hold",
-    "state_to_dtensors",
-    "without_dtensors",
-]
-
 
 @dataclass(frozen=True)
 class LeafPlacement:

@@ -42,22 +42,6 @@ from muonfx.sharding.state import (
 from muonfx.sharding.waiting import construction
 from muonfx.tree import PyTree
 
-__all__ = [
-    "Sharded",
-    "bind",
-    "binding_of",
-    "check_local",
-    "from_global",
-    "init_sharded",
-    "is_global",
-    "settings_of",
-    "sharded",
-    "sharded_with",
-    "step_sharded",
-    "to_global",
-]
-
-
 P = ParamSpec("P")
 
 Replicas = Literal["auto", "split", "everyone"]

@@ -22,8 +22,6 @@ from muonfx.testing.law import LAWS, Law, LawFunction
 from muonfx.testing.progress import reporting
 from muonfx.testing.violation import LawViolation
 
-__all__ = ["LawReport", "check_transform", "laws_for", "suitable_params"]
-
 
 @dataclass(frozen=True)
 class LawReport:

@@ -19,8 +19,6 @@ from muonfx import tree
 from muonfx.testing.violation import shown
 from muonfx.tree import PyTree
 
-__all__ = ["DTYPES", "Example", "Pair", "params_and_grads", "standard_examples", "trees"]
-
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The floating dtypes of generated tensors; failing examples shrink to the first."""
 

@@ -14,8 +14,6 @@ from muonfx.testing.examples import Example
 from muonfx.testing.violation import Breach, LawViolation
 from muonfx.tree import PyTree
 
-__all__ = ["LAWS", "Law", "LawFunction", "law"]
-
 
 class LawFunction(Protocol):
     """The type of a law: a function of a transform, parameters, and a list with the gradients of each step."""

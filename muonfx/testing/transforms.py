@@ -31,8 +31,6 @@ from muonfx.select.partition import masked, partition
 from muonfx.select.roles import ROLES
 from muonfx.tree import PyTree
 
-__all__ = ["MATRIX_ONLY", "arguments", "chains", "schedules", "transforms"]
-
 Strategy = st.SearchStrategy[Any]
 
 

@@ -13,8 +13,6 @@ from muonfx.compact import QuantizedDtype
 from muonfx.core.value import Recorded
 from muonfx.tree import PyTree
 
-__all__ = ["Breach", "LawViolation", "bits_equal", "is_close", "require_close", "require_same", "require_spec", "shown"]
-
 
 class LawViolation(AssertionError):
     """Raised if a transform violates a law. The message shows the law, the transform, the leaf and the example.

@@ -16,8 +16,6 @@ from muonfx.select.views import divided
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.transforms.scale import ShapeRule
 
-__all__ = ["FORMATS", "Format", "Group", "Keys", "Values"]
-
 Group = Mapping[str, Any]
 """A parameter group of another optimizer: hyperparameters by the optimizer's own names."""
 Values = Mapping[str, Any]

@@ -22,8 +22,6 @@ from muonfx.transforms import AdamState, LionState, MomentumState
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
 
-__all__ = ["Leaf", "filled", "flat", "gathered"]
-
 
 @dataclass(frozen=True)
 class Leaf:

@@ -22,8 +22,6 @@ from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["load", "save"]
-
 
 def save(
     engine: Any,

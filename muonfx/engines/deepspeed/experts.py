@@ -7,8 +7,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["expert_group_name", "global_names"]
-
 
 def expert_group_name(param: Tensor) -> str | None:
     """Return DeepSpeed's name of the group of an expert's parameter, such as "ep_size_2"; None for other parameters."""

@@ -16,8 +16,6 @@ from muonfx.engines.deepspeed.rates import require_rates_by_group
 from muonfx.engines.parts import with_parts
 from muonfx.optimizer import muon
 
-__all__ = ["Muon", "initialize", "optimizer"]
-
 CONFIG_TYPE = "muonfx.Muon"
 """The "type" of the optimizer in a configuration that `initialize` accepts."""
 

@@ -30,8 +30,6 @@ from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.attachment import GroupOwner
 from muonfx.optimizer.groups import GroupNumbers, defaults_for_schedulers, routes_of, split_by_route
 
-__all__ = ["ZeroOptimizer"]
-
 
 class ZeroOptimizer(GroupOwner):
     """The optimizer that `optimizer` returns for DeepSpeed; it applies a transform to DeepSpeed's flat tensors.

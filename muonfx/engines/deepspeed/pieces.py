@@ -17,17 +17,6 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards import FlatPiece, Piece, ShardPiece
 from muonfx.tree import Spec
 
-__all__ = [
-    "Located",
-    "Pieces",
-    "flats_of",
-    "locate",
-    "local_shape_of",
-    "stage_3_of",
-    "trained_parameters",
-    "whole_pieces",
-]
-
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return a dict from name to parameter, with the parameters of a model that require grad."""

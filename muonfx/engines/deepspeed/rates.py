@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["GroupRates", "require_rates_by_group"]
-
 _RATE_KEYS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 """The parameters of DeepSpeed's schedulers that set a learning rate, as one number or as a list with one a group."""
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from muonfx.sharding.shards import Piece, Span
 
-__all__ = ["block_group_of", "tensor_group_of", "tensor_shards_of", "whole_shape_of"]
-
 METADATA = "ds_autotp_universal_checkpoint_meta"
 """The attribute of a parameter in which AutoTP describes its partition."""
 

@@ -20,8 +20,6 @@ from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
 from muonfx.tree.members import ownership_of
 
-__all__ = ["Unit"]
-
 States = dict[Tensor, Any]
 """``optimizer.state``: a dict from tensor to a dict from key, such as ``momentum/trace``, to its state."""
 

@@ -30,8 +30,6 @@ from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, on_stacks, parts_of
 from muonfx.tree import Spec
 
-__all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
-
 
 class Machine(NamedTuple):
     """A rough speed of one rank in computing and sending. It is used to choose which rank computes a matrix."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-__all__ = ["assign", "assign_by_bytes"]
-
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
     """Choose one of its candidate ranks for each item, so that ranks have about equal costs. `sizes` break ties."""

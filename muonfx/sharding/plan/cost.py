@@ -19,8 +19,6 @@ from muonfx.placement.placed import matrix_stages
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.tree import Spec
 
-__all__ = ["Run", "RunCost", "costs_of", "runs_of"]
-
 Run = tuple[tuple[str, Transform], ...]
 """Consecutive transforms of a chain that need whole matrices, as pairs (name, transform)."""
 

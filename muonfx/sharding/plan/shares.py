@@ -23,8 +23,6 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.shards import Piece, Window
 
-__all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "on_stacks", "parts_of"]
-
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
     """Return the rank in `ranks`, an ascending list, that is nearest to the rank `owner`. Prefer the lower in a tie."""
