@@ -118,12 +118,21 @@ class Number:
     Args:
         start: the value at `init`.
 
+    Raises:
+        TypeError: ``start`` is not a number.
+        ValueError: ``start`` is not finite.
+
     >>> import muonfx as mfx
     >>> mfx.contrib.ema_nesterov().init({"w": torch.zeros(2)}).lookahead
     tensor(0., dtype=torch.float64)
     """
 
     start: float | Tensor = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.start, int | float | Tensor) or isinstance(self.start, bool):
+            raise TypeError(f"Number: start must be a number or a tensor, found {self.start!r}")
+        checks.finite("Number: start", self.start)
 
 
 class SlotTrees:
