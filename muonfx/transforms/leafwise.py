@@ -120,7 +120,7 @@ class Number:
 
     Raises:
         TypeError: ``start`` is not a number.
-        ValueError: ``start`` is not finite.
+        ValueError: ``start`` is NaN.
 
     >>> import muonfx as mfx
     >>> mfx.contrib.ema_nesterov().init({"w": torch.zeros(2)}).lookahead
@@ -132,7 +132,8 @@ class Number:
     def __post_init__(self) -> None:
         if not isinstance(self.start, int | float | Tensor) or isinstance(self.start, bool):
             raise TypeError(f"Number: start must be a number or a tensor, found {self.start!r}")
-        checks.finite("Number: start", self.start)
+        if self.start != self.start:  # infinity is the start of a least value
+            raise ValueError(f"Number: start must be a number, found {self.start!r}")
 
 
 class SlotTrees:

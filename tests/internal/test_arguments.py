@@ -173,11 +173,17 @@ def test_a_misspelt_argument_and_one_too_many_are_told_of_with_the_functions_nam
 
 @pytest.mark.parametrize(("function", "parameter"), plain_parameters())
 def test_a_number_that_is_not_finite_is_an_error(function: Any, parameter: inspect.Parameter):
-    if "float" not in kinds_of_one(function, parameter):
+    if "float" not in kinds_of_one(function, parameter) or function is mfx.Number:
         return
     for value in (float("nan"), float("inf"), float("-inf")):
         with pytest.raises(ValueError, match=r"must be (finite|above)"):
             call(function, parameter.name, value)
+
+
+def test_a_number_of_the_state_may_start_at_infinity_and_not_at_nan():
+    assert mfx.Number(float("inf")).start == float("inf")
+    with pytest.raises(ValueError, match=r"start.*nan"):
+        mfx.Number(float("nan"))
 
 
 @pytest.mark.parametrize("donate", ["yes", "", 1, None, torch.tensor(True), (True, False), mfx.Donation("yes", True)])
