@@ -13,6 +13,7 @@ without overwriting anything, and the rest of the step uses their results.
 from __future__ import annotations
 
 import functools
+import math
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ class Number:
     def __post_init__(self) -> None:
         if not isinstance(self.start, int | float | Tensor) or isinstance(self.start, bool):
             raise TypeError(f"Number: start must be a number or a tensor, found {self.start!r}")
-        if self.start != self.start:  # infinity is the start of a least value
+        if isinstance(self.start, float) and math.isnan(self.start):  # infinity is the start of a least value
             raise ValueError(f"Number: start must be a number, found {self.start!r}")
 
 
