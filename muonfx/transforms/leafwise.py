@@ -13,8 +13,8 @@ without overwriting anything, and the rest of the step uses their results.
 from __future__ import annotations
 
 import functools
-import math
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
