@@ -194,6 +194,7 @@ TAUGHT = {
         "center",
         "scale_by_loss",
         "divide_by_average_norm",
+        "divide_by_largest_norm",
         "divide_columns",
     },
     "docs/concepts/locality.md": {"normalize"},

@@ -133,13 +133,13 @@ def _visit(tx: Transform, params: PyTree, *, state: Path, name: str, key: str, l
     resolved = tx.resolve(params)
     calls: list[Visit] = []
     for call in calls_of(resolved, params):
-        inner_key = key if call.label is not None else dotted(key) + call.argument
+        inner_key = key if call.label is not None else _joined(key, call.argument)
         calls.append(
             _visit(
                 call.tx,
                 call.params,
                 state=(*state, *call.state),
-                name=dotted(name) + call.argument,
+                name=_joined(name, call.argument),
                 key=inner_key,
                 label=call.label,
             )
@@ -156,6 +156,11 @@ def check_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) -> None:
         check = visited.tx.declaration.check_extras
         if check is not None:
             check(visited.tx, extras)
+
+
+def _joined(name: str, argument: str) -> str:
+    """Return a dotted name. A transparent wrapper, such as `offload`, adds nothing to the name of its argument."""
+    return dotted(name) + argument if argument else name
 
 
 # --------------------------------------------------------------------------------- how a transform calls its inner ones

@@ -42,8 +42,10 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
     device = device_of(params)
     copied: list[Any] = []
     for leaf, parameter in zip(tree.leaves(state), parameters_of(state, params), strict=True):
+        if not moves(leaf, parameter):
+            continue
         is_overwritten = donate.state and store.has(leaf, device)
-        if moves(leaf, parameter) and not is_overwritten:
+        if not is_overwritten:
             copied.append(tree.spec(leaf))
     store.require(copied)
 
@@ -56,10 +58,11 @@ def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         if params is None:
             return tx.run(updates, state, params, donate=donate, **extras)
-        parameters = _remembered_parameters(_memory, state, updates)
-        key = "buckets", tuple(tree.names(updates))
+        parameters = remembered_parameters(_memory, state, updates)
+        sizes = {name: leaf for name, leaf in tree.named_leaves(params) if leaf is not None}
+        key = "buckets", tuple(sizes)
         if key not in _memory:
-            _memory[key] = _buckets_by_shape(params, bucket_bytes)
+            _memory[key] = _buckets_by_shape(sizes, bucket_bytes)
         buckets = _memory[key]
         if len(buckets) < 2 or not can_be_shared_out(tree.leaves(state), parameters):
             return tx.run(updates, state, params, donate=donate, **extras)
@@ -68,10 +71,9 @@ def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int):
     return tx.functions.init, update
 
 
-def _buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
+def _buckets_by_shape(params: Mapping[str, Tensor], limit: int) -> list[list[str]]:
     """Split parameter names into lists of at most `limit` bytes. Equal shapes are neighbours, to form batches."""
-    present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
-    by_shape = sorted(present, key=lambda pair: tuple(pair[1].shape))
+    by_shape = sorted(params.items(), key=lambda pair: tuple(pair[1].shape))
     return cut_into_buckets({name: leaf.nbytes for name, leaf in by_shape}, limit)
 
 
@@ -86,7 +88,7 @@ def in_store(_memory: Memory, tx: Transform, store: Store):
         return init_in_store(store, tx.functions.init, params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        parameters = _remembered_parameters(_memory, state, updates)
+        parameters = remembered_parameters(_memory, state, updates)
         present = [name for name, leaf in tree.named_leaves(updates) if leaf is not None]
         buckets = cut_into_buckets(sizes_of(present, state, parameters), store.bucket_bytes)
         if len(buckets) < 2 or not can_be_shared_out(tree.leaves(state), parameters):
@@ -115,7 +117,7 @@ def at_once(_memory: Memory, tx: Transform, store: Store):
         return store_away(store, device, state, parameters)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        parameters = _remembered_parameters(_memory, state, updates)
+        parameters = remembered_parameters(_memory, state, updates)
         is_stored = any(map(moves, tree.leaves(state), parameters))
         all_leaves = [tree.names(updates)]
         return _run_in_buckets(
@@ -139,11 +141,17 @@ def skippable(tx: Transform):
     """Run a transform only if the extra argument ``only_if`` is true or None: its state is then not loaded in vain."""
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, only_if: Tensor | None = None, **extras: Any
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        only_if: Tensor | None = None,
+        **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         if only_if is not None and not bool(only_if):
             return updates, state
-        return tx.run(updates, state, params, **extras)
+        return tx.run(updates, state, params, donate=donate, **extras)
 
     return tx.functions.init, update
 
@@ -165,22 +173,22 @@ def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivis
         own, inner = division.split(state)
         device = device_of(updates, params)
         new_inner: list[PyTree] = []
+        caller_donation = donate
 
-        def run(
-            updates: PyTree, own: PyTree, params: PyTree, *, donate: Donation, **extras: Any
+        def run_with_loaded(
+            updates: PyTree, loaded_own: PyTree, params: PyTree, *, donate: Donation, **extras: Any
         ) -> tuple[PyTree, PyTree]:
             # The loaded copies may be overwritten, but the states of inner transforms belong to the caller.
             inner_donation = Donation(donate.updates, caller_donation.state)
-            out, new_state = tx.run(updates, division.merge(own, inner), params, donate=inner_donation, **extras)
+            out, new_state = tx.run(updates, division.merge(loaded_own, inner), params, donate=inner_donation, **extras)
             new_own, returned = division.split(new_state)
             for old, new in zip(inner, returned, strict=True):
                 new_inner.append(stored_again(store, device, old, new, caller_donation))
             return out, new_own
 
-        caller_donation = donate
-        parameters = _remembered_parameters(_memory, own, updates)
+        parameters = remembered_parameters(_memory, own, updates)
         all_leaves = [tree.names(updates)]
-        out, own = _run_in_buckets(store, run, all_leaves, parameters, updates, own, params, donate, extras)
+        out, own = _run_in_buckets(store, run_with_loaded, all_leaves, parameters, updates, own, params, donate, extras)
         return out, division.merge(own, new_inner)
 
     return init, update
@@ -218,7 +226,7 @@ class StateDivision(NamedTuple):
         return tree.unflatten(self.structure, parts)
 
 
-def _remembered_parameters(memory: Memory, state: PyTree, updates: PyTree) -> list[str | None]:
+def remembered_parameters(memory: Memory, state: PyTree, updates: PyTree) -> list[str | None]:
     """Return the parameter to which each leaf of a state belongs, or None. It is found once for a set of leaves."""
     key = "parameters", tuple(tree.names(updates)), len(tree.leaves(state))
     if key not in memory:

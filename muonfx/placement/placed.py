@@ -117,7 +117,8 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS) -> Tran
         A transform with the numbers and the state of ``tx``. It prints as a table of how each transform in it runs on
         sharded parameters. The column "numbers" has the prefix of the names in `muonfx.hyperparams`, and the column
         "state" the path of the state. Its ``update`` accepts one more extra argument, ``apply_to_params``: a function
-        ``(params, updates)`` that adds final updates to the parameters, bucket by bucket. No updates are returned then.
+        ``(params, updates)`` that adds final updates to the parameters, bucket by bucket. The returned updates are then
+        None.
 
     Raises:
         TypeError: a transform was resolved (option ``resolve`` of `transform`) to one with other numbers.
@@ -230,9 +231,12 @@ def _place_chain(members: Mapping[str, Transform], like: PyTree, where: Where, *
         tx = resolved[names[0]] if len(names) == 1 else as_chain({name: resolved[name] for name in names})
         is_to_apply = applies and index == len(groups) - 1
         if kind == "other":
-            rewritten[str(index)] = _place(tx, like, where, applies=is_to_apply)
+            result = _place(tx, like, where, applies=is_to_apply)
         else:
-            rewritten[str(index)] = _place_unit(tx, kind, like, where, applies=is_to_apply)
+            result = _place_unit(tx, kind, like, where, applies=is_to_apply)
+        if applies and not is_to_apply and result.extras.takes_all:
+            result = not_applying(result)
+        rewritten[str(index)] = result
     return in_groups(as_chain(rewritten), tuple([names for _, names in groups]))
 
 
@@ -241,7 +245,8 @@ def _groups(members: Mapping[str, Transform], where: Where) -> list[tuple[Kind, 
     groups: list[tuple[Kind, list[str]]] = []
     for name, tx in members.items():
         kind = _kind(tx, where)
-        if groups and groups[-1][0] == kind != "other":
+        previous_kind = groups[-1][0] if groups else None
+        if kind == previous_kind and kind != "other":
             groups[-1][1].append(name)
         else:
             groups.append((kind, [name]))
@@ -303,6 +308,24 @@ def applying(tx: Transform):
     return tx.functions.init, update
 
 
+@stand_in
+def not_applying(tx: Transform):
+    """Run a transform without ``apply_to_params``, which is for the last group of a chain."""
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        apply_to_params: ApplyToParams | None = None,
+        **extras: Any,
+    ):
+        return tx.run(updates, state, params, donate=donate, **extras)
+
+    return tx.functions.init, update
+
+
 # ------------------------------------------------------------------------------------------- one for each structure
 
 
@@ -320,7 +343,7 @@ class PlacedTransforms:
 
     def __call__(self, tx: Transform, params: PyTree) -> Transform:
         """Return `placed` of a transform with its current numbers, for local parameters."""
-        key = tx.treedef, tuple(tree.names(params))
+        key = tx.treedef, tree.flatten(params)[1]
         entry = self._fitting(key, params) or self._add(key, tx, params)
         if entry.original is not tx:
             entry.placed = with_numbers(entry.placed, iter(tree.leaves(tx)))
@@ -335,7 +358,7 @@ class PlacedTransforms:
         return None
 
     def _add(self, key: Any, tx: Transform, params: PyTree) -> _Entry:
-        if len(self._entries) >= self.LIMIT:
+        if sum(map(len, self._entries.values())) >= self.LIMIT:
             self._entries.clear()
         like = meta_like(params) if self._global_like is None else self._global_like(params)
         entry = _Entry(like, tx, placed(tx, like, self.where))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from muonfx.core.extras import sum_over_leaves
 from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Visit, as_chain, stand_in, visit
 from muonfx.placement.arguments import Arguments, Once
-from muonfx.placement.buckets import parameters_of
+from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.agree import warn_together
@@ -227,17 +228,18 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
     """
     entries = chain_entries(tx)
     run = ((tx.name, tx),) if entries is None else tuple(entries.items())
-    on_devices: dict[torch.device, _OnDevice] = {}
+    prepared_for: dict[Hashable, _OnDevice] = {}
 
     def prepared(params: PyTree) -> _OnDevice:
-        device = tree.device_of(params)
-        if device not in on_devices:
+        # A wrapper may call its inner transform for some of the leaves, and then for others.
+        key = tree.device_of(params), tuple(tree.names(params))
+        if key not in prepared_for:
             plan = binding.plan(run, params)
             shapes = {name: plan.specs[name].shape for name in plan.stacks}
             stacked = on_stacks(run, shapes) if shapes else run
             as_one = stacked[0][1] if entries is None else as_chain(dict(stacked))
-            on_devices[device] = _OnDevice(plan, stacked, as_one)
-        return on_devices[device]
+            prepared_for[key] = _OnDevice(plan, stacked, as_one)
+        return prepared_for[key]
 
     def init(params: PyTree) -> PyTree:
         plan, stacked, as_one = prepared(params)
@@ -245,15 +247,10 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
         return init_run(plan, stacked, as_one, binding.layout, params, store)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        def parameters() -> list[str | None]:
-            key = len(tree.leaves(state))
-            if key not in _memory:
-                _memory[key] = parameters_of(state, updates)
-            return _memory[key]
-
         call = Arguments(updates, state, params, donate, extras)
         plan, stacked, as_one = prepared(call.like)
-        return update_run(plan, stacked, as_one, binding.layout, call, binding.store, parameters)
+        find_parameters = functools.partial(remembered_parameters, _memory, state, updates)
+        return update_run(plan, stacked, as_one, binding.layout, call, binding.store, find_parameters)
 
     return init, update
 

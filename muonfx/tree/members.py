@@ -110,6 +110,6 @@ def _of_one_tensor(state: PyTree, name: str, param: Any) -> list[Ownership]:
     """Return the ownership for parameters that are a single tensor: leaves of its shape belong to it."""
     owners: list[Ownership] = []
     for path, leaf in zip(paths(state), leaves(state), strict=True):
-        is_like_param = isinstance(leaf, Tensor) and leaf.shape == param.shape
+        is_like_param = isinstance(leaf, Tensor) and isinstance(param, Tensor) and leaf.shape == param.shape
         owners.append(Ownership(name if is_like_param else None, path))
     return owners

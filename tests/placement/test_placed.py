@@ -59,6 +59,7 @@ def test_states_and_numbers_are_where_a_visit_says(tx: mfx.Transform, example: k
             assert {(*visited.state, *path) for path in paths} <= state.keys()
 
 
+@pytest.mark.filterwarnings("ignore:partition. no parameter")
 @given(kit.transforms(matrices=True), kit.params_and_grads(ranks=(2, 4), nones=False))
 def test_a_placed_transform_has_the_numbers_and_the_state_of_the_original(tx: mfx.Transform, example: kit.Example):
     result = placed(tx, example.params, Where(bucket_bytes=64))
@@ -266,3 +267,56 @@ def test_values_are_those_of_all_leaves_at_once(chain, data) -> None:
         for some in (None, bucket_bytes)
     )
     kit.violation.require_same("parameters and state", found, wanted, "of all leaves at once")
+
+
+def test_an_offloaded_member_of_a_chain_does_not_apply_its_updates() -> None:
+    """Only the last group adds updates to the parameters, and the numbers of the member keep their names."""
+    ends = []
+    for first in (mfx.momentum(0.5), mfx.sharding.offload(mfx.momentum(0.5))):
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(leaf.clone()) for name, leaf in PARAMS.items()})
+        tx = mfx.chain(first, mfx.clip_by_global_norm(1.0), mfx.scale_by_learning_rate(0.1))
+        optimizer = mfx.TransformOptimizer(model, tx)
+        for _ in range(2):
+            for param in model.values():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert optimizer.param_groups[0]["momentum"] == 0.5
+        ends.append({name: param.detach() for name, param in model.items()})
+    kit.violation.require_same("parameters", ends[1], ends[0], "without offload")
+
+
+def test_buckets_are_found_again_for_other_parameters() -> None:
+    run = placed(mfx.scale(2.0), PARAMS, Where(bucket_bytes=8))
+    state = run.functions.init(PARAMS)
+    for absent in ("b", "a"):
+        params = {**PARAMS, absent: None}
+        updates, _ = run.run(params, state, params)
+        assert {name for name, leaf in updates.items() if leaf is None} == {absent}
+
+
+@mfx.transform(locality=lambda inner: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
+def one_by_one(inner: mfx.Transform):
+    """Call the inner transform for one leaf after the other."""
+
+    def init(params):
+        return {name: inner.init({name: leaf}) for name, leaf in params.items()}
+
+    def update(updates, state, params=None, **extras):
+        results, new_state = {}, {}
+        for name, leaf in updates.items():
+            out, new_state[name] = inner.update({name: leaf}, state[name], **extras)
+            results |= out
+        return results, new_state
+
+    return init, update
+
+
+def test_a_wrapper_may_call_its_inner_transform_for_some_of_the_leaves_each_time() -> None:
+    params = {name: leaf for name, leaf in PARAMS.items() if leaf.ndim > 1}
+    tx = one_by_one(mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32)))
+    wanted, _ = tx.update(params, tx.init(params), params)
+    layout = mfx.sharding.zero(params, 1, partition="flat")
+    local = layout.shard(params)
+    sharded = mfx.sharding.sharded(tx, layout)
+    updates, _ = sharded.update(local, sharded.init(local), local)
+    kit.violation.require_same("updates", layout.gather(updates), wanted, "in one process")
