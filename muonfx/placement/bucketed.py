@@ -52,28 +52,32 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
 
 @stand_in
 @with_memory
-def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int):
-    """Run a transform that works leaf by leaf on one bucket of parameters at a time, to bound its temporary memory."""
+def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int, buckets: list[list[str]]):
+    """Run a transform that works leaf by leaf on one bucket of parameters at a time, to bound its temporary memory.
+
+    ``buckets`` are those of the parameters for which the transform was placed. Without all of these, or with others,
+    the buckets are found again in each step.
+    """
+    usual_names = sorted([name for bucket in buckets for name in bucket])
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        if params is None:
+        present = [name for name, leaf in tree.named_leaves(params) if leaf is not None]
+        current_buckets = buckets if sorted(present) == usual_names else buckets_by_shape(params, bucket_bytes)
+        # First the number of buckets: a step that is traced within a branch may not change `_memory`.
+        if params is None or len(current_buckets) < 2:
             return tx.run(updates, state, params, donate=donate, **extras)
         parameters = remembered_parameters(_memory, state, updates)
-        sizes = {name: leaf for name, leaf in tree.named_leaves(params) if leaf is not None}
-        key = "buckets", tuple(sizes)
-        if key not in _memory:
-            _memory[key] = _buckets_by_shape(sizes, bucket_bytes)
-        buckets = _memory[key]
-        if len(buckets) < 2 or not can_be_shared_out(tree.leaves(state), parameters):
+        if not can_be_shared_out(tree.leaves(state), parameters):
             return tx.run(updates, state, params, donate=donate, **extras)
-        return _run_in_buckets(IN_MEMORY, tx.run, buckets, parameters, updates, state, params, donate, extras)
+        return _run_in_buckets(IN_MEMORY, tx.run, current_buckets, parameters, updates, state, params, donate, extras)
 
     return tx.functions.init, update
 
 
-def _buckets_by_shape(params: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
     """Split parameter names into lists of at most `limit` bytes. Equal shapes are neighbours, to form batches."""
-    by_shape = sorted(params.items(), key=lambda pair: tuple(pair[1].shape))
+    present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
+    by_shape = sorted(present, key=lambda pair: tuple(pair[1].shape))
     return cut_into_buckets({name: leaf.nbytes for name, leaf in by_shape}, limit)
 
 

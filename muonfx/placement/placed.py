@@ -36,7 +36,15 @@ from muonfx.core.visit import (
 )
 from muonfx.internal.display import Report, Row, Table
 from muonfx.placement.arguments import meta_like
-from muonfx.placement.bucketed import StateDivision, at_once, in_buckets, in_store, skippable, with_own_state_in_store
+from muonfx.placement.bucketed import (
+    StateDivision,
+    at_once,
+    buckets_by_shape,
+    in_buckets,
+    in_store,
+    skippable,
+    with_own_state_in_store,
+)
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.polar import Workspace
 from muonfx.tree import PyTree
@@ -196,7 +204,7 @@ def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applie
     if where.store != IN_MEMORY:
         return in_store(fixed, where.store)
     if where.bucket_bytes is not None:
-        return in_buckets(fixed, where.bucket_bytes)
+        return in_buckets(fixed, where.bucket_bytes, buckets_by_shape(like, where.bucket_bytes))
     return fixed
 
 
