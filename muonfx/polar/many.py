@@ -260,7 +260,7 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
     else:
         flats = [x.reshape(-1, *x.shape[-2:]) for x in xs]
         limit = 1
-        if can_be_stacked(short, long, job.kind.device):
+        if job.at_once or can_be_stacked(short, long, job.kind.device):
             limit = max(1, min(job.scratch // plan.scratch_bytes, plan.at_once or sum(map(len, flats))))
         mixed = False
     counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
@@ -327,7 +327,8 @@ def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list
 def _most_in_a_batch(job: _Job) -> int:
     """Return the number of small matrices that are computed at a time."""
     kind = job.kind
-    if not can_be_stacked(kind.short, kind.long, kind.device):
+    # All matrices form one batch under a tracer, which must not compare the sides: each shape would be traced again.
+    if not job.at_once and not can_be_stacked(kind.short, kind.long, kind.device):
         return 1
     return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
 

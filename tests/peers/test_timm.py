@@ -54,6 +54,7 @@ NAMES = [info.optim_cls.__name__.lower() for info in INFOS]
 
 
 @pytest.mark.filterwarnings("ignore:Muon. found no parameter with the label 'muon'")  # a bias alone
+@pytest.mark.filterwarnings("ignore:load_state_dict. the state dict was saved with other numbers")
 @pytest.mark.parametrize("given", GROUPS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_falls_and_a_copy_that_loads_the_state_goes_on_alike(registry: Any, name: str, given: str) -> None:

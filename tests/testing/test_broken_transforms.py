@@ -130,6 +130,16 @@ SEEN_EARLIER = [
     ("shares_one_count_between_leaves", "modes_of_torch_change_nothing"),
     ("rounds_single_precision_to_half", "large_and_small_gradients_give_finite_updates"),
     ("pairs_gradient_and_state_by_memory", "absent_leaves_are_left_alone"),
+    ("changes_after_many_calls", "pickle_gives_an_equal_transform"),
+    ("is_not_elementwise", "strides_change_nothing"),
+    ("is_elementwise_for_three_steps", "modes_of_torch_change_nothing"),
+    ("computes_differently_when_donated", "one_tensor_may_be_two_leaves"),
+    ("cuts_the_graph", "narrow_gradients_are_computed_in_wider_dtypes"),
+    ("pairs_parameters_by_position", "element_transforms_see_one_element"),
+    ("pairs_its_state_by_position", "init_on_meta_gives_the_same_spec"),
+    ("reads_memory_that_it_never_wrote", "update_remembers_nothing"),
+    ("starts_from_the_seed_of_the_process", "modes_of_torch_change_nothing"),
+    ("seeds_the_generator_of_torch", "modes_of_torch_change_nothing"),
 ]
 
 
