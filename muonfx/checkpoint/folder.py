@@ -107,11 +107,13 @@ def inspect_and_keep(path: Path) -> Generator[Index]:
 
     Raise `ReplacedError` if it was replaced before that.
     """
-    with _errors_of_index(path), open_regular(path / INDEX) as file:
-        lock(file, shared=True)
-        index = read_index(path / INDEX)
-        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX)):
-            raise ReplacedError(f"{path} was replaced while it was read")
+    with ExitStack() as stack:
+        with _errors_of_index(path):  # not around the caller's block, whose errors are of other files
+            file = stack.enter_context(open_regular(path / INDEX))
+            lock(file, shared=True)
+            index = read_index(path / INDEX)
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX)):
+                raise ReplacedError(f"{path} was replaced while it was read")
         yield index
 
 

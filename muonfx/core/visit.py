@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from muonfx import tree
 from muonfx.core.chain import chain, chain_entries
 from muonfx.core.transform import Declaration, Locality, Transform
@@ -150,8 +152,13 @@ def _visit(tx: Transform, params: PyTree, *, state: Path, name: str, key: str, l
     return Visit(resolved, params, state, name, key, label, tuple(calls), names, numbers)
 
 
-def check_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) -> None:
-    """Raise if a transform cannot use one of the extra arguments of a step, such as ``value=loss``."""
+def check_resolved_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) -> None:
+    """Raise if a resolved transform cannot use one of the extra arguments of a step, such as ``max_logits``.
+
+    `Transform.check_extras` checks the names of extra arguments, without knowing the parameters.
+    """
+    if not extras or torch.compiler.is_compiling():  # a trace has no values to check
+        return
     for visited in visits:
         check = visited.tx.declaration.check_extras
         if check is not None:

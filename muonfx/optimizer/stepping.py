@@ -21,7 +21,7 @@ from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.value import with_numbers
-from muonfx.core.visit import Visit, check_extras
+from muonfx.core.visit import Visit, check_resolved_extras
 from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.placement.arguments import Arguments
@@ -191,8 +191,7 @@ class Stepping:
         if problem is not None:
             raise problem
         self.tx.check_extras(call.extras)
-        if call.extras:
-            check_extras(self.visits, call.extras)
+        check_resolved_extras(self.visits, call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))
         else:

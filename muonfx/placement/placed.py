@@ -210,9 +210,10 @@ def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applie
 
 def _place_whole(tx: Transform, where: Where) -> Transform:
     """Rewrite a transform that needs all leaves, or sums over them."""
-    if where.is_sharded and not (tx.works_on_pieces and not tx.children):
+    runs_on_shards = tx.works_on_pieces and not tx.children
+    if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
-        return where.ranks.on_all(tx)
+        tx = where.ranks.on_all(tx)
     return tx if where.store == IN_MEMORY else at_once(tx, where.store)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
-from muonfx.core.visit import check_extras
+from muonfx.core.visit import check_resolved_extras
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.store import IN_MEMORY
@@ -123,7 +123,7 @@ def _checked_call(
     if check:
         _check_trees(binding, tx, local)
     if call.extras:
-        check_extras(binding.visits(tx, local.like), call.extras)
+        check_resolved_extras(binding.visits(tx, local.like), call.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
     if tx.treedef not in binding.likes:

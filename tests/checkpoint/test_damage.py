@@ -3,6 +3,7 @@
 The second half has files that are forged to do harm: an error that names the file, soon, and never much memory.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -21,6 +22,7 @@ import torch
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, CorruptError, FormatError, MismatchError
+from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.index import BLOCK, INDEX, LONGEST
 from tests.checkpoint.common import assert_same_tree, copies, grads_like, threads
 from tests.processes import run_python
@@ -438,3 +440,15 @@ def test_a_thousand_differences_are_ten_and_a_number(tmp_path: Path):
     assert message.count("missing:   'b") == message.count("extra:     'a") == 10
     assert "missing: ... and 990 more" in message
     assert "extra: ... and 990 more" in message
+
+
+def test_an_error_of_a_data_file_is_not_told_as_one_of_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = ck.save(tmp_path / "one", {"w": torch.ones(4)})
+
+    def too_many_files(self: object, numbers: object = None) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Reader, "check_files", too_many_files)
+    with pytest.raises(OSError, match="Too many open files") as error:
+        ck.read(path)
+    assert not isinstance(error.value, ck.CheckpointError)

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx import sharding
+from muonfx import sharding, tree
+from muonfx import testing as kit
 from muonfx.placement import store, transfer
 from muonfx.testing import chains, params_and_grads, transforms
 from tests.checkpoint.common import bits
@@ -535,3 +536,35 @@ def test_all_ranks_learn_that_one_has_no_room(world: World, tmp_path: Path):
     assert "rank 1: FileExistsError" in str(found[0].error)
     world.check(3, init_in, folders=[str(tmp_path)] * 3)  # one folder serves all
     assert os.listdir(tmp_path) == ["file"]
+
+
+@mfx.transform
+def largest_of_all():
+    """Its state has the size of the parameters, and it needs the whole tree: undeclared, so TREE."""
+
+    def init(params):
+        return {"sum": tree.map(torch.zeros_like, params)}
+
+    def update(updates, state, params=None):
+        total = tree.map(torch.add, state["sum"], updates)
+        largest = max(float(leaf.abs().max()) for leaf in tree.leaves(total))
+        return tree.map(lambda leaf: leaf / largest, total), {"sum": total}
+
+    return init, update
+
+
+@pytest.mark.filterwarnings("ignore:.*locality TREE")
+def test_the_state_of_a_transform_of_the_whole_tree_is_stored_also_if_it_is_sharded(tmp_path: Path):
+    params = {"a": torch.randn(40, 50), "b": torch.randn(3000)}
+    layout = sharding.zero(params, 1, partition="flat")
+    local = layout.shard(params)
+    ends = []
+    for tx in (largest_of_all(), sharding.offload(largest_of_all(), tmp_path)):
+        over = sharding.sharded(tx, layout)
+        state = over.init(local)
+        for _ in range(2):
+            updates, state = over.update(local, state, local)
+        ends.append((updates, mfx.tree.leaves(state)))
+    place = store.Store(str(tmp_path))
+    assert [place.has(leaf, torch.device("cpu")) for leaf in ends[1][1]] == [True, True]
+    kit.violation.require_same("updates and state", ends[1], ends[0], "in memory")
