@@ -1,4 +1,4 @@
-"""Match the leaves of a checkpoint with those of a requested state, and report every difference in one error.
+"""Match the leaves of a checkpoint with a requested state, and report every difference in one error.
 
 The stored leaves first get the new names that the caller gives them by ``rename``. Then `moved_states` finds states
 that only moved in the tree. All other leaves have equal names.

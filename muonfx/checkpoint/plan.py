@@ -48,7 +48,7 @@ class Proposal(NamedTuple):
     arguments: dict[str, str]
     """The ``repr`` of each argument that must be equal on all ranks."""
     specs: dict[str, Spec]
-    """The global shape and dtype of each leaf of this rank's tree, also of those of which it holds no element."""
+    """The global shape and dtype of each leaf of this rank's tree, also if this rank holds no element of the leaf."""
     shards: list[ProposedShard]
 
 

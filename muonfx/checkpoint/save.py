@@ -51,7 +51,7 @@ def save(
     The checkpoint is a folder with ``index.json`` and safetensors files. The index is renamed into place after all data
     was flushed to the disk, so a save that is interrupted leaves the previous checkpoint intact. If several writers
     save to one path, the save that finishes last remains. The files of the replaced checkpoint are then removed, and
-    those of killed saves of this machine. The files of running saves stay.
+    the files that killed saves of this machine have left. The files of running saves stay.
 
     Args:
         path: the folder of the checkpoint; `step_path` names one for each step. An existing checkpoint is replaced.

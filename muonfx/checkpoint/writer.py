@@ -117,7 +117,7 @@ class Writer:
 
     @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
-        """Write the index, which completes the checkpoint, and remove what is obsolete."""
+        """Write the index, which completes the checkpoint, and remove obsolete files."""
         files: list[DataFile] = []
         chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in self.specs}
         for file, chunks in written:

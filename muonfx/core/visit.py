@@ -40,7 +40,7 @@ class OwnNumbers:
     @classmethod
     def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
         """Return the names for a transform with a dotted name, and a key (the name without labels)."""
-        arguments = own_numbers(tx)
+        arguments = _own_numbers(tx)
         full_name = {argument: dotted(name) + argument for argument in arguments}
         short_names: dict[str, str | tuple[str, ...]] = {}
         for short, declared in tx.declaration.short_names.items():
@@ -61,8 +61,11 @@ class Visit:
     """The transform with all choices made that depend on names and shapes of its parameters (`Transform.resolve`)."""
     params: PyTree
     """The parameters that it receives."""
-    state: Path
-    """The path of its state in the outermost state, such as ``("muon", "momentum")``."""
+    state: Path | None
+    """The path of its state in the outermost state, such as ``("muon", "momentum")``.
+
+    None if it is called by a transform that is neither a chain nor a wrapper, and may store the state in any form.
+    """
     name: str
     """Its dotted name in the outermost transform, such as "muon.momentum", which begins the names of its numbers."""
     key: str
@@ -77,17 +80,12 @@ class Visit:
     """The names of its own hyperparameters."""
 
     @property
-    def delegates(self) -> bool:
-        """True for a chain or a wrapper (`is_wrapper`): its calls run where their own localities allow."""
-        return chain_entries(self.tx) is not None or is_wrapper(self.tx)
-
-    @property
     def title(self) -> str:
         """The name to print: the dotted name, or for the outermost transform the name of its factory."""
         return self.name or self.tx.name
 
 
-def own_numbers(tx: Transform) -> list[str]:
+def _own_numbers(tx: Transform) -> list[str]:
     """Return the names of a transform's numbers that belong to no inner transform, such as "schedule.peak"."""
     names: list[str] = []
     for name, part in zip(part_names(tx), tx.parts, strict=True):
@@ -110,11 +108,11 @@ def visit(tx: Transform, params: PyTree) -> Iterator[Visit]:
     >>> import torch
     >>> import muonfx as mfx
     >>> tx = mfx.chain(mfx.cautious(mfx.momentum()), mfx.orthogonalize())
-    >>> for found in visit(tx, {"w": torch.zeros(4, 4)}):
-    ...     print(found.title, found.state, found.names)
+    >>> for visited in visit(tx, {"w": torch.zeros(4, 4)}):
+    ...     print(visited.title, visited.state, visited.names)
     chain () ('w',)
     cautious ('cautious',) ('w',)
-    cautious.inner ('cautious',) ('w',)
+    cautious.inner None ('w',)
     orthogonalize ('orthogonalize',) ('w',)
     """
     yield from _with_inner(root_visit(tx, params))
@@ -131,16 +129,19 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
     return _visit(tx, params, state=(), name="", key="", label=None)
 
 
-def _visit(tx: Transform, params: PyTree, *, state: Path, name: str, key: str, label: str | None) -> Visit:
+def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
     resolved = tx.resolve(params)
     calls: list[Visit] = []
     for call in calls_of(resolved, params):
         inner_key = key if call.label is not None else _joined(key, call.argument)
+        inner_state = None
+        if state is not None and call.state is not None:
+            inner_state = (*state, *call.state)
         calls.append(
             _visit(
                 call.tx,
                 call.params,
-                state=(*state, *call.state),
+                state=inner_state,
                 name=_joined(name, call.argument),
                 key=inner_key,
                 label=call.label,
@@ -181,30 +182,37 @@ class Call:
     argument: str
     """The name of the inner transform among the arguments: "inner", or a member of a chain or a dict."""
     params: PyTree
-    state: Path
-    """The path of the inner state in the outer state; () if ``tx`` is no wrapper, so that the path is unknown."""
+    state: Path | None
+    """The path of the inner state in the state of the caller; None if it is unknown, as in `Visit`."""
     label: str | None
 
 
 def calls_of(tx: Transform, params: PyTree) -> list[Call]:
     """Return the transforms that ``tx`` calls, in order. ``tx`` is resolved for ``params``."""
     names = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
-    if (entries := chain_entries(tx)) is not None:
+    entries = chain_entries(tx)
+    if entries is not None:
         members = zip(entries.items(), names, strict=True)
         return [Call(member, argument, params, (name,), None) for (name, member), argument in members]
     if not tx.children:
         return []
     state, params_of = record_calls(tx, params, replaced=is_wrapper(tx))
+    path_of = _placeholder_paths(state)
+    received = [params_of.get(index, params) for index in range(len(names))]
+    labels = _labels(tx, names, received)
+    return [
+        Call(inner, names[index], received[index], path_of.get(index), labels[index])
+        for index, inner in enumerate(tx.children)
+    ]
+
+
+def _placeholder_paths(state: PyTree) -> dict[int, Path]:
+    """Return the path of each `Placeholder` in a state, by the number of its inner transform."""
     path_of: dict[int, Path] = {}
     for leaf, path in zip(tree.leaves(state), tree.paths(state), strict=True):
         if isinstance(leaf, Placeholder):
             path_of[leaf.index] = path
-    received = [params_of.get(index, params) for index in range(len(names))]
-    labels = _labels(tx, names, received)
-    return [
-        Call(inner, names[index], received[index], path_of.get(index, ()), labels[index])
-        for index, inner in enumerate(tx.children)
-    ]
+    return path_of
 
 
 def is_wrapper(tx: Transform) -> bool:
@@ -216,6 +224,11 @@ def is_wrapper(tx: Transform) -> bool:
     if not tx.children or chain_entries(tx) is not None:
         return False
     return own_locality is Locality.ELEMENT or (own_locality is Locality.TREE and sums_over_leaves(tx))
+
+
+def delegates(tx: Transform) -> bool:
+    """Return True for a chain or a wrapper: the transforms that it calls run where their own localities allow."""
+    return chain_entries(tx) is not None or is_wrapper(tx)
 
 
 def sums_over_leaves(tx: Transform) -> bool:

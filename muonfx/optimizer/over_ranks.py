@@ -153,6 +153,7 @@ class SteppingOverRanks(Stepping):
         self.layout, self._settings = layout, settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
         self._progress = Progress()
+        self._now = self._inner
         self._like: dict[str, Tensor | None] = {}
         self._many = layout.group is not None and layout.size > 1
         self._is_replicated = layout.is_replicated and not layout.dtensors

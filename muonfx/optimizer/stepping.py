@@ -6,7 +6,7 @@ If groups have different numbers for a transform, the transform runs once for ea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from operator import is_
 from typing import Any
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Combinator, Locality, Transform, chain, transform
+from muonfx.core import Combinator, Locality, Transform, transform
 from muonfx.core.chain import chain_entries, widest
 from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.value import with_numbers
-from muonfx.core.visit import Visit, check_resolved_extras
+from muonfx.core.visit import Visit, as_chain, check_resolved_extras
 from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.placement.arguments import Arguments
@@ -45,7 +45,6 @@ class Stepping:
         self.routes = routes_of(visits)
         self.left_out = {name for name, route in self.routes.items() if route.is_left_out}
         self._inner = inner_of(tx)
-        self._now = self._inner
         self._read: tuple[Sequence[BoundGroup], list[dict[str, Number]]] | None = None
         self._common = _CommonTensors(visits, ())
         self._has_branches = any(visited.tx.factory is accumulate for visited in visits)
@@ -184,7 +183,6 @@ class Stepping:
             placed = self._placed_transforms(tx, params)
             self._placed_structure = tx.structure
         self._placed = placed.prepare_all()
-        self._now = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run one step and return the next state. A ``problem``, an error of this rank, is raised before any change."""
@@ -243,7 +241,7 @@ class StateEntries:
                 owner, key = self.slots[place]
                 leaf = show(place, new)
                 self.shown[place] = leaf
-                for param in entries if owner is None else (owner,):
+                for param in _holders(owner, entries):
                     entries[param][key] = leaf
         self._leaves = leaves
 
@@ -253,7 +251,7 @@ class StateEntries:
             return True
         number = 0
         for (owner, key), leaf in zip(self.slots, self.shown, strict=True):
-            for param in named.values() if owner is None else (owner,):
+            for param in _holders(owner, named.values()):
                 entry = entries.get(param)
                 if entry is None or entry.get(key, ...) is not leaf:
                     return True
@@ -265,8 +263,13 @@ class StateEntries:
         return {
             (id(param), key): place
             for place, (owner, key) in enumerate(self.slots)
-            for param in (entries if owner is None else (owner,))
+            for param in _holders(owner, entries)
         }
+
+
+def _holders(owner: Tensor | None, params: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Return the parameters under which a tensor of the state is shown: its owner, or all if it has none."""
+    return params if owner is None else (owner,)
 
 
 # ----------------------------------------------------------------------------------- numbers that differ between groups
@@ -304,16 +307,18 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         **extras: Any,
     ):
         results: dict[str, Tensor | None] = dict.fromkeys(updates)
-        before, treedef = tree.flatten(state)
-        leaves = list(before)
+        old_leaves, treedef = tree.flatten(state)
+        leaves = list(old_leaves)
         for version, names in zip(versions, chosen, strict=True):
-            mine = {name: update if name in names else None for name, update in updates.items()}
-            out, new = version.run(mine, state, params, donate=donate, **extras)
-            # Each version changes the state of its parameters only. State of no parameter is equal in all versions.
-            leaves = [
-                now if now is not was else kept for now, was, kept in zip(tree.leaves(new), before, leaves, strict=True)
-            ]
-            results.update({name: out[name] for name in mine if name in names})
+            group_updates = {name: update if name in names else None for name, update in updates.items()}
+            out, new_state = version.run(group_updates, state, params, donate=donate, **extras)
+            for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
+                # Each version changes the state of its parameters only. State of no parameter is equal in all versions.
+                if new_leaf is not old_leaf:
+                    leaves[index] = new_leaf
+            for name in names:
+                if name in updates:
+                    results[name] = out[name]
         return results, tree.unflatten(treedef, leaves)
 
     return init, update
@@ -417,5 +422,5 @@ def _in_versions(
     if all(new is old for new, old in zip(parts, tx.parts, strict=True)):
         return tx
     if (entries := chain_entries(tx)) is not None:
-        return chain(*zip(entries, parts, strict=True))
+        return as_chain(dict(zip(entries, parts, strict=True)))
     return Transform._from(dataclasses.replace(tx.structure, derived={}), parts)

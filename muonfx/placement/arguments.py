@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from muonfx import tree
 from muonfx.core import Donation
 from muonfx.tree import PyTree
-
-T = TypeVar("T")
 
 
 class Arguments(NamedTuple):
@@ -44,16 +42,3 @@ def device_of(*values: PyTree) -> torch.device:
 def meta_like(values: PyTree) -> PyTree:
     """Return a copy of a tree in which each tensor is replaced by a meta tensor of its shape and dtype."""
     return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), values)
-
-
-class Once:
-    """A cache for results that depend on structure, names and shapes alone. Each is computed at most once."""
-
-    def __init__(self) -> None:
-        self.found: dict[Hashable, Any] = {}
-
-    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the cached result for a key. If there is none, call ``make()`` and cache its result."""
-        if key not in self.found:
-            self.found[key] = make()
-        return self.found[key]

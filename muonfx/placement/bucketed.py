@@ -24,13 +24,13 @@ from muonfx.placement.buckets import (
     cut_into_buckets,
     init_in_store,
     moves,
-    parameters_of,
     sizes_of,
     store_away,
     stored_again,
 )
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree, Structure
+from muonfx.tree.members import parameters_of
 
 Update = Callable[..., tuple[PyTree, PyTree]]
 
@@ -55,8 +55,8 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
 def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int, buckets: list[list[str]]):
     """Run a transform that works leaf by leaf on one bucket of parameters at a time, to bound its temporary memory.
 
-    ``buckets`` are those of the parameters for which the transform was placed. Without all of these, or with others,
-    the buckets are found again in each step.
+    The names in ``buckets`` are the parameters for which the transform was placed. A step with other parameters, or
+    without some of them, divides its parameters into buckets again.
     """
     usual_names = sorted([name for bucket in buckets for name in bucket])
 

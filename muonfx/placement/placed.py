@@ -14,6 +14,7 @@ each matrix is sent once. A wrapper, such as `partition`, keeps its own update; 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
@@ -28,6 +29,7 @@ from muonfx.core.visit import (
     Visit,
     as_chain,
     calls_of,
+    delegates,
     is_wrapper,
     resolve_within,
     root_visit,
@@ -106,8 +108,7 @@ def _kind(tx: Transform, where: Where) -> Kind:
 
 def needs_matrices(tx: Transform) -> bool:
     """Return True if a transform needs whole matrices or leaves itself, not only a transform that it calls."""
-    delegates = chain_entries(tx) is not None or is_wrapper(tx)
-    return tx.locality in (Locality.MATRIX, Locality.LEAF) and not delegates
+    return tx.locality in (Locality.MATRIX, Locality.LEAF) and not delegates(tx)
 
 
 # ------------------------------------------------------------------------------------------------------------ rewriting
@@ -166,16 +167,14 @@ class Placed(Transform):
         return str(self.tree())
 
 
-def _with_extras_constructor(tx: Transform, extras: Mapping[str, Any], report: Callable[[], Report]):
-    """Run a transform with extra arguments, which those of a call replace."""
+@functools.partial(make_factory, Placed, declaration=Declaration(), transparent=True)
+def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], Report]):
+    """Run a transform with extra arguments. An extra argument of the call takes precedence."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **call: Any):
         return tx.run(updates, state, params, donate=donate, **{**extras, **call})
 
     return tx.functions.init, update
-
-
-_with_extras = make_factory(Placed, _with_extras_constructor, Declaration(), transparent=True)
 
 
 def _place(tx: Transform, like: PyTree, where: Where, *, applies: bool = False) -> Transform:
@@ -188,8 +187,8 @@ def _place(tx: Transform, like: PyTree, where: Where, *, applies: bool = False) 
     entries = chain_entries(tx)
     if entries is not None:
         return _place_chain(entries, like, where, applies=applies)
-    result = _place_wrapper(tx, like, where) if is_wrapper(tx) else _place_whole(tx, where)
-    return applying(result) if applies else result
+    result = _place_other(tx, like, where)
+    return applying(result, is_last=True) if applies else result
 
 
 def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applies: bool) -> Transform:
@@ -198,9 +197,9 @@ def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applie
     if kind == "matrices":
         assert where.ranks is not None
         result = where.ranks.on_owners(fixed)
-        return applying(result) if applies else result
+        return applying(result, is_last=True) if applies else result
     if applies:  # within a bucket, so that its updates are freed before the next bucket
-        fixed = applying(fixed)
+        fixed = applying(fixed, is_last=True)
     if where.store != IN_MEMORY:
         return in_store(fixed, where.store)
     if where.bucket_bytes is not None:
@@ -208,8 +207,10 @@ def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applie
     return fixed
 
 
-def _place_whole(tx: Transform, where: Where) -> Transform:
-    """Rewrite a transform that needs all leaves, or sums over them."""
+def _place_other(tx: Transform, like: PyTree, where: Where) -> Transform:
+    """Rewrite a wrapper, or a transform that needs all leaves or sums over them."""
+    if is_wrapper(tx):
+        return _place_wrapper(tx, like, where)
     runs_on_shards = tx.works_on_pieces and not tx.children
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
@@ -237,14 +238,16 @@ def _place_chain(members: Mapping[str, Transform], like: PyTree, where: Where, *
     groups = _groups(resolved, where)
     rewritten: dict[str, Transform] = {}
     for index, (kind, names) in enumerate(groups):
-        tx = resolved[names[0]] if len(names) == 1 else as_chain({name: resolved[name] for name in names})
+        tx = resolved[names[0]]
+        if len(names) > 1:
+            tx = as_chain({name: resolved[name] for name in names})
         is_to_apply = applies and index == len(groups) - 1
         if kind == "other":
             result = _place(tx, like, where, applies=is_to_apply)
         else:
             result = _place_unit(tx, kind, like, where, applies=is_to_apply)
         if applies and not is_to_apply and result.extras.takes_all:
-            result = not_applying(result)
+            result = applying(result, is_last=False)
         rewritten[str(index)] = result
     return in_groups(as_chain(rewritten), tuple([names for _, names in groups]))
 
@@ -264,7 +267,7 @@ def _groups(members: Mapping[str, Transform], where: Where) -> list[tuple[Kind, 
 
 @stand_in
 def in_groups(tx: Transform, groups: tuple[list[str], ...]):
-    """Run a chain of groups; its state is that of the chain whose members are in the groups.
+    """Run a chain of groups of members. The state has the members' names, as without groups.
 
     For the groups ``(["clip"], ["momentum", "scale"])`` the state has the keys "clip", "momentum" and "scale". Member
     number 1 of ``tx`` receives and returns the dict of the last two.
@@ -273,13 +276,19 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     def join(by_group: Mapping[str, PyTree]) -> dict[str, PyTree]:
         state: dict[str, PyTree] = {}
         for names, group_state in zip(groups, by_group.values(), strict=True):
-            state |= group_state if len(names) > 1 else {names[0]: group_state}
+            if len(names) == 1:
+                state[names[0]] = group_state
+            else:
+                state |= group_state
         return state
 
     def divide(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
         by_group: dict[str, PyTree] = {}
         for index, names in enumerate(groups):
-            by_group[str(index)] = {name: state[name] for name in names} if len(names) > 1 else state[names[0]]
+            if len(names) == 1:
+                by_group[str(index)] = state[names[0]]
+            else:
+                by_group[str(index)] = {name: state[name] for name in names}
         return by_group
 
     def init(params: PyTree) -> dict[str, PyTree]:
@@ -296,8 +305,12 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
 
 
 @stand_in
-def applying(tx: Transform):
-    """Run a transform; then call ``apply_to_params(params, updates)``, if given, and return None for each update."""
+def applying(tx: Transform, is_last: bool):
+    """Run a transform; if it is the last group, add its updates to the parameters, and return None for each.
+
+    The extra argument ``apply_to_params`` is the function that adds them. Without it, the updates are returned. Other
+    groups than the last run without this argument: a transform with ``**extras`` would pass it on.
+    """
 
     def update(
         updates: PyTree,
@@ -309,28 +322,10 @@ def applying(tx: Transform):
         **extras: Any,
     ):
         updates, state = tx.run(updates, state, params, donate=donate, **extras)
-        if apply_to_params is None:
+        if apply_to_params is None or not is_last:
             return updates, state
         apply_to_params(params, updates)
         return tree.map(lambda _: None, updates), state
-
-    return tx.functions.init, update
-
-
-@stand_in
-def not_applying(tx: Transform):
-    """Run a transform without ``apply_to_params``, which is for the last group of a chain."""
-
-    def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        *,
-        donate: Donation = NOTHING,
-        apply_to_params: ApplyToParams | None = None,
-        **extras: Any,
-    ):
-        return tx.run(updates, state, params, donate=donate, **extras)
 
     return tx.functions.init, update
 
@@ -406,10 +401,10 @@ def _row(visits: list[Visit]) -> Row:
         f"{execution_of(first)}: {', '.join(visited.tx.name for visited in visits)}",
         first.tx.locality.name,
         str(len(first.names)),
-        ".".join(map(str, first.state)) or "-",
+        ".".join(map(str, first.state or ())) or "-",
         first.name or "-",
     )
-    if not first.delegates:
+    if not delegates(first.tx):
         return Row(cells, ())
     return Row(cells, tuple(_row(group) for group in grouped(first)))
 
@@ -431,7 +426,7 @@ def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
     """Yield each group of neighbouring transforms that need whole matrices, and so run together on their owners."""
     if needs_matrices(root.tx):
         yield [root]
-    if not root.delegates:
+    if not delegates(root.tx):
         return
     for group in grouped(root):
         if needs_matrices(group[0].tx):

@@ -249,7 +249,7 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
     """Orthogonalize nonempty matrices of one shape and dtype; `donated` is True for matrices to overwrite."""
     if not xs:
         return []
-    (short, long, held, _, tall), plan = job.kind, job.plan
+    (short, _, held, _, tall), plan = job.kind, job.plan
     if tall is None and not job.at_once and {x.ndim for x in xs} == {2}:
         return _run_stacked(xs, donated, job)
     if tall is None:  # another memory order rounds differently, and ranks may hold different orders
@@ -260,7 +260,7 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
     else:
         flats = [x.reshape(-1, *x.shape[-2:]) for x in xs]
         limit = 1
-        if job.at_once or can_be_stacked(short, long, job.kind.device):
+        if _may_batch(job):
             limit = max(1, min(job.scratch // plan.scratch_bytes, plan.at_once or sum(map(len, flats))))
         mixed = False
     counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
@@ -326,11 +326,15 @@ def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list
 
 def _most_in_a_batch(job: _Job) -> int:
     """Return the number of small matrices that are computed at a time."""
-    kind = job.kind
-    # All matrices form one batch under a tracer, which must not compare the sides: each shape would be traced again.
-    if not job.at_once and not can_be_stacked(kind.short, kind.long, kind.device):
+    if not _may_batch(job):
         return 1
-    return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
+    return max(1, job.scratch // scratch_bytes(job.kind.short, job.kind.long, job.plan.dtype))
+
+
+def _may_batch(job: _Job) -> bool:
+    """Return True if a batch gives each matrix the bits that it has alone, or if all must be in one batch."""
+    # A tracer must not compare the sides: it would trace again for each shape.
+    return job.at_once or can_be_stacked(job.kind.short, job.kind.long, job.kind.device)
 
 
 def _wide(x: torch.Tensor, short: int) -> torch.Tensor:

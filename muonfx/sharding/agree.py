@@ -23,7 +23,7 @@ LARGE = 0x3FFFFFFF
 """Larger than any number that `agree` compares; ``LARGE - number`` turns a maximum over ranks into a minimum."""
 
 _ERROR = 2
-"""The first number of the message of a rank that has an error. It is larger than that of a request, which is 1."""
+"""The first number of the message of a rank that has an error. It is larger than 1, the first number of a request."""
 
 _CALL_WORDS = 3
 """The number of words in the digest of the values that must be equal on all ranks."""
@@ -87,7 +87,7 @@ def agree(
 
 
 def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
-    """Raise this rank's error, or, if it has none, an error that shows those of the other ranks."""
+    """Raise this rank's error, or, if it has none, an error that shows the errors of other ranks."""
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
     error_of_rank = all_objects(text, group, what)
     if problem is not None:

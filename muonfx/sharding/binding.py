@@ -19,7 +19,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.extras import sum_over_leaves
 from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Visit, as_chain, stand_in, visit
-from muonfx.placement.arguments import Arguments, Once
+from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
@@ -29,6 +29,7 @@ from muonfx.sharding.dtensors import map_named
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run
 from muonfx.sharding.messages import ShardingError, collective
+from muonfx.sharding.once import Once
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.shares import on_stacks

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
-from muonfx.placement.arguments import Once
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.agree import DTYPES, agree_on_leaves, dtype_of
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.local_leaves import local_leaves, outside_transforms
 from muonfx.sharding.messages import Exchange, ShardingError, copied
+from muonfx.sharding.once import Once
 from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import Window, part
 from muonfx.tree import PyTree

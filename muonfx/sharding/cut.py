@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muonfx.placement.arguments import Once
 from muonfx.sharding.messages import digest
+from muonfx.sharding.once import Once
 from muonfx.sharding.shards import Piece, Span
 from muonfx.tree import Spec
 

@@ -59,7 +59,7 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         counters = [int(leaves[index]) for index in fixed.shared_state.values() if _is_host_counter(leaves[index])]
         step = max(counters, default=step)
     return {
-        "programs": fixed.transforms,
+        "transforms and their arguments": fixed.transforms,
         "sharded transforms or optimizers in this step (all ranks must step them in the same order)": (
             f"number {progress.serial} of the group"
         ),

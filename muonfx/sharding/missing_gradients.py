@@ -49,7 +49,7 @@ def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
 
 
 def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, is_present: Sequence[bool]) -> None:
-    """Overwrite a gradient on the ranks that had none with that of a rank that holds the same shard and had one."""
+    """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one."""
     sends: list[tuple[Tensor, int, list[int]]] = []
     for ranks in layout.holders(name).values():
         present = [rank for rank in ranks if is_present[rank]]

@@ -15,9 +15,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core.checks import check_tree
 from muonfx.internal.display import format_list
-from muonfx.placement.arguments import Once
 from muonfx.sharding.cut import Cut
 from muonfx.sharding.messages import Buffers, ShardingError, digest
+from muonfx.sharding.once import Once
 from muonfx.sharding.shards import Piece
 from muonfx.tree import PyTree, Spec
 

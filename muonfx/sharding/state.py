@@ -22,7 +22,6 @@ from muonfx.core import Transform
 from muonfx.core.chain import chain_entries
 from muonfx.core.visit import Placeholder, Visit, fixed, is_wrapper, record_calls, root_visit
 from muonfx.placement.arguments import meta_like
-from muonfx.placement.buckets import parameters_of
 from muonfx.placement.placed import execution_of, matrix_stages
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import (
@@ -40,6 +39,7 @@ from muonfx.sharding.plan.cost import run_of
 from muonfx.sharding.plan.shares import Share
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
+from muonfx.tree.members import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,8 +76,10 @@ def _placements(binding: Binding, root: Visit) -> PyTree:
 
 
 def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
-    if chain_entries(visited.tx) is not None:
-        return {member.state[-1]: _of_visit(binding, member, plans) for member in visited.calls}
+    entries = chain_entries(visited.tx)
+    if entries is not None:
+        members = zip(entries, visited.calls, strict=True)
+        return {name: _of_visit(binding, member, plans) for name, member in members}
     if is_wrapper(visited.tx):
         described = _of_leaves(binding, record_calls(visited.tx, visited.params)[0], visited.params)
         inner = [_of_visit(binding, call, plans) for call in visited.calls]

@@ -55,7 +55,7 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
         return
     store = group.get_group_store()
     store.set(_failure_key(group, purpose), f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}")
-    for key in _keys(group, purpose):  # also those of other ranks, so that no rank waits for another that is late
+    for key in _keys(group, purpose):  # also the keys of other ranks, so that no rank waits for another that is late
         store.set(key, "")
     _count_meeting(group, purpose)
 

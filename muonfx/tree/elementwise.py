@@ -323,24 +323,36 @@ def by_stacks(
     """
 
     def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
-        found: tuple[Tensors, ...] = tuple([*lists[0]] for _ in range(results))
-        alone = _leafwise(*lists) or is_traced()
-        for places in [[place] for place in range(len(lists[0]))] if alone else _stacks(lists):
-            is_one = len(places) == 1
-            chosen = [[xs[place] for place in places] for xs in lists]
-            # A lone tensor becomes a contiguous stack of one: strides and the kernel of a single product change bits.
-            if is_one:
-                stacks = [(xs[0].contiguous() if alone else aligned(xs[0])).unsqueeze(0) for xs in chosen]
-            else:
-                stacks = [torch.stack(xs) for xs in chosen]
-            made = function(*stacks)
-            for result, stack in zip(found, (made,) if isinstance(made, Tensor) else made, strict=True):
-                tensors: Sequence[Tensor] = (stack.squeeze(0),) if is_one else _unbound(stack)
-                for place, x in zip(places, tensors, strict=True):
-                    result[place] = x
-        return found
+        outputs: tuple[Tensors, ...] = tuple([*lists[0]] for _ in range(results))
+        # A tracer or a torch.func transform gets each tensor by itself; its memory cannot be examined.
+        is_transformed = _leafwise(*lists) or is_traced()
+        groups = [[index] for index in range(len(lists[0]))]
+        if not is_transformed:
+            groups = _stacks(lists)
+        for indices in groups:
+            operands = [[xs[index] for index in indices] for xs in lists]
+            returned = function(*[_stack_of(tensors, is_transformed) for tensors in operands])
+            if isinstance(returned, Tensor):
+                returned = (returned,)
+            for output, stack in zip(outputs, returned, strict=True):
+                results_of_group = [stack.squeeze(0)] if len(indices) == 1 else _unbound(stack)
+                for index, x in zip(indices, results_of_group, strict=True):
+                    output[index] = x
+        return outputs
 
     return apply
+
+
+def _stack_of(tensors: list[Tensor], is_transformed: bool) -> Tensor:
+    """Return tensors of one shape as a stack.
+
+    A lone tensor becomes a contiguous stack of one: strides and the kernel of a single product change bits.
+    """
+    if len(tensors) > 1:
+        return torch.stack(tensors)
+    if is_transformed:
+        return tensors[0].contiguous().unsqueeze(0)
+    return aligned(tensors[0]).unsqueeze(0)
 
 
 def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:

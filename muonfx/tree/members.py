@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -40,9 +41,11 @@ def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTre
         fits = isinstance(param, Tensor) and isinstance(leaf, Tensor) and leaf.shape == param.shape
         return function(leaf, param) if fits else leaf
 
-    found, treedef = flatten(state)
-    owners = parameters_of(state, params) if like else [None] * len(found)
-    return unflatten(treedef, [mapped(leaf, name) for leaf, name in zip(found, owners, strict=True)])
+    state_leaves, treedef = flatten(state)
+    owners: list[str | None] = [None] * len(state_leaves)
+    if like:
+        owners = parameters_of(state, params)
+    return unflatten(treedef, [mapped(leaf, name) for leaf, name in zip(state_leaves, owners, strict=True)])
 
 
 class Ownership(NamedTuple):
@@ -72,38 +75,57 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
         return _of_one_tensor(state, name_of[()], leaves(params)[0])
     for name in list(name_of.values()):
         name_of[(Key(name),)] = name  # the flat dicts of `partition` have dotted names as keys
-    lengths = sorted({len(path) for path in name_of}, reverse=True)
-
-    def parameter_at(path: TypedPath, start: int) -> TypedPath | None:
-        """Return the longest part of a path, from an index on, that is the path of a parameter."""
-        for length in lengths:
-            part = path[start : start + length]
-            if len(part) == length and part in name_of:
-                return part
-        return None
-
-    mixed_nodes: set[TypedPath] = set()
-    for path in state_paths:
-        for start in range(len(path) + 1):
-            if parameter_at(path, start) is None:
-                mixed_nodes.add(path[:start])
+    find_part = functools.partial(_part_of_parameter, name_of, sorted({len(path) for path in name_of}, reverse=True))
+    mixed_nodes = _mixed_nodes(state_paths, find_part)
 
     owners: list[Ownership] = []
     for path in state_paths:
-        best_start, best_part = 0, None
-        for start in range(len(path)):
-            part = parameter_at(path, start)
-            if part is None or path[:start] in mixed_nodes:
-                continue
-            # Several nodes may match. Longer paths and deeper nodes are less likely to match by coincidence.
-            if best_part is None or len(part) >= len(best_part):
-                best_start, best_part = start, part
+        part, start = _best_part(path, find_part, mixed_nodes)
         entries = tuple([key.entry for key in path])
-        if best_part is None:
+        if part is None:
             owners.append(Ownership(None, entries))
         else:
-            owners.append(Ownership(name_of[best_part], entries[:best_start] + entries[best_start + len(best_part) :]))
+            owners.append(Ownership(name_of[part], entries[:start] + entries[start + len(part) :]))
     return owners
+
+
+FindPart = Callable[[TypedPath, int], TypedPath | None]
+
+
+def _part_of_parameter(
+    name_of: Mapping[TypedPath, str], lengths: Sequence[int], path: TypedPath, start: int
+) -> TypedPath | None:
+    """Return the longest part of a path, from an index on, that is the path of a parameter; None if there is none."""
+    for length in lengths:
+        part = path[start : start + length]
+        if len(part) == length and part in name_of:
+            return part
+    return None
+
+
+def _mixed_nodes(state_paths: Sequence[TypedPath], find_part: FindPart) -> set[TypedPath]:
+    """Return the paths of the nodes of a state that have a child that is no parameter."""
+    mixed: set[TypedPath] = set()
+    for path in state_paths:
+        for start in range(len(path) + 1):
+            if find_part(path, start) is None:
+                mixed.add(path[:start])
+    return mixed
+
+
+def _best_part(path: TypedPath, find_part: FindPart, mixed_nodes: Set[TypedPath]) -> tuple[TypedPath | None, int]:
+    """Return the part of a path that is a parameter, and its index; (None, 0) if the leaf belongs to no parameter."""
+    best_part: TypedPath | None = None
+    best_start = 0
+    for start in range(len(path)):
+        part = find_part(path, start)
+        if part is None or path[:start] in mixed_nodes:
+            continue
+        # Several nodes may match. Longer paths and deeper nodes are less likely to match by coincidence.
+        if best_part is None or len(part) >= len(best_part):
+            best_part = part
+            best_start = start
+    return best_part, best_start
 
 
 def _of_one_tensor(state: PyTree, name: str, param: Any) -> list[Ownership]:

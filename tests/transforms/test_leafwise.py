@@ -415,6 +415,8 @@ def test_a_step_is_what_the_operators_of_tensors_are(
             made = value(expression, u.to(wide), params[name].to(wide))
         except (RuntimeError, TypeError):  # an operator that tensors of this dtype have not
             return
+        except ArithmeticError:  # an operator between two plain numbers, such as a division by zero
+            return
         if not isinstance(made, Tensor) or made.shape != u.shape:
             return
         expected[name] = made.to(u.dtype)

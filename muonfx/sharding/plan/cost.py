@@ -51,7 +51,7 @@ def run_of(stage: Sequence[Visit]) -> Run:
     """Return the transforms of a matrix stage as pairs (name in the chain, transform)."""
     if len(stage) == 1:
         return ((stage[0].tx.name, fixed(stage[0])),)
-    return tuple([(visited.state[-1], fixed(visited)) for visited in stage])
+    return tuple([(visited.name.rpartition(".")[2], fixed(visited)) for visited in stage])
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The plan on paper: our figures by hand and from each rank's transfers, those of other libraries, the output."""
+"""The plan on paper: our figures by hand and from each rank's transfers, figures of other libraries, the output."""
 
 import dataclasses
 import io
