@@ -47,6 +47,8 @@ class Faults:
             self.failed = self.failed or self.calls[-1]
             if self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
+                while True:
+                    signal.pause()  # a system may end the process a little later
             raise OSError(self.code, os.strerror(self.code))
 
 

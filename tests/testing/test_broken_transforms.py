@@ -137,14 +137,17 @@ SEEN_EARLIER = [
     ("cuts_the_graph", "narrow_gradients_are_computed_in_wider_dtypes"),
     ("pairs_parameters_by_position", "element_transforms_see_one_element"),
     ("pairs_its_state_by_position", "init_on_meta_gives_the_same_spec"),
-    ("reads_memory_that_it_never_wrote", "update_remembers_nothing"),
     ("starts_from_the_seed_of_the_process", "modes_of_torch_change_nothing"),
     ("seeds_the_generator_of_torch", "modes_of_torch_change_nothing"),
 ]
 
 
+SEEN_BY_CHANCE = {"reads_memory_that_it_never_wrote"}
+"""What such memory holds is chance, so any law that compares two runs may be the first to find it."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", dict(PAIRS))
+@pytest.mark.parametrize("bug", [bug for bug in dict(PAIRS) if bug not in SEEN_BY_CHANCE])
 def test_a_bug_is_caught_by_its_own_law_first(bug: str):
     assert (bug, first_broken_law(made(bug), max_examples=25).law) in [*PAIRS, *SEEN_EARLIER]
 
