@@ -307,7 +307,7 @@ def roofline(
 def _ours(coefficients: str, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     named = {f"h.{i}.weight": param for i, param in enumerate(params)}
     return mfx.Muon(
-        named, orthogonalize=mfx.orthogonalize(coefficients=coefficients), labels=mfx.select.default_labels_by_name
+        named, orthogonalize=mfx.orthogonalize(coefficients=coefficients), labels=mfx.routing.default_labels_by_name
     )
 
 

@@ -41,7 +41,7 @@ def _chain(params: list[torch.nn.Parameter], *, donate: bool, **settings: Any) -
 
 
 def _muon(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return mfx.Muon(_named(params), labels=mfx.select.default_labels_by_name)
+    return mfx.Muon(_named(params), labels=mfx.routing.default_labels_by_name)
 
 
 def _named(params: list[torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

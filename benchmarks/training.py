@@ -112,7 +112,7 @@ def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]
         tx = mfx.chain(
             mfx.clip_by_global_norm(1.0),
             mfx.partition(parts, labels),
-            mfx.add_decayed_weights(0.1, mask=mfx.select.ndim(min=2)),
+            mfx.add_decayed_weights(0.1, mask=mfx.routing.ndim(min=2)),
             mfx.partition(rates, labels),
         )
     params = dict(model.named_parameters())

@@ -71,7 +71,7 @@ def main(steps: int = 300, batch: int = 16, context: int = 128, width: int = 128
     tx = mfx.chain(
         mfx.clip_by_global_norm(1.0),
         mfx.partition({"muon": muon, "adamw": mfx.scale_by_adam(0.9, 0.95)}, labels),
-        mfx.add_decayed_weights(0.1, mask=mfx.select.ndim(min=2)),
+        mfx.add_decayed_weights(0.1, mask=mfx.routing.ndim(min=2)),
         mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.01, max(1, steps // 20), total_steps=steps)),
     )
     state = tx.init(params)

@@ -92,7 +92,7 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
     tx = mfx.chain(
         mfx.clip_by_global_norm(config.max_norm),
         mfx.partition({"hidden": hidden[config.optimizer], "rest": adam}, labels),
-        mfx.add_decayed_weights(config.weight_decay, mask=mfx.select.ndim(min=2)),
+        mfx.add_decayed_weights(config.weight_decay, mask=mfx.routing.ndim(min=2)),
         mfx.partition(rates, labels),
     )
     return tx if config.dtype == "fp32" else mfx.master_params(tx)

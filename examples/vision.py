@@ -48,7 +48,7 @@ def make_optimizer(name: str, model: nn.Module, rate: float, steps: int) -> mfx.
         return mfx.muon_with_adamw(
             schedule, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
         )
-    return mfx.adamw(schedule, b2=0.95, weight_decay=0.1, mask=mfx.select.ndim(min=2))
+    return mfx.adamw(schedule, b2=0.95, weight_decay=0.1, mask=mfx.routing.ndim(min=2))
 
 
 def split(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -28,22 +28,21 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):  # also in pypro
 # isort: off
 from muonfx import compact as compact
 from muonfx import core as core
-from muonfx import polar, select, tree
+from muonfx import polar, routing, tree
 from muonfx import transforms as transforms
 from muonfx.compact import QuantizedDtype, fp8, int8
 from muonfx.core import (
     Donation, InitAndUpdate, Locality, Transform, add_updates, apply_updates, as_tensors, chain, hyperparams,
-    identity, schedules, set_to_zero, stack, stateless, transform, with_hyperparams,
+    identity, masked, partition, schedules, set_to_zero, stack, stateless, transform, with_hyperparams,
 )
 from muonfx.core.schedules import (
     Scalar, ScalarOrSchedule, Schedule, ScheduleFunction, constant_schedule, cosine_decay_schedule, exponential_decay,
     join_schedules, linear_schedule, schedule, warmup_cosine_decay_schedule, warmup_stable_decay_schedule,
 )
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
-from muonfx.select import Labels, MatrixView, default_labels, describe, labels
-from muonfx.select.partition import masked, partition
+from muonfx.routing import Labels, default_labels, describe, labels
 from muonfx.transforms import (
-    AttentionHeads, Leaf, MatrixSlot, Metric, Number, ShapeRule, Slot, StateAndStep, StepCount, accumulate,
+    AttentionHeads, Leaf, MatrixSlot, MatrixView, Metric, Number, ShapeRule, Slot, StateAndStep, StepCount, accumulate,
     add_decayed_weights, attention, cautious, clip_by_block_rms, clip_by_global_norm, clip_by_value, ema_params,
     leafwise, master_params, matrixwise, metrics, momentum, monitor, normalize_neurons, orthogonalize, qk_clip, scale,
     scale_by_adam, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape, scale_by_sign, skip_nonfinite,
@@ -74,7 +73,7 @@ __version__ = "0.2.0"
 # fmt: off
 __all__ = [
     # modules
-    "attention", "checkpoint", "contrib", "placement", "polar", "schedules", "select", "sharding", "tree",
+    "attention", "checkpoint", "contrib", "placement", "polar", "schedules", "routing", "sharding", "tree",
     # core
     "Donation", "Locality", "Transform", "add_updates", "apply_updates", "chain", "identity", "masked", "partition",
     "set_to_zero", "spec", "stateless", "transform",

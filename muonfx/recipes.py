@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias, cast
 
 from muonfx.core import Transform, chain
+from muonfx.core.partition import partition
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform, within
 from muonfx.internal.arguments import check_plain, close_names, plain_arguments, plain_kinds
 from muonfx.internal.display import format_list
-from muonfx.select import Labels, MatrixView, default_labels, default_labels_by_name
-from muonfx.select.partition import partition
+from muonfx.routing import Labels, default_labels, default_labels_by_name
 from muonfx.transforms import (
     AttentionHeads,
     add_decayed_weights,
@@ -25,6 +25,7 @@ from muonfx.transforms import (
     scale_by_shape,
 )
 from muonfx.transforms.decay import Mask
+from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.scale import ShapeRule
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
@@ -280,7 +281,7 @@ def muon_with_adamw(
             to either.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. To label by module type, give
             ``default_labels(model)``. The default labels by name and shape, with a warning;
-            ``muonfx.select.default_labels_by_name`` returns the same labels without a warning. With numbers by role,
+            ``muonfx.routing.default_labels_by_name`` returns the same labels without a warning. With numbers by role,
             give ``default_labels(model, roles=True)``.
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
@@ -289,7 +290,7 @@ def muon_with_adamw(
             parameter. If ``labels`` is a function, `partition` raises the first error at ``init``, and warns of the
             second.
 
-    >>> from muonfx.select import default_labels_by_name
+    >>> from muonfx.routing import default_labels_by_name
     >>> tx = muon_with_adamw(0.001, 0.004, labels=default_labels_by_name)
     >>> params = {"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}
     >>> list(tx.init(params))
@@ -347,7 +348,7 @@ def muonclip(
 
     Follows Kimi K2 (arXiv 2507.20534), whose Muon is Moonlight's (arXiv 2502.16982).
 
-    >>> from muonfx.select import default_labels_by_name
+    >>> from muonfx.routing import default_labels_by_name
     >>> heads = AttentionHeads("*.attn", heads=2)
     >>> tx = muonclip(heads, 0.001, 0.004, labels=default_labels_by_name)
     >>> names = "h.0.attn.q_proj.weight", "h.0.attn.k_proj.weight", "wte.weight"

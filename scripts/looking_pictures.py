@@ -36,7 +36,7 @@ def params_of_a_model() -> dict[str, Tensor]:
 def pictures() -> dict[str, Axes]:
     """Return the axes of each picture by file name."""
     params = params_of_a_model()
-    labels = mfx.select.default_labels_by_name(params)
+    labels = mfx.routing.default_labels_by_name(params)
     found = {"looking-polynomial": mfx.plot.plot_polynomial("polar_express_5")}
     mfx.plot.plot_polynomial("keller", ax=found["looking-polynomial"])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tested-versions.md"
 TESTS = [
-    *("core", "polar", "optimizer", "placement", "sharding", "transforms", "select", "trajectories"),
+    *("core", "polar", "optimizer", "placement", "sharding", "transforms", "routing", "trajectories"),
     *("checkpoint/test_round_trip.py", "test_core.py", "test_wrong_arguments.py", "test_chain_algebra.py"),
 ]
 PACKAGES = [

@@ -28,8 +28,8 @@ def chains() -> dict[str, mfx.Transform]:
         0.02,
         1e-3,
         orthogonalize=mfx.orthogonalize(dtype=torch.float32),
-        mask=mfx.select.ndim(min=2),
-        labels=mfx.select.default_labels_by_name,
+        mask=mfx.routing.ndim(min=2),
+        labels=mfx.routing.default_labels_by_name,
     )
     return {
         "muon": muon,

@@ -29,7 +29,7 @@ WAITING = {
 MATRICES = {"h.0.attn.q_proj.weight": (48, 32), "h.0.attn.k_proj.weight": (48, 32), "h.0.fc.weight": (300, 400)}
 OTHERS = {"h.0.fc.bias": (300,), "wte.weight": (64, 32)}
 HEADS = mfx.AttentionHeads("*.attn", heads=2)
-LABELS = mfx.select.default_labels_by_name
+LABELS = mfx.routing.default_labels_by_name
 LABELLED: dict[str, Callable[[Any], mfx.Transform]] = {
     "muon_with_adamw": lambda rate: mfx.muon_with_adamw(rate, labels=LABELS),
     "muonclip": lambda rate: mfx.muonclip(HEADS, rate, labels=LABELS),

@@ -94,7 +94,7 @@ def test_nothing_heavy_is_imported_with_the_package():
 
 
 MODULES = ["checkpoint", "checkpoint.convert", "contrib", "core.checks", "core.schedules", "inspect", "plot", "polar"]
-MODULES += ["select", "sharding", "testing", "transforms.attention", "tree"]
+MODULES += ["routing", "sharding", "testing", "transforms.attention", "tree"]
 
 
 @pytest.mark.parametrize("name", ["muonfx", *(f"muonfx.{name}" for name in MODULES)])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import muonfx as mfx
-from muonfx import select, sharding
+from muonfx import routing, sharding
 from muonfx.core.order import signs
 from tests.public import NAMES
 
@@ -70,17 +70,17 @@ WRONG = {
     "transform(rounds_to=torch.bfloat16)": "rounds_to must be a function",
     "transform(on_stacks=True)": "on_stacks must be a function",
     # predicates and labels
-    "select.ndim()": "give either the exact number, or min, max or both",
-    "select.ndim(2, min=1)": "give either the exact number, or min, max or both",
-    "select.path()": "needs at least one pattern",
-    "select.path(['a'])": r"path: found \['a'\], expected a string; pass several",
-    "select.module_type()": "needs at least one type",
-    "select.module_type(3)": "module_type: found 3, expected a class",
-    "select.where('x')": "where: found 'x', expected a function of a ParamInfo",
-    "select.ndim(2) and select.path('*')": r"ndim\(2\) has no truth value by itself: call it on a ParamInfo",
-    "select.ndim(2) | 'x'": "unsupported operand",
-    "select.Labels({'w': 3})": "parameter 'w': found the label 3, expected a string",
-    "select.Labels({3: 'w'})": "found 3 as a parameter name",
+    "routing.ndim()": "give either the exact number, or min, max or both",
+    "routing.ndim(2, min=1)": "give either the exact number, or min, max or both",
+    "routing.path()": "needs at least one pattern",
+    "routing.path(['a'])": r"path: found \['a'\], expected a string; pass several",
+    "routing.module_type()": "needs at least one type",
+    "routing.module_type(3)": "module_type: found 3, expected a class",
+    "routing.where('x')": "where: found 'x', expected a function of a ParamInfo",
+    "routing.ndim(2) and routing.path('*')": r"ndim\(2\) has no truth value by itself: call it on a ParamInfo",
+    "routing.ndim(2) | 'x'": "unsupported operand",
+    "routing.Labels({'w': 3})": "parameter 'w': found the label 3, expected a string",
+    "routing.Labels({3: 'w'})": "found 3 as a parameter name",
     # names that are not in a registry
     "scale_by_shape('moonshot')": 'scale_by_shape: lr_scaling must be "fan_in" or .*, found .moonshot',
     "orthogonalize(coefficients='kellr')": "keller",
@@ -122,7 +122,7 @@ WRONG = {
     "join_schedules([constant_schedule(1.0)], [3])": "found 1 schedules and 1 boundaries, expected 2 schedules",
     "qk_clip('*.attn')": r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'",
     "AttentionHeads('*', 2, key_dims=4)": r"key_dims must be a tuple \(first, end\)",
-    "masked(scale(2.0), select.module_type(torch.nn.Embedding))": "mask: .* expected a condition on names and shapes",
+    "masked(scale(2.0), routing.module_type(torch.nn.Embedding))": "mask: .* expected a condition on names and shapes",
     "momentum().init({'a': {'b': torch.zeros(1)}, 'a.b': torch.zeros(1)})": "found two leaves named 'a.b'",
     "muon().init({'bias': torch.zeros(3)})": r"'bias' has shape \(3,\), expected at least two dims: give vectors",
     "partition({'slow': scale(1.0)}, {'w': 'fast'}).init(W)": "has the label 'fast', expected .*'slow': change",
@@ -217,10 +217,10 @@ NOTHING_MATCHES = [
     (muon_with_adamw({"*.qvk.weight": THREE}), r"view: '\*.qvk.weight' .* 4 parameters; close: 'h.0.attn.qkv"),
     (muon_with_adamw({"*.experts.*": THREE}), r"view: '\*.experts.\*' matches none .* they are 'h.0"),
     (muon_with_adamw({"*.weight": "out in -> out in", "*.qkv.*": THREE}), r"'\*.qkv.\*' matches only names .*qkv"),
-    (muon_with_adamw(mask=~select.path("*.nrom.*")), r"mask: '\*.nrom.\*' matches none .* close: 'h.0.norm.weight'"),
-    (mfx.masked(mfx.scale(2.0), select.path("wpe.*") & select.ndim(2)), "mask: 'wpe.*' matches none"),
-    (mfx.add_decayed_weights(0.1, select.path("*.fcc.*")), "mask: .* close: 'h.0.mlp.fc.weight'"),
-    (mfx.skip_nonfinite(mfx.accumulate(mfx.masked(mfx.scale(2.0), select.path("wpe.*")), 2)), "mask: 'wpe"),
+    (muon_with_adamw(mask=~routing.path("*.nrom.*")), r"mask: '\*.nrom.\*' matches none .* close: 'h.0.norm.weight'"),
+    (mfx.masked(mfx.scale(2.0), routing.path("wpe.*") & routing.ndim(2)), "mask: 'wpe.*' matches none"),
+    (mfx.add_decayed_weights(0.1, routing.path("*.fcc.*")), "mask: .* close: 'h.0.mlp.fc.weight'"),
+    (mfx.skip_nonfinite(mfx.accumulate(mfx.masked(mfx.scale(2.0), routing.path("wpe.*")), 2)), "mask: 'wpe"),
 ]
 
 
@@ -247,10 +247,10 @@ def test_a_pattern_that_matches_no_parameter_is_named_once_at_init(tx: mfx.Trans
     [
         muon_with_adamw({"*.qkv.weight": THREE, "*": "out in -> out in"}),
         # Names that only the other label has: both have the same mask.
-        muon_with_adamw(mask=select.path("wte.*")),
-        muon_with_adamw(mask=~select.path("*bias", "*norm*", "*ln_?.*")),
-        muon_with_adamw(mask=~(select.path("*bias") | select.path("*norm*"))),
-        muon_with_adamw(mask=select.ndim(min=5)),
+        muon_with_adamw(mask=routing.path("wte.*")),
+        muon_with_adamw(mask=~routing.path("*bias", "*norm*", "*ln_?.*")),
+        muon_with_adamw(mask=~(routing.path("*bias") | routing.path("*norm*"))),
+        muon_with_adamw(mask=routing.ndim(min=5)),
     ],
 )
 def test_a_pattern_that_matches_somewhere_is_not_spoken_of(tx: mfx.Transform):
@@ -259,7 +259,7 @@ def test_a_pattern_that_matches_somewhere_is_not_spoken_of(tx: mfx.Transform):
 
 
 def test_updates_and_compiled_steps_do_not_warn_of_patterns():
-    tx = mfx.masked(mfx.scale(2.0), select.path("wpe.*"))
+    tx = mfx.masked(mfx.scale(2.0), routing.path("wpe.*"))
     with pytest.warns(UserWarning, match="matches none"):
         state = tx.init(PARAMS)
     tx.update(PARAMS, state, PARAMS)
@@ -342,7 +342,7 @@ def test_a_nested_mask_fits_parameters_with_dotted_names():
 
 def test_a_mask_of_a_subtree_is_told_about_patterns():
     params = {"a": {"w": torch.ones(1), "b": torch.ones(1)}}
-    with pytest.raises(ValueError, match=r"'a\.b'.*muonfx\.select\.path"):
+    with pytest.raises(ValueError, match=r"'a\.b'.*muonfx\.routing\.path"):
         mfx.masked(mfx.scale(0.5), {"a": True}).init(params)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks.simulator.bounds import lower_bound
 from benchmarks.simulator.models import Kind, Model
 from muonfx.core import Transform
+from muonfx.core.partition import partition
 from muonfx.polar.cost import Cost, newton_schulz_cost
-from muonfx.select.partition import partition
 from muonfx.sharding.cut import Cut, OnMesh, Places, Whole
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import Partition, replicated, zero

@@ -25,7 +25,7 @@ def schedule(peak: float, steps: int) -> mfx.Schedule:
 
 def adamw(rate: float, steps: int) -> mfx.Transform:
     """Return AdamW without decay of vectors."""
-    return mfx.adamw(schedule(rate, steps), b2=0.95, weight_decay=DECAY, mask=mfx.select.ndim(min=2))
+    return mfx.adamw(schedule(rate, steps), b2=0.95, weight_decay=DECAY, mask=mfx.routing.ndim(min=2))
 
 
 def with_adamw(model: nn.Module, hidden: mfx.Transform, steps: int) -> Callable[[], None]:

@@ -140,7 +140,7 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
         ...     "up.weight": torch.empty(50_000, 8_000, device="meta"),
         ...     "up.bias": torch.empty(50_000, device="meta"),
         ... }
-        >>> spec = mfx.spec(mfx.muon_with_adamw(1e-2, labels=mfx.select.default_labels_by_name), params)
+        >>> spec = mfx.spec(mfx.muon_with_adamw(1e-2, labels=mfx.routing.default_labels_by_name), params)
         >>> print(spec)
         adamw/scale_by_adam/count       ()             int64
         adamw/scale_by_adam/mu/up.bias  (50000,)       float32

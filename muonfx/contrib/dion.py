@@ -11,8 +11,8 @@ from muonfx.compact.noise import uniform
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
-from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import Slot, WideStateDtype
+from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew

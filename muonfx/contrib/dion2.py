@@ -12,8 +12,8 @@ from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.iteration import unit_power
-from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import Slot, WideStateDtype
+from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixCost, matrixwise
 from muonfx.tree import PyTree
 

@@ -14,8 +14,8 @@ from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
-from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms.leafwise import WideStateDtype, zeros
+from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew

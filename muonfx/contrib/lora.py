@@ -9,8 +9,8 @@ from torch import nn
 
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
-from muonfx.select import Labels, ParamInfo, default_labels_by_name
-from muonfx.select.params import Params, read_params
+from muonfx.routing import Labels, ParamInfo, default_labels_by_name
+from muonfx.routing.params import Params, read_params
 
 
 def lora_labels(model_or_params: Params) -> Labels:

@@ -10,8 +10,8 @@ from torch import Tensor
 from muonfx.core import EmptyState, Locality, checks, transform
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
-from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import WideStateDtype
+from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, StateAndMatrixStep, matrixwise
 from muonfx.transforms.scale import of_leaves
 from muonfx.tree import PyTree

@@ -7,11 +7,11 @@ from typing import Any
 
 from muonfx.contrib.norms import normalize_columns, normalize_leaves, normalize_rows
 from muonfx.core import Transform, chain
+from muonfx.core.partition import masked, partition
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.internal.arguments import plain_arguments
 from muonfx.recipes import view_of
-from muonfx.select import default_labels, ndim
-from muonfx.select.partition import masked, partition
+from muonfx.routing import default_labels, ndim
 from muonfx.transforms import (
     add_decayed_weights,
     momentum,

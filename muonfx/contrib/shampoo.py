@@ -12,7 +12,7 @@ from muonfx.contrib.norms import norm
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.exact import solve_sylvester
-from muonfx.select import MatrixView
+from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 

@@ -11,6 +11,7 @@ from muonfx.core.chain import add_updates, chain
 from muonfx.core.donation import Donation
 from muonfx.core.extras import InitAndUpdate
 from muonfx.core.hyperparams import as_tensors, hyperparams, stack, with_hyperparams
+from muonfx.core.partition import masked, partition
 from muonfx.core.schedules import ScheduledState
 from muonfx.core.simple import identity, set_to_zero, stateless
 from muonfx.core.transform import Combinator, EmptyState, Locality, Transform, transform
@@ -30,6 +31,8 @@ __all__ = [
     "checks",
     "hyperparams",
     "identity",
+    "masked",
+    "partition",
     "patterns",
     "schedules",
     "set_to_zero",

@@ -125,7 +125,7 @@ def code_of_value(value: object) -> str:
     if inspect.isfunction(value) or inspect.isclass(value):
         return _name_in_package(value)
     code_in = getattr(value, "code_in", None)  # predicates are named in the module select
-    return str(code_in("select.")) if callable(code_in) else repr(value)
+    return str(code_in("routing.")) if callable(code_in) else repr(value)
 
 
 def _name_in_package(value: Any) -> str:

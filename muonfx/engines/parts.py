@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from muonfx.select import MatrixView
 from muonfx.transforms import orthogonalize
+from muonfx.transforms.matrices import MatrixView
 
 
 def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from muonfx.core.transform import within
 from muonfx.internal.display import Report, Row, Shown, Table
 from muonfx.optimizer import TransformOptimizer
 from muonfx.polar.iteration import row_normalized
-from muonfx.select.matrix_view import split
 from muonfx.sharding.transform import Sharded
 from muonfx.transforms import orthogonalize
+from muonfx.transforms.matrices import split
 from muonfx.tree import PyTree
 
 _GOAL = 0.65  # below the band of every coefficient set: the lowest, of "keller", begins at 0.68

@@ -28,7 +28,7 @@ from muonfx.optimizer.groups import (
 )
 from muonfx.optimizer.over_ranks import constructed_together
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
-from muonfx.select import Labels, Route, default_labels
+from muonfx.routing import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms import orthogonalize, scale_by_adam
 from muonfx.transforms.scale import ShapeRule
@@ -71,7 +71,7 @@ class Muon(TransformOptimizer):
             to such a dict. Without a model, the function receives the named parameters. None: `muonfx.default_labels`,
             with ``roles=True`` if a rate or a weight decay is given by role.
             To apply your own rules first: ``labels=lambda model: muonfx.default_labels(model, rules)``. To
-            choose by names only: ``labels=muonfx.select.default_labels_by_name``.
+            choose by names only: ``labels=muonfx.routing.default_labels_by_name``.
         layout: the shards of plain tensors in a distributed run, as in `TransformOptimizer`. DTensors need none.
         model: the model that has ``params``, if ``params`` is not the model itself. The labels then use its modules.
         donate_grads: if True, a step may overwrite the gradients to save memory, as in `TransformOptimizer`.

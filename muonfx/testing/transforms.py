@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from muonfx import contrib, recipes, select, tree
+from muonfx import contrib, recipes, routing, tree
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
 from muonfx.core import (
@@ -27,8 +27,8 @@ from muonfx.core import (
 )
 from muonfx.core import schedules as sch
 from muonfx.core.donation import NOTHING
-from muonfx.select.partition import masked, partition
-from muonfx.select.roles import ROLES
+from muonfx.core.partition import masked, partition
+from muonfx.routing.roles import ROLES
 from muonfx.tree import PyTree
 
 Strategy = st.SearchStrategy[Any]
@@ -74,7 +74,7 @@ def by_rank(params: PyTree) -> PyTree:
 
 def by_role(params: PyTree) -> Mapping[str, str | None]:
     """Return the role of each parameter as its label, by name and shape."""
-    return select.default_labels_by_name(params, roles=True)
+    return routing.default_labels_by_name(params, roles=True)
 
 
 @transform(
@@ -109,7 +109,7 @@ _STATE: Strategy = st.one_of(_PINNED, _PINNED, _COMPACT)
 _RATES: Strategy = st.sampled_from((0.1, 0.0)) | schedules()
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
 _VIEWS = st.builds(
-    select.MatrixView,
+    tfs.MatrixView,
     st.sampled_from(
         (
             None,
@@ -132,9 +132,9 @@ _BY_NAME: dict[str, Strategy] = {
     "dtype": _PINNED,
     "view": _VIEWS,
     "lr_scaling": st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in")),
-    "mask": st.sampled_from((None, select.ndim(min=2))),
+    "mask": st.sampled_from((None, routing.ndim(min=2))),
     "orthogonalize": st.builds(tfs.orthogonalize, dtype=_COMPUTE),
-    "labels": st.just(select.default_labels_by_name),
+    "labels": st.just(routing.default_labels_by_name),
     "heads": st.just(()),  # drawn trees have no attention modules
 }
 """A dict from the name of an argument to its strategy, for arguments that mean the same in every factory."""
@@ -175,7 +175,7 @@ def _is_negative_scale(tx: Transform) -> bool:
 
 _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     stateless: {"function": st.just(halve), "locality": st.sampled_from((Locality.ELEMENT, Locality.TREE))},
-    masked: {"mask": st.just(select.ndim(min=2))},
+    masked: {"mask": st.just(routing.ndim(min=2))},
     tfs.accumulate: {"every": _COUNTS},
     tfs.add_decayed_weights: {"weight_decay": _RATES},
     tfs.cautious: {"inner": _INNER.filter(lambda tx: not _is_negative_scale(tx))},

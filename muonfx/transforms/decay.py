@@ -11,11 +11,10 @@ from muonfx import tree
 from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.order import signs
+from muonfx.core.partition import Condition, mask_patterns, resolve_mask
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
 from muonfx.core.value import Memory, with_memory
-from muonfx.select.partition import mask_patterns, resolve_mask
-from muonfx.select.predicates import Predicate
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -29,7 +28,7 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(mask=dict(zip(tree.names(params), does_decay, strict=True)))
 
 
-Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
+Mask = PyTree | Mapping[str, bool] | Condition | Callable[[PyTree], PyTree] | None
 """The parameters that decay: a tree or dict of bools, a predicate, or a function of the parameters, as in `masked`.
 None selects all."""
 
@@ -95,7 +94,7 @@ def add_decayed_weights(
 
     Args:
         weight_decay: a number of 0 or more, or a schedule.
-        mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.select`, or a
+        mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.routing`, or a
             function of the parameters. None: all.
         cautious: decay an element $x_t$ only if $u_t x_t \geq 0$, so that the decay does not oppose its incoming
             update $u_t$. Put the transform directly before the learning rate.
@@ -108,7 +107,7 @@ def add_decayed_weights(
 
     Example:
         >>> import muonfx as mfx
-        >>> tx = mfx.add_decayed_weights(0.1, mask=mfx.select.ndim(min=2))
+        >>> tx = mfx.add_decayed_weights(0.1, mask=mfx.routing.ndim(min=2))
         >>> params = {"w": torch.ones(1, 1), "b": torch.ones(1)}
         >>> tx.update(mfx.tree.map(torch.zeros_like, params), tx.init(params), params)[0]
         {'w': tensor([[0.1000]]), 'b': tensor([0.])}
@@ -137,7 +136,7 @@ def subtract_decayed_weights(
     Args:
         weight_decay: a number of 0 or more, or a schedule. The learning rate does not multiply it, so usual values are
             smaller than for `add_decayed_weights`: 1e-4 rather than 0.1.
-        mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.select`, or a
+        mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.routing`, or a
             function of the parameters. None: all.
         cautious: decay an element only if the decay does not oppose its update, as in `add_decayed_weights`.
 

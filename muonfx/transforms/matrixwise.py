@@ -20,9 +20,9 @@ from muonfx.core.patterns import NamePatterns
 from muonfx.core.transform import LeafCost, Position
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
-from muonfx.select.matrix_view import Matrices, MatrixView, split
-from muonfx.select.pattern import Units, parse
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
+from muonfx.transforms.matrices import Matrices, MatrixView, split
+from muonfx.transforms.matrix_pattern import Units, parse
 from muonfx.tree import PyTree, Structure
 from muonfx.tree import elementwise as ew
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
-from muonfx.select import MatrixView
 from muonfx.transforms.leafwise import WideStateDtype
+from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew

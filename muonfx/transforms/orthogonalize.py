@@ -11,7 +11,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.transform import LeafCost
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.many import Orthogonalizer
-from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrixwise import cost_of_matrices, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import PyTree
 

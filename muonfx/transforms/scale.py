@@ -14,7 +14,7 @@ from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.core.simple import no_state
 from muonfx.core.transform import Position
 from muonfx.core.value import parts_of
-from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew

@@ -131,7 +131,7 @@ def chain_of() -> mfx.Transform:
             },
             {"embed.weight": "adamw", "blocks.0.up.weight": "muon", "blocks.0.up.bias": "adamw", "scale": "adamw"},
         ),
-        mfx.add_decayed_weights(0.1, mask=mfx.select.ndim(min=2)),
+        mfx.add_decayed_weights(0.1, mask=mfx.routing.ndim(min=2)),
         mfx.accumulate(mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10)), 2),
     )
 

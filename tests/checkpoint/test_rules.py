@@ -19,7 +19,7 @@ from muonfx import tree
 from muonfx.checkpoint import MismatchError, NotFoundError
 from muonfx.checkpoint.names import PARAMS, in_section, name_of, named_leaves
 from muonfx.polar import policy
-from muonfx.select import default_labels_by_name
+from muonfx.routing import default_labels_by_name
 from muonfx.tree.dtypes import NAMES, widens
 from tests.checkpoint.common import assert_same_tree, bits, grads_like, small_params, trained
 
@@ -641,7 +641,7 @@ def test_codes_are_never_taken_for_values(tmp_path: Path, dtype: mfx.QuantizedDt
         ck.load(path, mfx.momentum().init(params), rename=rename, allow_extra=True, cast={"trace": torch.float32})
 
 
-AUTO = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2)), mfx.scale(-0.1))
+AUTO = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.routing.ndim(min=2)), mfx.scale(-0.1))
 
 
 def saved_there(

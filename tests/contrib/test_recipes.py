@@ -18,7 +18,7 @@ import muonfx as mfx
 from muonfx import sharding
 from muonfx import testing as kit
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.select.matrix_view import STACK
+from muonfx.transforms.matrices import STACK
 from tests import formulas, variants
 from tests.formulas import EXACT, Step, average
 
@@ -77,7 +77,7 @@ def test_scion(norm: str, constrained: bool):
 
 def test_scion_takes_vectors_and_default_labels():
     params = {"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4), "ln.bias": torch.zeros(4)}
-    tx = mfx.contrib.scion(1.0, constrained=False, labels=mfx.select.default_labels_by_name)
+    tx = mfx.contrib.scion(1.0, constrained=False, labels=mfx.routing.default_labels_by_name)
     grads = {name: torch.ones_like(p) for name, p in params.items()}
     updates, _ = tx.update(grads, tx.init(params), params)
     assert updates["wte.weight"].unique().tolist() == [-750.0]

@@ -129,8 +129,8 @@ def cases():
         mine(table=[torch.float32, torch.device("cpu"), torch.ones(3)]),
         mine(table=functools.partial(named, torch.ones(3))),
         mine(where=torch.device("cuda", 1)), mine(where=mfx.Locality.MATRIX),
-        mfx.masked(mfx.scale(1.0), mfx.select.where(lambda info: True)),
-        mine(mfx.select.module_type(Layer)),
+        mfx.masked(mfx.scale(1.0), mfx.routing.where(lambda info: True)),
+        mine(mfx.routing.module_type(Layer)),
         mfx.partition({"a": mfx.scale(1.0)}, named), with_function(named),
     ]
 

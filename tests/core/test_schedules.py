@@ -53,7 +53,7 @@ MAKERS: dict[str, Callable[[Any], mfx.Transform]] = {
     "adam": lambda number: mfx.scale_by_adam(b1=number, b2=number, eps=number),
     "rms": lambda number: mfx.scale_by_rms(number, nu_dtype=mfx.int8(block=4, min_size=0)),
     "clip": mfx.clip_by_global_norm,
-    "neurons": lambda number: mfx.masked(mfx.normalize_neurons(number), mfx.select.ndim(min=2)),
+    "neurons": lambda number: mfx.masked(mfx.normalize_neurons(number), mfx.routing.ndim(min=2)),
     "wrapper": lambda number: mfx.cautious(mfx.momentum(number), min_share=number),
     "average": mfx.ema_params,
     "own": lambda number: shifted(number, often=number),

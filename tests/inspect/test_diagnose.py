@@ -93,7 +93,7 @@ def test_of_a_fused_weight_the_worst_matrix_counts():
     assert fused.tail == pytest.approx(alone.tail)
     assert fused.minimum == pytest.approx(alone.minimum)
     assert fused.maximum == pytest.approx(max(alone.maximum, spectrum_of(easy).maximum))
-    assert spectrum_of(torch.stack([easy, hard]), view=mfx.MatrixView(mfx.select.matrix_view.STACK)) == fused
+    assert spectrum_of(torch.stack([easy, hard]), view=mfx.MatrixView(mfx.transforms.matrices.STACK)) == fused
 
 
 class Model(nn.Module):

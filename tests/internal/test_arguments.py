@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import muonfx as mfx
-from muonfx import compact, select, sharding
+from muonfx import compact, routing, sharding
 from muonfx.core import schedules
 from muonfx.internal.arguments import NAMES_HERE, kinds_of
 
@@ -52,8 +52,8 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     schedules.linear_schedule: (1.0, 0.1, 4),
     schedules.warmup_cosine_decay_schedule: (1.0, 1, 4),
     schedules.warmup_stable_decay_schedule: (1.0, 1, 1, 4),
-    select.labels: (MODEL, []),
-    select.where: (bool,),
+    routing.labels: (MODEL, []),
+    routing.where: (bool,),
     sharding.broadcast: (PARAMS, sharding.zero(PARAMS, 1)),
     sharding.zero: (PARAMS, 1),
     sharding.flat: (PARAMS, 1),
@@ -61,7 +61,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     sharding.offload: (TX,),
 }
 """Valid values of required arguments; names without an entry require none."""
-MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}, select.labels: {"default": "muon"}}
+MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}, routing.labels: {"default": "muon"}}
 
 NOT_ASKED = {
     mfx.transform,  # tests/test_wrong_arguments.py
@@ -70,14 +70,14 @@ NOT_ASKED = {
     mfx.Leaf,  # created by the package, not from user input
     mfx.Summary,  # the same
     mfx.Diagnosis,  # the same
-    select.Predicate,  # the same
+    routing.Predicate,  # the same
     schedules.schedule,  # a decorator, which looks at its name where it is used
     mfx.as_tensors,  # a device, which torch reads: an int is one too
     sharding.plan_for,
     mfx.MatrixView,  # it checks its patterns itself
     mfx.default_labels,  # labels are looked up by who has transforms for them
-    select.default_labels_by_name,
-    select.ParamInfo,  # created by the package, not from user input
+    routing.default_labels_by_name,
+    routing.ParamInfo,  # created by the package, not from user input
     sharding.replicated,  # a process group is not plain
     sharding.Layout,
     sharding.Plan,
@@ -86,7 +86,7 @@ NOT_ASKED = {
 
 def public() -> Iterator[Callable[..., Any]]:
     seen: set[int] = set()
-    for module in (mfx, mfx.contrib, compact, schedules, select, sharding):
+    for module in (mfx, mfx.contrib, compact, schedules, routing, sharding):
         for name in module.__all__:
             value = getattr(module, name)
             records = inspect.isclass(value) and issubclass(value, tuple)
@@ -129,7 +129,7 @@ def call(function: Callable[..., Any], name: str, value: Any) -> Any:
 
 def test_there_are_many_such_parameters_and_each_function_can_be_called():
     assert len(plain_parameters()) > 90
-    for function in {parameter.values[0] for parameter in plain_parameters()} - {select.ndim}:
+    for function in {parameter.values[0] for parameter in plain_parameters()} - {routing.ndim}:
         function(*REQUIRED.get(function, ()), **MORE.get(function, {}))
 
 

@@ -54,7 +54,7 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 def chains(model: nn.Module) -> dict[str, mfx.Transform]:
     labels = mfx.default_labels(model)
-    muon = mfx.muon_with_adamw(0.02, 1e-3, labels=labels, mask=mfx.select.ndim(min=2))
+    muon = mfx.muon_with_adamw(0.02, 1e-3, labels=labels, mask=mfx.routing.ndim(min=2))
     return {
         "muon": muon,
         "adamw": mfx.adamw(1e-2),
@@ -77,7 +77,7 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
             mfx.scale(-0.1),
         ),
         "masked": mfx.chain(
-            mfx.scale_by_adam(), mfx.masked(mfx.clip_by_value(0.5), mfx.select.ndim(1)), mfx.scale(-0.1)
+            mfx.scale_by_adam(), mfx.masked(mfx.clip_by_value(0.5), mfx.routing.ndim(1)), mfx.scale(-0.1)
         ),
     }
 
@@ -160,7 +160,7 @@ def test_a_group_that_mixes_labels_is_split_so_that_each_part_has_its_rate():
     head = [(n, p) for n, p in model.named_parameters() if n.startswith("3.")]
     rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("3.")]
     groups = [{"params": head, "lr": 1e-3}, {"params": rest, "betas": (0.9, 0.9)}]
-    optimizer = mfx.Muon(groups, lr=0.02, labels=mfx.select.default_labels_by_name)
+    optimizer = mfx.Muon(groups, lr=0.02, labels=mfx.routing.default_labels_by_name)
     assert [(g["label"], g["lr"]) for g in optimizer.param_groups] == [
         ("muon", 1e-3),
         ("adamw", 1e-3),
@@ -449,7 +449,7 @@ def test_bad_parameters_and_groups_are_named():
 def test_adding_a_group_is_all_or_nothing():
     model = make_model()
     optimizer = mfx.Muon(
-        [("1.weight", model[1].weight), ("1.bias", model[1].bias)], labels=mfx.select.default_labels_by_name
+        [("1.weight", model[1].weight), ("1.bias", model[1].bias)], labels=mfx.routing.default_labels_by_name
     )
     with pytest.raises(ValueError, match=r"learning_rate must be at least 0"):
         optimizer.add_param_group({"params": [("3.weight", model[3].weight)], "lr": -1.0})

@@ -379,7 +379,7 @@ def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
     ):
         mfx.Muon({"piece": nn.Parameter(torch.zeros(12))})
     adapted = nn.Sequential(made().requires_grad_(False), LoRA(nn.Linear(4, 4)))
-    rules = [(mfx.select.path("1.down"), "adamw"), (mfx.select.path("1.up"), "adamw")]
+    rules = [(mfx.routing.path("1.down"), "adamw"), (mfx.routing.path("1.up"), "adamw")]
     with pytest.warns(UserWarning, match=r"\('1\.down' is 'adamw'.*; AdamW trains 2 of "):  # not the frozen ones first
         mfx.Muon(adapted, labels=lambda model: mfx.default_labels(model, rules))
     mfx.Muon(made())

@@ -55,7 +55,7 @@ def of_model(model: nn.Module, **options: Any) -> mfx.Muon:
 
 
 def of_named(model: nn.Module, **options: Any) -> mfx.Muon:
-    return mfx.Muon(model.named_parameters(), **{"labels": mfx.select.default_labels_by_name, **options})
+    return mfx.Muon(model.named_parameters(), **{"labels": mfx.routing.default_labels_by_name, **options})
 
 
 def of_trained(model: nn.Module, **options: Any) -> mfx.Muon:
@@ -123,7 +123,7 @@ def forward(model: nn.Module) -> Tensor:
         lambda model: mfx.TransformOptimizer(dict(model.named_parameters()), mfx.adamw(1e-3)),
         lambda model: mfx.Muon(
             [{"params": model.backbone, "lr": 1e-3}, {"params": model.head.named_parameters()}],
-            labels=mfx.select.default_labels_by_name,
+            labels=mfx.routing.default_labels_by_name,
         ),
     ],
     ids=["model", "named", "trained", "adamw", "dict", "groups"],
@@ -197,7 +197,7 @@ def test_a_trained_leaf_of_such_a_dtype_is_an_error_by_name_with_advice(make: An
 # ------------------------------------------------------------------------------------------------------ the label None
 
 
-RULES = [[(mfx.select.path("neck.*"), None)], [(mfx.select.path("neck.*", "*.up.*"), None)]]
+RULES = [[(mfx.routing.path("neck.*"), None)], [(mfx.routing.path("neck.*", "*.up.*"), None)]]
 
 
 @pytest.mark.parametrize("rules", RULES)

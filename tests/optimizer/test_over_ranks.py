@@ -135,7 +135,7 @@ def chains(net: nn.Module) -> dict[str, mfx.Transform]:
             },
             labels(net),
         ),
-        mfx.add_decayed_weights(0.1, mask=mfx.select.ndim(min=2)),
+        mfx.add_decayed_weights(0.1, mask=mfx.routing.ndim(min=2)),
         mfx.scale_by_learning_rate(0.02),
     )
     return {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import muonfx as mfx
-from muonfx.select import Labels, default_labels, default_labels_by_name
+from muonfx.routing import Labels, default_labels, default_labels_by_name
 
 FP32 = mfx.orthogonalize(dtype=torch.float32)
 RATES = {"embedding": 0.3, "head": 0.004, "vector": 0.01}

@@ -346,7 +346,7 @@ def trained(tx: mfx.Transform, steps: int, start: Any = None) -> Any:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_the_torch_optimizer_steps_alike_and_continues_a_plain_run(home: str):
-    inner = mfx.muon_with_adamw(0.02, 0.01, orthogonalize=FP32, labels=mfx.select.default_labels_by_name)
+    inner = mfx.muon_with_adamw(0.02, 0.01, orthogonalize=FP32, labels=mfx.routing.default_labels_by_name)
     tx = mfx.chain(mfx.clip_by_global_norm(1.0), inner)
     wanted, saved, _ = trained(tx, 4)
     half = trained(tx, 2)

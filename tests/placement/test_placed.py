@@ -179,10 +179,10 @@ def by_place():
 
 MUON = mfx.chain(
     mfx.momentum(),
-    mfx.masked(mfx.scale(0.5), mfx.select.path("a.*")),
+    mfx.masked(mfx.scale(0.5), mfx.routing.path("a.*")),
     mfx.orthogonalize(dtype=torch.bfloat16, steps=2),
     mfx.scale_by_shape(),
-    mfx.add_decayed_weights(0.1, mfx.select.path("[ab].*")),
+    mfx.add_decayed_weights(0.1, mfx.routing.path("[ab].*")),
     mfx.scale_by_learning_rate(mfx.schedules.linear_schedule(0.1, 0.0, 5)),
 )
 CHAINS = {
@@ -201,7 +201,7 @@ CHAINS = {
         LABELS,
     ),
     "some left out, some passed on": mfx.partition(
-        {"muon": mfx.masked(mfx.momentum(debias=True), mfx.select.path("[ad].*"))},
+        {"muon": mfx.masked(mfx.momentum(debias=True), mfx.routing.path("[ad].*"))},
         {name: "muon" if name.endswith("weight") else None for name in MANY_SHAPES},
     ),
     "compact state": mfx.chain(mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=torch.bfloat16), mfx.scale(-0.1)),
@@ -218,7 +218,7 @@ CHAINS = {
     "updates in another dtype than gradients": mfx.master_params(
         mfx.partition({"muon": MUON, "adamw": mfx.adamw(1e-2)}, LABELS)
     ),
-    "state by place": mfx.chain(by_place(), mfx.masked(mfx.scale(2.0), mfx.select.path("a.*"))),
+    "state by place": mfx.chain(by_place(), mfx.masked(mfx.scale(2.0), mfx.routing.path("a.*"))),
     "a label without leaves": mfx.partition(
         {"muon": mfx.momentum(), "adamw": mfx.scale_by_adam(), "none": mfx.scale_by_adam()}, LABELS
     ),

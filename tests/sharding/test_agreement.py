@@ -43,7 +43,7 @@ def local(leaves: dict[str, Any]) -> list[Any]:
 
 
 PARAMS: dict[str, Any] = {"a": some(4, 5), "b": some(3), "c": some(6, 2)}
-MASKED = mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2))
+MASKED = mfx.masked(mfx.orthogonalize(), mfx.routing.ndim(min=2))
 
 
 def labelled(label: str) -> mfx.Transform:
@@ -191,7 +191,7 @@ def test_replicas_that_differ_at_the_start_are_an_error_and_broadcast_corrects_i
 ):
     """One rank has made a parameter with another seed."""
     layout, params = laid_out(here, kind, {name: 17} if here.rank == on else {})
-    tx = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(dtype=torch.float32), mfx.select.ndim(min=2)))
+    tx = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(dtype=torch.float32), mfx.routing.ndim(min=2)))
     ranks = f"rank {on}" if on else "ranks 1, 2"
     said = f"'{name}' has other values on {ranks} than on rank", "broadcast(params, layout)"
     if how == "optimizer":

@@ -228,8 +228,8 @@ def test_newton_schulz_on_shards(world: World, rows: int):
 def test_labels_chosen_for_a_number_accept_its_flat_shard(world: World):
     """The guard of `partition` against stacks of models compared the dims of a shard with those of the parameter."""
     drawn = model(steps=2, a=(), w=(3, 4))
-    vectors = mfx.masked(mfx.scale_by_shape("fan_in"), mfx.select.ndim(min=2))
-    tx = mfx.partition({"muon": muon(), "adamw": vectors}, mfx.select.default_labels_by_name)
+    vectors = mfx.masked(mfx.scale_by_shape("fan_in"), mfx.routing.ndim(min=2))
+    tx = mfx.partition({"muon": muon(), "adamw": vectors}, mfx.routing.default_labels_by_name)
     check(world, 3, [Case(drawn, tx, Flat(("w", "a"), (0, 5, 13, 13)), exact=True)])
 
 

@@ -299,7 +299,7 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.as_tensors(EXACT),
         mfx.chain(mfx.clip_by_global_norm(0.1), EXACT),
         mfx.chain(mfx.monitor("before"), EXACT, mfx.monitor("after")),
-        mfx.masked(EXACT, mfx.select.ndim(min=1)),
+        mfx.masked(EXACT, mfx.routing.ndim(min=1)),
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),
         mfx.contrib.schedule_free(two_groups(SMALL.labels, mfx.orthogonalize(dtype=torch.float32), b1=0.0), 0.1),

@@ -51,7 +51,7 @@ def made() -> nn.ModuleDict:
 
 def chain() -> mfx.Transform:
     exact = mfx.orthogonalize(dtype=torch.float64)
-    labels = mfx.select.default_labels_by_name
+    labels = mfx.routing.default_labels_by_name
     return mfx.muonclip(HEADS, 0.3, 0.05, tau=TAU, orthogonalize=exact, labels=labels)
 
 

@@ -66,7 +66,7 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
         mfx.muon(0.05, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), mfx.adamw(0.01)
     ),
     "normuon": lambda: on_matrices(mfx.normuon(0.05, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)), mfx.adamw(0.01)),
-    "adamw_scheduled": lambda: mfx.adamw(mfx.warmup_cosine_decay_schedule(0.05, 3, 10), mask=mfx.select.ndim(min=2)),
+    "adamw_scheduled": lambda: mfx.adamw(mfx.warmup_cosine_decay_schedule(0.05, 3, 10), mask=mfx.routing.ndim(min=2)),
     "clipped_lion": lambda: mfx.chain(mfx.clip_by_global_norm(1.0), mfx.lion(0.01, weight_decay=0.1)),
     "gram": lambda: downhill(
         on_matrices(mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(method="gram", dtype=FLOAT32))),

@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]
 MATRICES = {"w": (4, 6), "twin": (4, 6), "tall": (5, 3), "stack": (2, 3, 4)}
 VECTORS = {"b": (7,), "s": ()}
 
-BY_NAME = {"orthogonalize": TWO_STEPS, "labels": mfx.select.default_labels_by_name}
+BY_NAME = {"orthogonalize": TWO_STEPS, "labels": mfx.routing.default_labels_by_name}
 VARIANTS: dict[str, mfx.Transform] = {
     "adamuon": variants.adamuon(0.1, orthogonalize=TWO_STEPS),
     "dion": variants.dion(0.1, rank=2),

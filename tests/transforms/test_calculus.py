@@ -116,7 +116,7 @@ def test_a_whole_training_step_compiles_once():
 
 @pytest.mark.slow
 def test_a_compiled_step_is_compiled_once_however_many_other_masks_there_are():
-    tx = mfx.masked(mfx.momentum(0.9), mfx.select.ndim(min=2))
+    tx = mfx.masked(mfx.momentum(0.9), mfx.routing.ndim(min=2))
     others = [mfx.masked(mfx.identity(), lambda params, i=i: dict.fromkeys(params, i > 3)) for i in range(5000)]
     for other in others:
         other.init({"w": torch.zeros(2)})

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx import recipes, select
+from muonfx import recipes, routing
 from muonfx import testing as kit
 from muonfx.core import schedules
 from muonfx.core.donation import NOTHING
 from muonfx.core.order import signs
 from muonfx.core.transform import within
-from muonfx.select.matrix_view import STACK
 from muonfx.testing.transforms import by_rank, by_role, halve, with_value
+from muonfx.transforms.matrices import STACK
 from muonfx.tree import elementwise as ew
 from tests.public import NAMES, NO_MATCH
 
@@ -78,13 +78,13 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.chain(mfx.scale(2.0), mfx.momentum(0.5, dtype=None), mfx.identity(), mfx.scale(3.0)),
     ],
     "partition": [mfx.partition({"matrices": MOMENTUM, "rest": mfx.scale_by_adam()}, by_rank)],
-    "masked": [mfx.masked(MOMENTUM, mfx.select.ndim(min=2))],
+    "masked": [mfx.masked(MOMENTUM, mfx.routing.ndim(min=2))],
     "accumulate": [mfx.accumulate(MOMENTUM, 2), mfx.accumulate(mfx.scale_by_adam(), 3, mean=False, dtype=None)],
     "add_decayed_weights": [
-        mfx.add_decayed_weights(A_SCHEDULE, mask=mfx.select.ndim(min=2)),
+        mfx.add_decayed_weights(A_SCHEDULE, mask=mfx.routing.ndim(min=2)),
         mfx.add_decayed_weights(0.1, cautious=True),
     ],
-    "subtract_decayed_weights": [mfx.subtract_decayed_weights(A_SCHEDULE, mfx.select.ndim(min=2), cautious=True)],
+    "subtract_decayed_weights": [mfx.subtract_decayed_weights(A_SCHEDULE, mfx.routing.ndim(min=2), cautious=True)],
     "cautious": [mfx.cautious(MOMENTUM)],
     "add_updates": [mfx.add_updates(MOMENTUM, ("sign", mfx.scale_by_lion()), mfx.scale(0.5))],
     "ema_nesterov": [mfx.contrib.ema_nesterov(), mfx.contrib.ema_nesterov(0.5, A_SCHEDULE, dtype=None)],
@@ -182,7 +182,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "muon": [mfx.muon(0.1, weight_decay=0.1, orthogonalize=TWO_STEPS)],
     "normuon": [mfx.normuon(A_SCHEDULE, orthogonalize=TWO_STEPS)],
     "muon_with_adamw": [
-        mfx.muon_with_adamw(0.1, A_SCHEDULE, orthogonalize=TWO_STEPS, labels=mfx.select.default_labels_by_name),
+        mfx.muon_with_adamw(0.1, A_SCHEDULE, orthogonalize=TWO_STEPS, labels=mfx.routing.default_labels_by_name),
         mfx.muon_with_adamw(0.1, RATES_BY_ROLE, orthogonalize=TWO_STEPS, labels=by_role),
     ],
 }
@@ -198,7 +198,7 @@ WITH_HEADS = {
             orthogonalize=TWO_STEPS.replace(
                 view=mfx.MatrixView({"*cross.qkv.weight": "(part=3 out) in -> part out in"})
             ),
-            labels=mfx.select.default_labels_by_name,
+            labels=mfx.routing.default_labels_by_name,
         ),
     }.items()
 }
@@ -296,7 +296,7 @@ def test_every_transform_compiles(name: str, tx: mfx.Transform):
 
 def test_settings_by_name_compile():
     view = mfx.MatrixView({"k": STACK, "*qkv": "(part=3 out) in -> part out in"})
-    tx = mfx.muon(0.1, orthogonalize=mfx.orthogonalize(steps=1, view=view), mask=mfx.select.path("*qkv"))
+    tx = mfx.muon(0.1, orthogonalize=mfx.orthogonalize(steps=1, view=view), mask=mfx.routing.path("*qkv"))
     example = kit.Example.of({"k": (2, 2, 3), "a.qkv": (6, 4)})
     kit.laws.compiled_update_equals_eager(tx, *example)
     kit.laws.compiled_update_takes_other_shapes(tx, *example)
@@ -332,7 +332,7 @@ def test_every_chain_obeys_the_plain_laws(members: list[mfx.Transform], example:
 TYPO: dict[str, Any] = {
     "view": mfx.MatrixView({"typo*": STACK}),
     "orthogonalize": mfx.orthogonalize(view=mfx.MatrixView({"typo*": STACK})),
-    "mask": select.path("typo*"),
+    "mask": routing.path("typo*"),
     "heads": mfx.AttentionHeads("typo*", heads=2),
 }
 INNER = mfx.scale(1.0)

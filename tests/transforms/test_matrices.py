@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonfx as mfx
 from muonfx import testing as kit
-from muonfx.select.matrix_view import STACK
 from muonfx.testing.examples import updates_of
 from muonfx.testing.violation import is_close
+from muonfx.transforms.matrices import STACK
 from tests.public import NAMES
 
 EXACT = {"dtype": torch.float64, "coefficients": "quintic"}

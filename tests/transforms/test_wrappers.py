@@ -227,7 +227,7 @@ OUTSIDE = {
     "independent decay": ((EVERY, mfx.subtract_decayed_weights(0.1)), "subtract_decayed_weights .*changes the param"),
     "decay": ((ACCUMULATED, mfx.add_decayed_weights(0.1), mfx.scale(-0.1)), "add_decayed_weights .*changes the param"),
     "decay in a mask": (
-        (ACCUMULATED, mfx.masked(mfx.add_decayed_weights(0.1), mfx.select.ndim(2)), mfx.scale(-0.1)),
+        (ACCUMULATED, mfx.masked(mfx.add_decayed_weights(0.1), mfx.routing.ndim(2)), mfx.scale(-0.1)),
         "add_decayed_weights in 'masked' changes the parameters",
     ),
     "schedule after": ((ACCUMULATED, mfx.scale_by_learning_rate(SLOWLY)), "scale_by_learning_rate .*its schedule"),

@@ -80,7 +80,7 @@ def routes(model: nn.Module) -> mfx.Transform:
     matrices = mfx.chain(mfx.momentum(), mfx.orthogonalize(), mfx.scale_by_shape())
     return mfx.chain(
         mfx.partition({"muon": matrices, "adamw": mfx.scale_by_adam()}, mfx.default_labels(model)),
-        mfx.masked(mfx.add_decayed_weights(0.1), mfx.select.ndim(min=2)),
+        mfx.masked(mfx.add_decayed_weights(0.1), mfx.routing.ndim(min=2)),
         mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(1e-2, warmup_steps=5, total_steps=20)),
     )
 

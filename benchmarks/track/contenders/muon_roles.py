@@ -14,6 +14,6 @@ def optimizer(model, steps, rate, **roles):
         weight_decay=DECAY,
         adamw_weight_decay=DECAY,
         labels=mfx.default_labels(model, roles=True),
-        mask=mfx.select.ndim(min=2),
+        mask=mfx.routing.ndim(min=2),
     )
     return mfx.TransformOptimizer(model, mfx.chain(mfx.clip_by_global_norm(1.0), tx)).step

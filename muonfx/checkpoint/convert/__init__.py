@@ -16,9 +16,9 @@ from torch import Tensor
 from muonfx.checkpoint.convert.formats import FORMATS, Format, Group, Values
 from muonfx.checkpoint.convert.states import Leaf, filled, flat, gathered
 from muonfx.core import Transform
+from muonfx.core.partition import partition
 from muonfx.internal.arguments import did_you_mean
 from muonfx.internal.display import format_list
-from muonfx.select.partition import partition
 from muonfx.tree import PyTree
 
 __all__ = ["FormatName", "read", "recipe", "write"]

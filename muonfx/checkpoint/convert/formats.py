@@ -10,10 +10,9 @@ import torch
 
 from muonfx.core import Transform, chain
 from muonfx.recipes import adamw, lion
-from muonfx.select import MatrixView
-from muonfx.select.matrix_view import STACK
-from muonfx.select.views import divided
+from muonfx.routing.views import divided
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
+from muonfx.transforms.matrices import STACK, MatrixView
 from muonfx.transforms.scale import ShapeRule
 
 Group = Mapping[str, Any]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils import parametrize
 
-from muonfx.select.views import MOST_PARTS, PLAIN_LEAVES, class_name_fits, is_modulation
+from muonfx.routing.views import MOST_PARTS, PLAIN_LEAVES, class_name_fits, is_modulation
 
 # The attributes for the width that a layer reads and the width that it returns: nn.Linear, convolutions, the Conv1D of
 # transformers, and the parallel linear layers of Megatron.

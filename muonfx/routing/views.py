@@ -22,9 +22,9 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from muonfx.internal.tracing import matches
 from muonfx.internal.wrappers import WRAPPERS
-from muonfx.select.matrix_view import MatrixView
-from muonfx.select.params import ParamInfo, Params, module_path, plain_name, written_type
-from muonfx.select.pattern import parse
+from muonfx.routing.params import ParamInfo, Params, module_path, plain_name, written_type
+from muonfx.transforms.matrices import MatrixView
+from muonfx.transforms.matrix_pattern import parse
 
 T = TypeVar("T")
 Found = tuple[MatrixView, str, str | None]

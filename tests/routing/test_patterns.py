@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx.select.pattern import parse
+from muonfx.transforms.matrix_pattern import parse
 
 
 @st.composite

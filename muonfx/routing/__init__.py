@@ -5,7 +5,7 @@ A label is the name of a group of parameters, such as "muon"; all parameters of 
 - A `Predicate` is a condition on one parameter, such as ``ndim(2) & ~path("*head*")``.
 - `labels` applies your own rules in order. `default_labels` applies your rules, then the rules of Muon. Both return
   `Labels`, an immutable mapping from parameter name to label, which also records the rule that matched.
-- `MatrixView` describes how a parameter divides into matrices. `Labels` include a view for each stacked, fused or
+- `Labels` include a `MatrixView`, which describes how a parameter divides into matrices, for each stacked, fused or
   transposed weight.
 - `describe` returns the labels and their reasons as a table.
 - `muonfx.partition` applies a transform to each label's parameters; `muonfx.masked` applies one to a subset.
@@ -25,16 +25,15 @@ sgd          1        64   25.0%
 total        3       256  100.0%
 """
 
-from muonfx.select.defaults import default_labels, default_labels_by_name
-from muonfx.select.matrix_view import MatrixView
-from muonfx.select.params import ParamInfo
-from muonfx.select.predicates import Predicate, module_type, ndim, path, where
-from muonfx.select.report import describe
-from muonfx.select.rules import Labels, Route, labels
+from muonfx.routing.defaults import default_labels, default_labels_by_name
+from muonfx.routing.params import ParamInfo
+from muonfx.routing.predicates import Predicate, module_type, ndim, path, where
+from muonfx.routing.report import describe
+from muonfx.routing.route import Route
+from muonfx.routing.rules import Labels, labels
 
 __all__ = [
     "Labels",
-    "MatrixView",
     "ParamInfo",
     "Predicate",
     "Route",

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from muonfx.select.params import ParamInfo, module_path, plain_name
-from muonfx.select.structure import UNKNOWN_STRUCTURE, Structure
-from muonfx.select.views import PLAIN_LEAVES, class_name_fits, is_convolution
+from muonfx.routing.params import ParamInfo, module_path, plain_name
+from muonfx.routing.structure import UNKNOWN_STRUCTURE, Structure
+from muonfx.routing.views import PLAIN_LEAVES, class_name_fits, is_convolution
 
 Role = Literal["hidden", "embedding", "head", "vector", "other"]
 """The role of a parameter; `default_labels` describes the roles."""

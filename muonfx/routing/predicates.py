@@ -9,13 +9,16 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from muonfx import tree
+from muonfx.core.partition import Condition
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.tracing import matches
-from muonfx.select.params import ParamInfo
+from muonfx.routing.params import ParamInfo, read_params
+from muonfx.tree import PyTree
 
 
 @dataclass(frozen=True, repr=False)
-class Predicate:
+class Predicate(Condition):
     """A condition on one parameter, for the rules of `labels`; call it on a `ParamInfo`.
 
     Build predicates with `ndim`, `path`, `module_type` and `where`, and combine them with ``&``, ``|`` and ``~``.
@@ -40,7 +43,7 @@ class Predicate:
         return _MATCHES[self.name](info, *self.arguments)
 
     def code_in(self, scope: str) -> str:
-        """Return Python code that builds this predicate, such as ``select.ndim(2)`` for the scope "select."."""
+        """Return Python code that builds this predicate, such as ``routing.ndim(2)`` for the scope "routing."."""
         inner = [part.code_in(scope) for part in self.parts]
         if inner:
             return f"~{inner[0]}" if self.name == "~" else f"({inner[0]} {self.name} {inner[1]})"
@@ -56,6 +59,36 @@ class Predicate:
     def parts(self) -> tuple[Predicate, ...]:
         """The conditions that ``&``, ``|`` or ``~`` combine, as a tuple of predicates; empty for a single condition."""
         return tuple(own for own in self.arguments if isinstance(own, Predicate))
+
+    def select(self, params: PyTree) -> dict[str, bool]:
+        """Return a dict from the name of each parameter in a pytree to True if the predicate matches it.
+
+        >>> ndim(2).select({"w": torch.zeros(2, 2), "b": torch.zeros(2)})
+        {'b': False, 'w': True}
+        """
+        is_selected = dict.fromkeys(tree.names(params), False)
+        infos, _ = read_params(params)
+        for info in infos:
+            is_selected[info.name] = self(info)
+        return is_selected
+
+    def globs(self) -> tuple[tuple[str, ...], ...]:
+        """Return the globs of each `path` within, in groups; in each group, at least one glob must match a name.
+
+        >>> (path("a.*") & (path("b.*") | path("c.*"))).globs()
+        (('a.*',), ('b.*', 'c.*'))
+        """
+        if self.name == "path":
+            return (self.arguments,)
+        globs_of_parts = [part.globs() for part in self.parts]
+        groups = tuple(chain.from_iterable(globs_of_parts))
+        if self.name == "|" and all(globs_of_parts):
+            return (tuple(chain.from_iterable(groups)),)
+        return groups
+
+    def needs_modules(self) -> bool:
+        """Return True if the predicate depends on module types (`module_type`), which named tensors do not have."""
+        return self.name == "module_type" or any(part.needs_modules() for part in self.parts)
 
     def __repr__(self) -> str:
         return self.code_in("")
@@ -162,24 +195,6 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
     if not callable(fn):
         raise TypeError(f"where: found {fn!r}, expected a function of a ParamInfo")
     return Predicate("where", (fn, name if name is not None else getattr(fn, "__name__", type(fn).__name__)))
-
-
-def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
-    """Return the globs of each `path` in a predicate, in groups; in each group, at least one glob must match a name."""
-    if not isinstance(predicate, Predicate):
-        return ()
-    if predicate.name == "path":
-        return (predicate.arguments,)
-    groups = [path_patterns(part) for part in predicate.parts]
-    found = tuple(group for part in groups for group in part)
-    return (tuple(chain(*found)),) if predicate.name == "|" and all(groups) else found
-
-
-def asks_for_modules(predicate: object) -> bool:
-    """Return True if a predicate depends on module types (`module_type`), which named tensors do not have."""
-    return isinstance(predicate, Predicate) and (
-        predicate.name == "module_type" or any(map(asks_for_modules, predicate.parts))
-    )
 
 
 def _is_a(module: type, wanted: type | str) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import muonfx
-from muonfx.select import (
+from muonfx.routing import (
     Labels,
     ParamInfo,
     Route,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muonfx as mfx
-from muonfx.select import default_labels, describe
-from tests.select.test_select import Holder, build, lin
+from muonfx.routing import default_labels, describe
+from tests.routing.test_routing import Holder, build, lin
 
 D = 16
 
@@ -353,7 +353,7 @@ def test_a_model_without_a_recognized_head_is_warned_of_with_the_line_that_label
 
 @pytest.mark.filterwarnings("error")
 def test_the_line_that_labels_a_head_keeps_the_rules_and_the_labels_of_the_caller():
-    rules = [(mfx.select.path("1.*") & mfx.select.ndim(2), "muon")]
+    rules = [(mfx.routing.path("1.*") & mfx.routing.ndim(2), "muon")]
     for options in ({}, {"roles": True}, {"muon": "m", "other": "o"}):
         hidden = {"roles": "hidden", "muon": "m"}.get(next(iter(options), ""), "muon")
         own = [(rules[0][0], hidden)]
@@ -391,7 +391,7 @@ def test_a_model_whose_last_layer_is_no_question_is_not_warned_of(make):
 
 @pytest.mark.filterwarnings("error")
 def test_a_rule_for_the_last_layer_or_another_head_silences_the_warning():
-    for rule in ((mfx.select.path("3.*"), "muon"), (mfx.select.path("1.weight"), "adamw")):
+    for rule in ((mfx.routing.path("3.*"), "muon"), (mfx.routing.path("1.weight"), "adamw")):
         default_labels(mlp(), [rule])
 
 

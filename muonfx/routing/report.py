@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from muonfx.core import Transform
+from muonfx.core.partition import partition
 from muonfx.core.transform import within
 from muonfx.internal.display import Report, Shown, Table, format_list, format_shape
-from muonfx.select.defaults import default_labels
-from muonfx.select.matrix_view import MatrixView, split
-from muonfx.select.params import ParamInfo, Params, read_params
-from muonfx.select.partition import partition, view_of
-from muonfx.select.rules import Label, Labels, Route
-from muonfx.select.views import MAYBE_FUSED
+from muonfx.routing.defaults import default_labels
+from muonfx.routing.params import ParamInfo, Params, read_params
+from muonfx.routing.route import NO_REASON, Label, Route
+from muonfx.routing.rules import Labels
+from muonfx.routing.views import MAYBE_FUSED
+from muonfx.transforms.matrices import MatrixView, split, view_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,7 +119,7 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         ValueError: a parameter has no label, or a label has no parameter.
 
     >>> import torch
-    >>> from muonfx.select import default_labels_by_name
+    >>> from muonfx.routing import default_labels_by_name
     >>> params = {"wte.weight": torch.zeros(16, 8), "fc.0.weight": torch.zeros(32, 8)}
     >>> describe(default_labels_by_name(params), params)
     parameter    shape   label  rule
@@ -207,7 +208,7 @@ def _known_route(name: str, label: Label, known_labels: Sequence[object]) -> Rou
     for labels in known_labels:
         if isinstance(labels, Labels) and name in labels and str(labels[name]) in labels_of_group:
             return labels.routes[name]
-    return Route(label, "the transform has no labels" if label is None else "given")
+    return Route(label, "the transform has no labels" if label is None else NO_REASON)
 
 
 def _number(value: object) -> str:

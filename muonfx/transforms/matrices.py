@@ -11,8 +11,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from muonfx.core import Transform
 from muonfx.internal.tracing import matches
-from muonfx.select.pattern import Pattern, parse
+from muonfx.transforms.matrix_pattern import Pattern, parse
 from muonfx.tree import Present, PyTree
 
 STACK = "... out in -> ... out in"
@@ -123,6 +124,12 @@ class MatrixView:
         own = self.pattern or {}
         others = {"*": more} if isinstance(more, str) else more
         return MatrixView({**own, **{glob: text for glob, text in others.items() if glob not in own}})
+
+
+def view_of(tx: Transform) -> MatrixView | None:
+    """Return the argument ``view`` of a transform (how parameters divide into matrices); None if it is not set."""
+    view = tx.arguments.get("view")
+    return view if isinstance(view, MatrixView) else None
 
 
 class Matrices:

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType, MappingProxyType
-from typing import NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 
+from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
+from muonfx.core.partition import RoutedLabels
 from muonfx.internal.display import format_list
-from muonfx.select.matrix_view import MatrixView
-from muonfx.select.params import ParamInfo, Params, read_params
-from muonfx.select.predicates import Predicate
-from muonfx.select.views import find_matrices, patterns
+from muonfx.routing.params import ParamInfo, Params, read_params
+from muonfx.routing.predicates import Predicate
+from muonfx.routing.route import NO_REASON, Label, Route
+from muonfx.routing.unsplit import check_shapes, warn_of_views
+from muonfx.routing.views import find_matrices, patterns
+from muonfx.transforms.matrices import MatrixView
+from muonfx.tree import PyTree
 
-Label: TypeAlias = str | None
 Rule: TypeAlias = tuple[Predicate, Label]
 
 
-class Route(NamedTuple):
-    """The group of one parameter (its label), the reason, and how the parameter divides into matrices (its view).
-
-    `Labels` contain a route for each parameter.
-
-    >>> Route("muon", "rule 1", MatrixView("in out -> out in")).view
-    MatrixView('in out -> out in')
-    """
-
-    label: Label
-    """The group of the parameter, such as "muon"; None if no transform updates the parameter."""
-    reason: str = "given"
-    """The reason for the label, as text, such as "frozen"; for fused matrices also a note that names them."""
-    view: MatrixView = MatrixView()
-    """How the parameter divides into matrices; by default it is one matrix stored (out, in)."""
-    shape: tuple[int, ...] | None = None
-    """The shape for which the label was chosen. If a tensor has more dims later, as stacked weights of several models
-    have, and its transform would flatten them, `partition` raises an error."""
-    suspected: str | None = None
-    """A pattern to suggest in a warning, if the name of an unknown layer suggests fused matrices; it is not used."""
-
-
-class Labels(Mapping[str, Label]):
+class Labels(RoutedLabels):
     """An immutable mapping from parameter name to label, which also stores the reason and view of each parameter.
 
     A label is the name of a group, such as "muon"; a parameter with the label None is in no group. Two `Labels` are
@@ -132,7 +114,46 @@ class Labels(Mapping[str, Label]):
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
         """
-        return Labels({name: self._routes[name] for name in names})
+        return self.for_names({name: name for name in names})
+
+    def for_names(self, key_of: Mapping[str, str]) -> Labels:
+        """Return `Labels` for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""
+        return Labels({name: self._routes[key] for name, key in key_of.items()})
+
+    def without_shapes(self) -> Labels:
+        """Return the same `Labels` for parameters that may be shards, whose shapes differ from the recorded ones."""
+        return Labels({name: route._replace(shape=None) for name, route in self._routes.items()})
+
+    def check_shapes(self, transforms: Mapping[str, Transform], params: PyTree) -> None:
+        """Raise if a tensor has more dims than when its label was chosen, so that its transform would flatten them.
+
+        Args:
+            transforms: the transform of each label.
+            params: the parameters whose names, in the same order, these labels have.
+
+        Raises:
+            ValueError: a tensor has more dims, as a stack of weights of several models has; the message names it.
+        """
+        check_shapes(self._routes, transforms, params)
+
+    def warn_of_views(self, transforms: Mapping[str, Transform]) -> None:
+        """Warn of parameters that hold several matrices, but are updated as one by the transform of their label.
+
+        ``transforms`` has the transform of each label.
+        """
+        warn_of_views(self._routes, transforms)
+
+    def reasons(self) -> list[str]:
+        """Return a sentence for each parameter whose label was chosen by a rule.
+
+        >>> Labels({"wte": Route("adamw", "embedding"), "fc": "muon"}).reasons()
+        ["'wte' is 'adamw': embedding"]
+        """
+        sentences: list[str] = []
+        for name, route in self._routes.items():
+            if route.reason != NO_REASON:
+                sentences.append(f"{name!r} is {route.label!r}: {route.reason}")
+        return sentences
 
 
 def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | EllipsisType = ...) -> Labels:
@@ -154,7 +175,7 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
         UserWarning: a rule matches no parameter, for example because its path is misspelt.
 
     >>> import torch
-    >>> from muonfx.select import ndim, path
+    >>> from muonfx.routing import ndim, path
     >>> params = {"fc.weight": torch.zeros(4, 4), "head.weight": torch.zeros(2, 4), "fc.bias": torch.zeros(4)}
     >>> labels(params, [(path("head.*"), "adamw"), (ndim(2), "muon")], default="adamw")
     Labels({'fc.weight': 'muon', 'head.weight': 'adamw', 'fc.bias': 'adamw'})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import muonfx as mfx
-from muonfx.select.pattern import parse
+from muonfx.transforms.matrix_pattern import parse
 
 pytestmark = [
     pytest.mark.engines,
@@ -179,5 +179,5 @@ def test_no_factor_of_an_adapter_goes_to_muon(kind, settings):
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert trained
     assert {labels[name] for name in trained} == {"adamw"}, {n: labels.reason(n) for n in trained}
-    by_name = mfx.select.default_labels_by_name({name: torch.zeros(8, 8) for name in trained})
+    by_name = mfx.routing.default_labels_by_name({name: torch.zeros(8, 8) for name in trained})
     assert set(by_name.values()) == {"adamw"}

@@ -15,11 +15,11 @@ from torch.func import stack_module_state, vmap
 
 import muonfx as mfx
 from muonfx.internal.tracing import matches
-from muonfx.select import Labels, Route, default_labels, default_labels_by_name, labels, path
-from muonfx.select.matrix_view import STACK
-from muonfx.select.views import patterns
+from muonfx.routing import Labels, Route, default_labels, default_labels_by_name, labels, path
+from muonfx.routing.views import patterns
+from muonfx.transforms.matrices import STACK
 from tests import variants
-from tests.select.test_select import Conv1D, Holder
+from tests.routing.test_routing import Conv1D, Holder
 
 TRANSPOSED_STACK = "... in out -> ... out in"
 THREE = "(part=3 out) in -> part out in"

@@ -10,11 +10,12 @@ from torch import nn
 
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
-from muonfx.select.params import ParamInfo, Params, module_path, read_params
-from muonfx.select.roles import ROLES, roles_of
-from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
-from muonfx.select.structure import UNKNOWN_STRUCTURE, structure_of
-from muonfx.select.views import is_convolution
+from muonfx.routing.params import ParamInfo, Params, module_path, read_params
+from muonfx.routing.roles import ROLES, roles_of
+from muonfx.routing.route import Label
+from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
+from muonfx.routing.structure import UNKNOWN_STRUCTURE, structure_of
+from muonfx.routing.views import is_convolution
 
 
 def default_labels(
@@ -100,7 +101,7 @@ def default_labels(
     ('muon', 'embedding (module type Embedding)')
     >>> list(default_labels(model, roles=True).values())
     ['embedding', 'vector', 'vector', 'hidden', 'vector']
-    >>> from muonfx.select import path
+    >>> from muonfx.routing import path
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
@@ -148,8 +149,8 @@ def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
 
 def _without_a_head(info: ParamInfo, rules: Sequence[Rule], options: str, label: Label, head_label: Label) -> str:
     """Return a warning that the last layer of a model was labelled as hidden, with the argument that changes it."""
-    rule = f"(muonfx.select.path({escape(info.name)!r}), {head_label!r})"
-    earlier = [f"({predicate.code_in('muonfx.select.')}, {chosen!r})" for predicate, chosen in rules]
+    rule = f"(muonfx.routing.path({escape(info.name)!r}), {head_label!r})"
+    earlier = [f"({predicate.code_in('muonfx.routing.')}, {chosen!r})" for predicate, chosen in rules]
     line = f"labels=lambda model: muonfx.default_labels(model, [{', '.join([*earlier, rule])}]{options})"
     return (
         f"default_labels: found no output head, and labelled the weight of the last layer, {info.name!r} "

@@ -1,0 +1,417 @@
+"""Different transforms for different parameters: `partition` and `masked`.
+
+Each inner transform receives only the parameters chosen for it, as a flat dict from dotted name to tensor, whatever
+the structure of the whole tree. Its state, such as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``,
+contains no placeholders for other parameters, because ``torch.func.vmap`` would not accept them.
+
+Labels and masks are plain values by name. `muonfx.routing` adds labels that have reasons (`RoutedLabels`) and
+conditions on names and shapes (`Condition`); the two base classes here are all that this file knows of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from muonfx import tree
+from muonfx.core.chain import widest
+from muonfx.core.checks import warn_caller
+from muonfx.core.donation import NOTHING, Donation
+from muonfx.core.patterns import NamePatterns
+from muonfx.core.transform import Combinator, Locality, Transform, left_out, transform
+from muonfx.core.value import Memory, with_memory
+from muonfx.internal.display import format_list
+from muonfx.internal.wrappers import unwrapped
+from muonfx.tree import PyTree
+
+
+class RoutedLabels(Mapping[str, str | None], ABC):
+    """Labels by parameter name that also record why they were chosen: the base class of `muonfx.routing.Labels`."""
+
+    @abstractmethod
+    def for_names(self, key_of: Mapping[str, str]) -> Self:
+        """Return labels for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""
+
+    @abstractmethod
+    def without_shapes(self) -> Self:
+        """Return the same labels for parameters that may be shards, whose shapes differ from the recorded ones."""
+
+    @abstractmethod
+    def check_shapes(self, transforms: Mapping[str, Transform], params: PyTree) -> None:
+        """Raise if a tensor has more dims than when its label was chosen, so that its transform would flatten them."""
+
+    @abstractmethod
+    def warn_of_views(self, transforms: Mapping[str, Transform]) -> None:
+        """Warn of parameters that hold several matrices, but are updated as one by the transform of their label."""
+
+    @abstractmethod
+    def reasons(self) -> list[str]:
+        """Return a sentence for each parameter whose label was chosen by a rule: ``"'wte' is 'adamw': embedding"``."""
+
+
+class Condition(ABC):
+    """A condition on a parameter's name and shape: the base class of `muonfx.routing.Predicate`."""
+
+    @abstractmethod
+    def select(self, params: PyTree) -> dict[str, bool]:
+        """Return a dict from the name of each parameter to True if the condition holds for it."""
+
+    @abstractmethod
+    def globs(self) -> tuple[tuple[str, ...], ...]:
+        """Return the globs over names in the condition, in groups; in each, at least one glob must match a name."""
+
+    @abstractmethod
+    def needs_modules(self) -> bool:
+        """Return True if the condition depends on module types, which named tensors do not have."""
+
+
+class _Choice(NamedTuple):
+    """A value for each parameter name: its label, or True if it is selected."""
+
+    values: dict[str, Any]
+    routed: RoutedLabels | None = None
+    """The same labels with their reasons, if `muonfx.routing` made them."""
+
+
+class _Chooser:
+    """Returns a value for each parameter, from the argument ``labels`` of `partition` or ``mask`` of `masked`.
+
+    Args:
+        argument: the name of the argument, for errors.
+        source: a tree of values, a mapping by name, a `Condition`, or a function of the parameters that returns a tree
+            or mapping and depends on names, shapes and dtypes only.
+        expected: what a value must be, for errors.
+        kinds: the types of the values.
+        memory: stores the results by the names (and shapes) of parameters, for a transform that is rebuilt at every
+            step.
+    """
+
+    def __init__(
+        self, argument: str, source: object, expected: str, kinds: tuple[type, ...], memory: Memory | None = None
+    ) -> None:
+        if isinstance(source, Condition) and source.needs_modules():
+            raise ValueError(
+                f"{argument}: found {source!r}, expected a condition on names and shapes, because a transform receives "
+                "named tensors without module types. Evaluate it on the model: {name: label == 'yes' for name, label "
+                "in muonfx.labels(model, [(predicate, 'yes')], 'no').items()}"
+            )
+        if isinstance(source, torch.nn.Module):
+            raise TypeError(
+                f"{argument}: found the model {type(source).__name__}, expected a dict by parameter name: for "
+                "partition, muonfx.default_labels(model)"
+            )
+        self.argument = argument
+        self.source = source
+        self.expected = expected
+        self.kinds = kinds
+        self._choice_of: dict[Any, _Choice] = {} if memory is None else memory
+
+    def __call__(self, params: PyTree, *, quiet: bool = False) -> _Choice:
+        """Return the values for these parameters; ``quiet`` suppresses warnings of a function that chooses them."""
+        names = tree.names(params)
+        # The key is not the tree's structure, which cannot be hashed under compilation.
+        key: object = tuple(names)
+        if callable(self.source):
+            shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
+            key = tuple(zip(names, shapes, strict=True))
+        if key in self._choice_of:
+            return self._choice_of[key]
+        if torch.compiler.is_compiling():
+            return self._choose(params, names)
+        with warnings.catch_warnings():
+            if quiet:
+                warnings.simplefilter("ignore")
+            self._choice_of[key] = self._choose(params, names)
+        return self._choice_of[key]
+
+    def of_updates(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
+        """Return the value for each parameter name. Without ``params``, the updates give the names."""
+        if params is not None:
+            return self(params, quiet=True).values  # init has warned already
+        if callable(self.source):
+            for name, leaf in tree.named_leaves(updates):
+                if leaf is None:
+                    raise ValueError(
+                        f"{self.argument}: found no parameters, and no gradient for {name!r}, so the function that "
+                        "chooses values cannot read its shape; expected parameters: call "
+                        "update(updates, state, params)"
+                    )
+        return self(updates, quiet=True).values
+
+    def _choose(self, params: PyTree, names: list[str]) -> _Choice:
+        source = self.source
+        if isinstance(source, Condition):
+            source = source.select(params)
+        elif callable(source) and not isinstance(source, Mapping):
+            source = source(params)
+        if isinstance(source, Mapping) and self._is_by_name(source):
+            return self._choose_by_name(source, names)
+        if set(tree.names(source)) != set(names):  # also a nest of dicts for parameters with dotted names
+            raise ValueError(
+                f"{self.argument}: found a {type(source).__name__} with the leaves {format_list(tree.names(source))}, "
+                f"expected a dict from the name of each parameter to {self.expected}, or a tree with the structure of "
+                f"the parameters; their names are {format_list(names)}"
+            )
+        values = dict(zip(tree.names(source), tree.leaves(source), strict=True))
+        for name, value in values.items():
+            if not isinstance(value, self.kinds):
+                raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
+        return _Choice(values)
+
+    def _is_by_name(self, source: Mapping[Any, Any]) -> bool:
+        """Return True if a mapping has names and values; any other mapping is a tree."""
+        return all(isinstance(key, str) and isinstance(value, self.kinds) for key, value in source.items())
+
+    def _choose_by_name(self, source: Mapping[str, Any], names: list[str]) -> _Choice:
+        key_of = _keys_of(names, source)
+        missing = [name for name in names if name not in key_of]
+        if missing:
+            raise ValueError(
+                f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
+                "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
+            )
+        values = {name: source[key] for name, key in key_of.items()}
+        if isinstance(source, RoutedLabels):
+            return _Choice(values, source.for_names(key_of))
+        return _Choice(values)
+
+
+def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
+    """Return a dict from parameter name to its key in a mapping, also if a wrapper such as DDP renamed the parameters.
+
+    >>> _keys_of(["module.fc.weight"], {"fc.weight": "muon"})
+    {'module.fc.weight': 'fc.weight'}
+    """
+    key_of = {name: name for name in names if name in source}
+    if len(key_of) == len(names):
+        return key_of
+    key_of_plain_name = {plain: key for key, plain in unwrapped(source).items()}
+    if len(key_of_plain_name) < len(source):  # two keys differ by a wrapper only
+        return key_of
+    for name, plain in unwrapped(names).items():
+        if plain in key_of_plain_name:
+            key_of.setdefault(name, key_of_plain_name[plain])
+    return {name: key_of[name] for name in names if name in key_of}
+
+
+def _label_chooser(labels: object, memory: Memory | None = None) -> _Chooser:
+    expected = "a label (a string, or None for no update)"
+    return _Chooser("partition: labels", labels, expected, (str, type(None)), memory)
+
+
+def _mask_chooser(argument: str, mask: object, memory: Memory | None = None) -> _Chooser:
+    return _Chooser(argument, mask, "True or False", (bool,), memory)
+
+
+def _leaves_with(value: object, values: Mapping[str, Any], leaves: list[Any]) -> dict[str, Any]:
+    """Return a dict from name to leaf, for the leaves whose label (or bool) in ``values`` equals ``value``."""
+    pairs = zip(values.items(), leaves, strict=True)
+    return {name: leaf for (name, label), leaf in pairs if label is not None and label == value}
+
+
+def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[str, Transform]) -> None:
+    for name, label in labels.items():
+        if label is not None and label not in transforms:
+            raise ValueError(
+                f"partition: {name!r} has the label {label!r}, expected a label that has a transform, "
+                f"{format_list(list(transforms))}: change the label, or add a transform for {label!r}"
+            )
+
+
+def _warn_of_unused_label(label: str, choice: _Choice) -> None:
+    if not choice.values:
+        counts = ": there are no parameters"
+    else:
+        numbers = ", ".join(f"{label!r} for {count}" for label, count in Counter(choice.values.values()).items())
+        counts = f". The labels of the {len(choice.values)} parameters are {numbers}"
+    reasons = [] if choice.routed is None else choice.routed.reasons()
+    if len(reasons) > 5:
+        reasons = [*reasons[:5], "..."]
+    if reasons:
+        counts = f"{counts}. {'; '.join(reasons)}"
+    warn_caller(f"partition: no parameter has the label {label!r}; its transform does nothing{counts}")
+
+
+def mask_patterns(tx: Transform) -> list[NamePatterns]:
+    """Return the globs over parameter names in the ``mask`` of a transform, to report globs that match no name."""
+    mask = tx.arguments["mask"]
+    groups = mask.globs() if isinstance(mask, Condition) else ()
+    return [NamePatterns("mask", groups)] if groups else []
+
+
+def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
+    choice = _label_chooser(tx.arguments["labels"])(params)
+    if choice.routed is None:
+        return tx.replace(labels=choice.values)
+    choice.routed.check_shapes(tx.arguments["transforms"], params)
+    # The resolved transform may run on shards, whose dims differ: a 0-d parameter is 1-d in a flat buffer.
+    return tx.replace(labels=choice.routed.without_shapes())
+
+
+def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
+    labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).values
+    names = {name for name, label in labels.items() if label is None}
+    leaves = tree.leaves(params)
+    for label, inner in tx.arguments["transforms"].items():
+        names |= left_out(inner, _leaves_with(label, labels, leaves))
+    return names
+
+
+def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
+    is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).values
+    return left_out(tx.arguments["inner"], _leaves_with(True, is_selected, tree.leaves(params)))
+
+
+def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
+    return tx.replace(mask=_mask_chooser("masked: mask", tx.arguments["mask"])(params).values)
+
+
+@transform(
+    locality=lambda transforms, labels: widest(transforms.values()),
+    combinator=Combinator(Locality.ELEMENT, leaves_out=_left_out_by_labels),
+    resolve=_resolve_partition,
+)
+@with_memory
+def partition(
+    _memory: Memory,
+    transforms: dict[str, Transform],
+    labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree],
+):
+    """Apply a different transform to each group of parameters; labels assign the parameters to groups.
+
+    A label is the name of a group, such as "muon". The state is a dict from label to the state of the group's
+    transform. Follows Optax's ``partition``.
+
+    Args:
+        transforms: a dict from label to transform.
+        labels: a tree of labels with the structure of the parameters; a mapping from dotted name to label, as
+            `default_labels` returns; or a function of the parameters that returns either. The function must depend on
+            names, shapes and dtypes only. A parameter with the label None has no state, and its update is None.
+
+    Raises:
+        TypeError: a label is neither a string nor None, or a value of ``transforms`` is not a transform.
+        ValueError: a parameter has no label, or its label has no transform; or a tensor has more dims than when its
+            label was chosen, and its transform would flatten them. The message names the parameter.
+
+    Warns:
+        UserWarning: at ``init``, in three cases. No parameter has the label of a transform; the message lists labels
+            and reasons. Or a parameter holds several matrices according to `Labels.views`, but the argument ``view``
+            of its transform has no pattern for it. Or the name of a parameter suggests a fused matrix
+            (``qkv``, ``c_attn``) that is not split; the message has the code that splits it.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.partition({"slow": mfx.scale(-0.1), "fast": mfx.scale(-1.0)}, {"w": "slow", "b": "fast"})
+        >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'w': tensor([-0.1000]), 'b': tensor([-1.])}
+    """
+    if not isinstance(transforms, dict):
+        raise TypeError(
+            f"partition: transforms must be a dict with a Transform for each label, found {transforms!r}; write "
+            'partition({"muon": muon(...), "adamw": adamw(...)}, labels)'
+        )
+    for label, tx in transforms.items():
+        if not isinstance(tx, Transform):
+            raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
+    choose = _label_chooser(labels, _memory)
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        choice = choose(params)
+        _require_known_labels(choice.values, transforms)
+        if choice.routed is not None:
+            choice.routed.check_shapes(transforms, params)
+            choice.routed.warn_of_views(transforms)
+        for label in transforms:
+            if label not in choice.values.values():
+                _warn_of_unused_label(label, choice)
+        leaves = tree.leaves(params)
+        return {
+            label: tx.functions.init(_leaves_with(label, choice.values, leaves)) for label, tx in transforms.items()
+        }
+
+    def update(
+        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        labels = choose.of_updates(updates, params)
+        _require_known_labels(labels, transforms)
+        update_leaves, treedef = tree.flatten(updates)
+        param_leaves = None if params is None else tree.leaves(params)
+        new_updates: dict[str, Any] = {}
+        new_state: dict[str, PyTree] = {}
+        for label, tx in transforms.items():
+            group_updates = _leaves_with(label, labels, update_leaves)
+            group_params = None if param_leaves is None else _leaves_with(label, labels, param_leaves)
+            group_updates, new_state[label] = tx.run(group_updates, state[label], group_params, donate=donate, **extras)
+            new_updates.update(group_updates)
+        return tree.unflatten(treedef, [new_updates.get(name) for name in labels]), new_state
+
+    return init, update
+
+
+@transform(
+    locality=lambda inner, mask: inner.locality,
+    combinator=Combinator(Locality.ELEMENT, leaves_out=_left_out_by_mask),
+    resolve=_resolve_masked,
+    name_patterns=mask_patterns,
+)
+@with_memory
+def masked(
+    _memory: Memory, inner: Transform, mask: PyTree | Mapping[str, bool] | Condition | Callable[[PyTree], PyTree]
+):
+    """Apply a transform to the parameters that a mask selects; the updates of others are returned unchanged.
+
+    The inner transform receives the selected parameters as a flat dict from name to tensor, and its state is for this
+    dict. Follows Optax's ``masked``.
+
+    Args:
+        inner: the transform for the selected parameters.
+        mask: True for the parameters to select, in one of these forms: a tree of bools with the structure of the
+            parameters; a mapping from dotted name to bool; a predicate, such as ``muonfx.routing.ndim(2)``; or a
+            function of the parameters that returns a tree or mapping and depends on names, shapes and dtypes only.
+
+    Raises:
+        TypeError: a value of the mask is not a bool.
+        ValueError: a parameter has no value in the mask (the message names it), or a predicate needs module types,
+            which named tensors do not have.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.masked(mfx.scale(-1.0), mfx.routing.ndim(min=2))
+        >>> params = {"w": torch.ones(1, 1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'w': tensor([[-1.]]), 'b': tensor([1.])}
+    """
+    if not isinstance(inner, Transform):
+        raise TypeError(f"masked: inner must be a Transform, found {inner!r}; the transform comes first, then the mask")
+    choose = _mask_chooser("masked: mask", mask, _memory)
+
+    def init(params: PyTree) -> PyTree:
+        return inner.functions.init(_leaves_with(True, choose(params).values, tree.leaves(params)))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        is_selected = choose.of_updates(updates, params)
+        leaves, treedef = tree.flatten(updates)
+        selected_params = None if params is None else _leaves_with(True, is_selected, tree.leaves(params))
+        selected_updates = _leaves_with(True, is_selected, leaves)
+        selected_updates, state = inner.run(selected_updates, state, selected_params, donate=donate, **extras)
+        new_leaves = [selected_updates.get(name, leaf) for name, leaf in zip(is_selected, leaves, strict=True)]
+        return tree.unflatten(treedef, new_leaves), state
+
+    return init, update
+
+
+def resolve_mask(argument: str, mask: object, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
+    """Return a function from parameters to a list of bools: for each parameter, True if the mask selects it.
+
+    ``mask`` has a form that `masked` accepts; None selects all parameters. ``argument`` names the mask in errors.
+    """
+    if mask is None:
+        return lambda params: [True] * len(tree.leaves(params))
+    choose = _mask_chooser(argument, mask, memory)
+    return lambda params: list(choose(params).values.values())
