@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import prod
 from typing import ClassVar
 
@@ -74,23 +72,17 @@ class MatrixView:
 
     def __post_init__(self) -> None:
         """Check the patterns of a new view. A mapping is copied, so later changes by the caller have no effect."""
-        pattern, parsed = self.pattern, dict[str, Pattern]()
-        for text in pattern.values() if isinstance(pattern, Mapping) else () if pattern is None else (pattern,):
-            if not isinstance(text, str):
-                raise TypeError(
-                    f"MatrixView: found {text!r}, expected a pattern such as '(qkv=3 out) in -> qkv out in', or a "
-                    "mapping from globs over parameter names to patterns"
-                )
-            try:
-                parsed[text] = parse(text)
-            except ValueError as error:
-                raise ValueError(f"MatrixView: {error}") from None
-        if isinstance(pattern, Mapping):
-            object.__setattr__(self, "pattern", dict(pattern))
+        texts: list[str] = []
+        if isinstance(self.pattern, Mapping):
+            object.__setattr__(self, "pattern", dict(self.pattern))
+            texts += self.pattern.values()
+        elif self.pattern is not None:
+            texts.append(self.pattern)
+        parsed = {text: _parse(text) for text in texts}
         object.__setattr__(self, "_parsed", parsed)  # here, since a tracer would parse at every call
 
     def __repr__(self) -> str:
-        return f"MatrixView({'' if self.pattern is None else repr(self.pattern)})"
+        return "MatrixView()" if self.pattern is None else f"MatrixView({self.pattern!r})"
 
     def __eq__(self, other: object) -> bool:
         """Return True if two views have the same patterns in the same order, as the first matching glob applies."""
@@ -105,13 +97,20 @@ class MatrixView:
 
     def of(self, names: Sequence[str]) -> list[Pattern | None]:
         """Return a list with the parsed pattern that applies to each parameter name; None if no pattern applies."""
-        return [None if text is None else self._parsed[text] for text in map(self.text, names)]
+        patterns: list[Pattern | None] = []
+        for name in names:
+            text = self.text(name)
+            patterns.append(None if text is None else self._parsed[text])
+        return patterns
 
     def text(self, name: str) -> str | None:
         """Return the pattern that applies to a parameter name, as text; None if no pattern applies."""
         if not isinstance(self.pattern, Mapping):
             return self.pattern
-        return next((text for glob, text in self.pattern.items() if matches(name, glob)), None)
+        for glob, text in self.pattern.items():
+            if matches(name, glob):
+                return text
+        return None
 
     def is_set_for(self, name: str) -> bool:
         """Return True if this view has a pattern, such as ``"in out -> out in"``, for the parameter with this name."""
@@ -121,9 +120,24 @@ class MatrixView:
         """Return this view with further patterns ``more``, which apply to parameters for which it has no pattern."""
         if not more or isinstance(self.pattern, str):
             return self
-        own = self.pattern or {}
-        others = {"*": more} if isinstance(more, str) else more
-        return MatrixView({**own, **{glob: text for glob, text in others.items() if glob not in own}})
+        if isinstance(more, str):
+            more = {"*": more}
+        patterns = dict(self.pattern or {})
+        for glob, text in more.items():
+            patterns.setdefault(glob, text)
+        return MatrixView(patterns)
+
+
+def _parse(text: object) -> Pattern:
+    if not isinstance(text, str):
+        raise TypeError(
+            f"MatrixView: found {text!r}, expected a pattern such as '(qkv=3 out) in -> qkv out in', or a "
+            "mapping from globs over parameter names to patterns"
+        )
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"MatrixView: {error}") from None
 
 
 def view_of(tx: Transform) -> MatrixView | None:
@@ -151,18 +165,26 @@ class Matrices:
 
     def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
         """Split other tensors of the same shapes; return, for each tensor, a list of stacks (..., rows, columns)."""
-        if self._is_plain and {leaf.ndim for leaf in leaves} <= {2}:
+        if self._are_matrices(leaves):
             return [[leaf] for leaf in leaves]
-        return [split(own, leaf, name) for own, leaf, name in zip(self._patterns, leaves, self.names, strict=True)]
+        patterns = zip(self._patterns, leaves, self.names, strict=True)
+        return [split(pattern, leaf, name) for pattern, leaf, name in patterns]
 
     def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
         """Undo `split`: join the stacks of each tensor into one tensor, with the shapes of the tensors ``like``."""
-        if self._is_plain and {leaf.ndim for leaf in like} <= {2}:
-            return [parts[0] for parts in matrices]
-        return [
-            parts[0].reshape(leaf.shape) if own is None else own.join(parts, leaf.shape)
-            for own, parts, leaf in zip(self._patterns, matrices, like, strict=True)
-        ]
+        if self._are_matrices(like):
+            return [stacks[0] for stacks in matrices]
+        leaves: list[Tensor] = []
+        for pattern, stacks, leaf in zip(self._patterns, matrices, like, strict=True):
+            if pattern is None:
+                leaves.append(stacks[0].reshape(leaf.shape))
+            else:
+                leaves.append(pattern.join(stacks, leaf.shape))
+        return leaves
+
+    def _are_matrices(self, leaves: list[Tensor]) -> bool:
+        """Return True if each tensor is one matrix as it is."""
+        return self._is_plain and all(leaf.ndim == 2 for leaf in leaves)
 
     def map(
         self, function: Callable[..., Sequence[Sequence[Tensor]]], *operands: list[list[Tensor]]
@@ -172,13 +194,26 @@ class Matrices:
         An operand has a list of stacks (..., rows, columns) for each tensor, as `split` returns. ``function`` receives
         one flat list of stacks for each operand, and returns several such lists.
         """
-        made = function(*[[matrix for own in operand for matrix in own] for operand in operands])
-        counts = list(builtins.map(len, operands[0]))
-        return [[list(islice(matrices, count)) for count in counts] for matrices in builtins.map(iter, made)]
+        flat_operands: list[list[Tensor]] = []
+        for operand in operands:
+            flat_operands.append([stack for stacks in operand for stack in stacks])
+        flat_results = function(*flat_operands)
+        counts = [len(stacks) for stacks in operands[0]]
+        return [_in_groups(flat_result, counts) for flat_result in flat_results]
 
     def fill(self, matrices: list[list[Tensor]]) -> PyTree:
         """Return the tree with new matrices, given as `split` returns them: a list of stacks for each tensor."""
         return self.at.fill(self.join(matrices, self.leaves))
+
+
+def _in_groups(stacks: Sequence[Tensor], counts: list[int]) -> list[list[Tensor]]:
+    """Divide a flat list into lists of these lengths."""
+    groups: list[list[Tensor]] = []
+    start = 0
+    for count in counts:
+        groups.append(list(stacks[start : start + count]))
+        start += count
+    return groups
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:
@@ -196,7 +231,9 @@ def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:
                 f"{name!r} has shape {tuple(leaf.shape)}, expected at least two dims: give vectors and scalars another "
                 "transform, with muonfx.muon_with_adamw or muonfx.partition"
             )
-        return [leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], prod(leaf.shape[1:]))]
+        if leaf.ndim == 2:
+            return [leaf]
+        return [leaf.reshape(leaf.shape[0], prod(leaf.shape[1:]))]
     try:
         return pattern.split(leaf)
     except ValueError as error:

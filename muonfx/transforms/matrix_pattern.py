@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -91,23 +91,27 @@ class Pattern:
             ValueError: the shape of the tensor does not fit the pattern.
         """
         bound = self._bound(tensor.shape)
-        whole = tensor.reshape(bound.sizes)
-        found: list[Tensor] = []
-        for one in bound.results:
-            part = whole if bound.divided is None else whole.narrow(bound.divided, one.start, one.sizes[bound.divided])
-            found.append(part.permute(one.order).reshape(one.shape))
-        return found
+        tensor_axes = tensor.reshape(bound.sizes)
+        stacks: list[Tensor] = []
+        for result in bound.results:
+            part = tensor_axes
+            if bound.divided is not None:
+                part = part.narrow(bound.divided, result.start, result.sizes[bound.divided])
+            stacks.append(part.permute(result.order).reshape(result.shape))
+        return stacks
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
         bound = self._bound(shape)
-        parts: dict[int, Tensor] = {}
-        for one, stack in zip(bound.results, matrices, strict=True):
-            axes = stack.reshape([one.sizes[at] for at in one.order])
-            parts[one.start] = axes.permute([one.order.index(at) for at in range(len(one.order))])
+        part_at: dict[int, Tensor] = {}  # by its start on the axis that ``+`` divides
+        for result, stack in zip(bound.results, matrices, strict=True):
+            permuted_sizes = [result.sizes[axis] for axis in result.order]
+            order_in_tensor = [result.order.index(axis) for axis in range(len(result.order))]
+            part_at[result.start] = stack.reshape(permuted_sizes).permute(order_in_tensor)
+        parts = [part_at[start] for start in sorted(part_at)]
         if bound.divided is None:
             return parts[0].reshape(shape)
-        return torch.cat([parts[start] for start in sorted(parts)], dim=bound.divided).reshape(shape)
+        return torch.cat(parts, dim=bound.divided).reshape(shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return True if this pattern can divide a tensor of this shape into matrices."""
@@ -120,9 +124,15 @@ class Pattern:
     @property
     def is_stack(self) -> bool:
         """True if the pattern is for a stack of matrices: all dims of the tensor but the last two are batch dims."""
-        front = [axis.name for dim in self.dims[:-2] for parts in dim for axis in parts]
-        whole = all(len(dim) == 1 and len(dim[0]) == 1 for dim in self.dims[:-2])
-        return bool(front) and whole and all(set(front) <= set(_names(result[:-2])) for result in self.results)
+        leading_names: set[str] = set()
+        for dim in self.dims[:-2]:
+            parts = [part for axis in dim for part in axis]
+            if len(parts) > 1:
+                return False
+            leading_names.add(parts[0].name)
+        if not leading_names:
+            return False
+        return all(leading_names.issubset(_names(result[:-2])) for result in self.results)
 
     @property
     def flattens_more_dims(self) -> bool:
@@ -134,9 +144,11 @@ class Pattern:
     @property
     def is_transposed(self) -> bool:
         """True if the tensor stores the columns of its matrices (input features) before their rows."""
-        place = {axis.name: at for at, dim in enumerate(self.dims) for parts in dim for axis in parts}
+        dim_of_name: dict[str, int] = {}
+        for index, dim in enumerate(self.dims):
+            dim_of_name |= {part.name: index for axis in dim for part in axis}
         rows, columns = self.results[0][-2:]
-        return min(place[name] for name in rows) > min(place[name] for name in columns)
+        return min(dim_of_name[name] for name in rows) > min(dim_of_name[name] for name in columns)
 
     def independent(self, shape: Sequence[int]) -> Units | None:
         """Divide a tensor of this shape into units: equal, contiguous parts that contain whole matrices.
@@ -147,75 +159,156 @@ class Pattern:
         if 0 in shape:
             return None
         dims, results = self._expanded(len(shape))
-        axes = [(at, axis) for at, dim in enumerate(dims) for axis in self._sized(dim, shape[at])]
-        in_matrices = {name for result in results for name in _names(result[-2:])}
-        count = next(number for number, (_, axis) in enumerate(axes) if not in_matrices.isdisjoint(axis))
-        first = axes[count][0]  # the dim whose remaining axes are the rows of a unit
-        stacked = {name for _, axis in axes[:count] for name in axis}
-        rest = {tuple(tuple(n for n in group if n not in stacked) for group in result): None for result in results}
-        has_parts = any(len(axis) > 1 for _, axis in axes[count:])
-        if count == 0 or first > len(shape) - 2 or (len(rest) > 1 and not has_parts):
+        axes: list[_SizedAxis] = []
+        for dim, (parts_of_axes, size) in enumerate(zip(dims, shape, strict=True)):
+            axes += [_SizedAxis(dim, sizes) for sizes in self._sized(parts_of_axes, size)]
+        # The axes in front of the first one that belongs to the rows or columns of a matrix count the units.
+        start = _first_matrix_axis(axes, results)
+        row_dim = axes[start].dim  # its remaining axes are the rows of a unit, and further dims are columns
+        if start == 0 or row_dim > len(shape) - 2:
             return None
-        sides = [[axis for at, axis in axes[count:] if (at > first) == is_column] for is_column in (False, True)]
-        rows, columns = (prod([sum(axis.values()) for axis in side]) for side in sides)
-        left = [_dim_text([tuple(map(Axis, axis, axis.values())) for axis in side]) for side in sides]
-        right = [" ".join(["units", *map(_group_text, filter(None, result))]) for result in rest]
-        is_plain = axes[count - 1][0] < first and not has_parts and all(not any(result[:-2]) for result in rest)
-        return Units((rows, columns), f"units {' '.join(left)} -> {', '.join(right)}", is_plain)
+        counting_names = {name for axis in axes[:start] for name in axis.sizes}
+        unit_axes = axes[start:]
+        has_parts = any(len(axis.sizes) > 1 for axis in unit_axes)
+        unit_results = _unique_results_without(counting_names, results)
+        if len(unit_results) > 1 and not has_parts:
+            return None
+        rows = [axis.sizes for axis in unit_axes if axis.dim == row_dim]
+        columns = [axis.sizes for axis in unit_axes if axis.dim > row_dim]
+        results_text = ", ".join(" ".join(["units", *map(_group_text, result)]) for result in unit_results)
+        pattern = f"units {_sized_text(rows)} {_sized_text(columns)} -> {results_text}"
+        counts_whole_dims = axes[start - 1].dim < row_dim
+        is_one_matrix = not has_parts and all(len(result) == 2 for result in unit_results)
+        return Units((_size_of(rows), _size_of(columns)), pattern, counts_whole_dims and is_one_matrix)
 
     def _expanded(self, ndim: int) -> tuple[list[tuple[Parts, ...]], list[list[Group]]]:
         """Return `dims` and `results` with ``...`` replaced by named axes, for a tensor with ``ndim`` dims."""
-        dots = [f"dim_{at}" for at in range(ndim - len(self.dims) + 1)]
+        dots = [f"dim_{index}" for index in range(ndim - len(self.dims) + 1)]
         dims: list[tuple[Parts, ...]] = []
         for dim in self.dims:
-            dims += [((Axis(name),),) for name in dots] if dim[0][0].name == _DOTS else [dim]
+            if dim[0][0].name == _DOTS:
+                dims += [((Axis(name),),) for name in dots]
+            else:
+                dims.append(dim)
         if len(dims) != ndim:
             raise ValueError(
                 f"found {ndim} dims, expected {len(dims)} for the pattern {self.text!r}: write one name or parentheses "
                 "for each dim left of the arrow, or '...' for any number of dims"
             )
-        results: list[list[Group]] = []
-        for result in self.results:
-            groups: list[Group] = []
-            for group in result:
-                named = [(name,) if name != _DOTS else tuple(dots) for name in group]
-                groups += [(name,) for name in dots] if group == (_DOTS,) and group in result[:-2] else [sum(named, ())]
-            results.append(groups)
-        return dims, results
+        return dims, [_with_dots(result, dots) for result in self.results]
 
     def _bound(self, shape: Sequence[int]) -> _Bound:
         """Compute the sizes of all axes for a tensor of this shape; raise ValueError if the shape does not fit."""
         dims, results = self._expanded(len(shape))
-        axes = [axis for dim, size in zip(dims, shape, strict=True) for axis in self._sized(dim, size)]
-        place = {name: at for at, sizes in enumerate(axes) for name in sizes}
-        divided = next((at for at, sizes in enumerate(axes) if len(sizes) > 1), None)
-        whole = [sum(sizes.values()) for sizes in axes]
-        bound: list[_Result] = []
+        axes: list[dict[str, int]] = []  # the size of each part, by name
+        for dim, size in zip(dims, shape, strict=True):
+            axes += self._sized(dim, size)
+        axis_of_name: dict[str, int] = {}
+        divided = None
+        for index, sizes_of_parts in enumerate(axes):
+            axis_of_name |= dict.fromkeys(sizes_of_parts, index)
+            if len(sizes_of_parts) > 1:
+                divided = index
+        tensor_sizes = [sum(sizes_of_parts.values()) for sizes_of_parts in axes]
+        bound_results: list[_Result] = []
         for result in results:
-            sizes, start = list(whole), 0
+            names = _names(result)
+            sizes = list(tensor_sizes)
+            start = 0
             if divided is not None:
-                names = list(axes[divided])
-                chosen = next(at for at, name in enumerate(names) if name in _names(result))
-                sizes[divided] = axes[divided][names[chosen]]
-                start = sum(axes[divided][name] for name in names[:chosen])
-            shape_of_result = [prod([sizes[place[name]] for name in group]) for group in result]
-            bound.append(_Result(start, sizes, [place[name] for name in _names(result)], shape_of_result))
-        return _Bound(whole, divided, bound)
+                for part, part_size in axes[divided].items():
+                    if part in names:
+                        sizes[divided] = part_size
+                        break
+                    start += part_size
+            result_shape: list[int] = []
+            for group in result:
+                result_shape.append(prod([sizes[axis_of_name[name]] for name in group]))
+            bound_results.append(_Result(start, sizes, [axis_of_name[name] for name in names], result_shape))
+        return _Bound(tensor_sizes, divided, bound_results)
 
-    def _sized(self, dim: tuple[Parts, ...], size: int) -> Iterator[dict[str, int]]:
-        """Yield, for each axis in one dim, a dict from part to size: {"k": 3, "v": 5} for ``(k=3 + v)`` and size 8."""
-        sums = [sum(part.size or 0 for part in axis) for axis in dim]
-        is_open = [any(part.size is None for part in axis) for axis in dim]  # for one axis at most, as `parse` checks
-        known = prod([total for total, unknown in zip(sums, is_open, strict=True) if not unknown])
-        rest = size // max(known, 1) if any(is_open) else 1
-        missing = rest - sum(total for total, unknown in zip(sums, is_open, strict=True) if unknown)
-        if known * rest != size or missing < 0:
+    def _sized(self, dim: tuple[Parts, ...], size: int) -> list[dict[str, int]]:
+        """Return, for each axis in one dim, a dict from part to size: {"k": 3, "v": 5} for ``(k=3 + v)`` and size 8."""
+        # At most one part in a dim has no size, as `parse` checks. The axis with this part is the open one.
+        known_size = 1
+        open_axis_size = 1
+        known_in_open_axis = 0
+        for axis in dim:
+            known_in_axis = sum(part.size for part in axis if part.size is not None)
+            if all(part.size is not None for part in axis):
+                known_size *= known_in_axis
+            else:
+                known_in_open_axis = known_in_axis
+        if any(part.size is None for axis in dim for part in axis):
+            open_axis_size = size // known_size
+        missing_size = open_axis_size - known_in_open_axis
+        if known_size * open_axis_size != size or missing_size < 0:
             raise ValueError(
                 f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
                 "pattern"
             )
+        sizes: list[dict[str, int]] = []
         for axis in dim:
-            yield {part.name: missing if part.size is None else part.size for part in axis}
+            sizes.append({part.name: missing_size if part.size is None else part.size for part in axis})
+        return sizes
+
+
+class _SizedAxis(NamedTuple):
+    """An axis of a tensor of known shape."""
+
+    dim: int
+    """The index of the dim of the tensor to which the axis belongs."""
+    sizes: dict[str, int]
+    """The size of each part, by name; a plain axis has one part, itself."""
+
+
+def _first_matrix_axis(axes: list[_SizedAxis], results: list[list[Group]]) -> int:
+    """Return the index of the first axis that belongs to the rows or columns of a matrix."""
+    names_in_matrices = {name for result in results for name in _names(result[-2:])}
+    index = 0
+    while names_in_matrices.isdisjoint(axes[index].sizes):
+        index += 1
+    return index
+
+
+def _unique_results_without(names: set[str], results: list[list[Group]]) -> list[list[Group]]:
+    """Return each different result once, without these names and without the dims that consist of them alone.
+
+    The names ``{"h"}`` and the results of ``h k in, h v in`` give the results of ``k in, v in``.
+    """
+    unique: list[list[Group]] = []
+    for result in results:
+        groups = [tuple(name for name in group if name not in names) for group in result]
+        nonempty_groups = [group for group in groups if group]
+        if nonempty_groups not in unique:
+            unique.append(nonempty_groups)
+    return unique
+
+
+def _with_dots(result: Sequence[Group], dots: list[str]) -> list[Group]:
+    """Return the dims of a result with ``...`` replaced by the names of the dims for which it stands."""
+    groups: list[Group] = []
+    for index, group in enumerate(result):
+        if group == (_DOTS,) and index < len(result) - 2:  # each of them is a batch dim of its own
+            groups += [(name,) for name in dots]
+            continue
+        names: list[str] = []
+        for name in group:
+            names += dots if name == _DOTS else [name]
+        groups.append(tuple(names))
+    return groups
+
+
+def _size_of(axes: list[dict[str, int]]) -> int:
+    return prod([sum(sizes.values()) for sizes in axes])
+
+
+def _sized_text(axes: list[dict[str, int]]) -> str:
+    """Return the text of one dim of a pattern: ``"(heads=8 d=4)"`` for ``[{"heads": 8}, {"d": 4}]``."""
+    dim: list[Parts] = []
+    for sizes in axes:
+        dim.append(tuple(Axis(name, size) for name, size in sizes.items()))
+    return _dim_text(dim)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -284,7 +377,10 @@ def _dim(item: _Item) -> tuple[Parts, ...]:
         return ((_axis(item),),)
     if "+" in item:
         return (_parts(item),)
-    return tuple([_parts(one) if isinstance(one, list) else (_axis(one),) for one in item])
+    axes: list[Parts] = []
+    for inner in item:
+        axes.append(_parts(inner) if isinstance(inner, list) else (_axis(inner),))
+    return tuple(axes)
 
 
 def _parts(items: list[_Item]) -> Parts:
@@ -313,7 +409,8 @@ def _result(text: str) -> tuple[Group, ...]:
 
 def _group(item: _Item) -> Group:
     """Return the axis names in one dim of a result: ("a", "b") for ``(a b)`` and ("a",) for ``a``."""
-    axes = [_axis(one) for one in ([item] if isinstance(item, str) else item)]
+    items = [item] if isinstance(item, str) else item
+    axes = [_axis(name) for name in items]
     if any(axis.size is not None for axis in axes):
         raise _Malformed(
             "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
@@ -324,34 +421,52 @@ def _group(item: _Item) -> Group:
 def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group]]) -> str | None:
     """Return the syntax rule that a parsed pattern breaks, as text for an error message; None if it breaks none."""
     axes = [axis for dim in dims for axis in dim]
-    names = [part.name for axis in axes for part in axis]
-    divided = [axis for axis in axes if len(axis) > 1]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        return f"{repeated[0]!r} occurs twice on the left"
-    if any(part.size == 0 for axis in axes for part in axis):
-        return "a size is 0; sizes are at least 1"
-    if any(sum(part.size is None for axis in dim for part in axis) > 1 for dim in dims):
-        return "a dim has several axes without a size, expected at most one: give the others a size, as in (heads=8 d)"
-    if any(axis[0].name == _DOTS and len(dim) + len(axis) > 2 for dim in dims for axis in dim):
-        return "'...' is any number of whole dims, and cannot be inside parentheses on the left"
-    if len(divided) > 1:
-        return "several axes are divided by '+'; expected at most one"
-    wanted = [{axis[0].name for axis in axes if len(axis) == 1}] * len(results)
-    if divided:
-        found = [[part.name for part in divided[0] if part.name in _names(result)] for result in results]
-        if sorted(map(tuple, found)) != sorted((part.name,) for part in divided[0]):
-            every = [part.name for part in divided[0]]
+    return _problem_of_dims(dims) or _problem_of_results(axes, results)
+
+
+def _problem_of_dims(dims: Sequence[tuple[Parts, ...]]) -> str | None:
+    """Return the rule that the left side breaks."""
+    names: set[str] = set()
+    for dim in dims:
+        parts = [part for axis in dim for part in axis]
+        for part in parts:
+            if part.name in names:
+                return f"{part.name!r} occurs twice on the left"
+            if part.size == 0:
+                return "a size is 0; sizes are at least 1"
+            names.add(part.name)
+        if sum(part.size is None for part in parts) > 1:
             return (
-                f"the parts {' + '.join(every)} are matrices of their own: write one result for each after the arrow, "
-                f"separated by commas, as in {', '.join(f'{name} in' for name in every)!r}"
+                "a dim has several axes without a size, expected at most one: give the others a size, as in (heads=8 d)"
             )
-        wanted = [own | {name} for own, (name,) in zip(wanted, found, strict=True)]
-    elif len(results) > 1:
+        if len(parts) > 1 and any(part.name == _DOTS for part in parts):
+            return "'...' is any number of whole dims, and cannot be inside parentheses on the left"
+    return None
+
+
+def _problem_of_results(axes: Sequence[Parts], results: Sequence[Sequence[Group]]) -> str | None:
+    """Return the rule that the right side breaks, given all axes of the left side."""
+    divided_axes = [axis for axis in axes if len(axis) > 1]
+    if len(divided_axes) > 1:
+        return "several axes are divided by '+'; expected at most one"
+    if not divided_axes and len(results) > 1:
         return "found several results, but no parts on the left: write one result, or parts as in '(q=8 + k=8) in'"
-    for result, own in zip(results, wanted, strict=True):
-        if sorted(_names(result)) != sorted(own):
-            found_names = " ".join(map(_group_text, result))
-            return f"found the result {found_names!r}, expected each of {', '.join(sorted(own))} in it once: correct it"
+    part_names = {part.name for axis in divided_axes for part in axis}
+    parts_of_results = [sorted(part_names.intersection(_names(result))) for result in results]
+    if divided_axes and sorted(parts_of_results) != [[name] for name in sorted(part_names)]:
+        parts = [part.name for part in divided_axes[0]]
+        example = ", ".join(f"{name} in" for name in parts)
+        return (
+            f"the parts {' + '.join(parts)} are matrices of their own: write one result for each after the arrow, "
+            f"separated by commas, as in {example!r}"
+        )
+    plain_names = {axis[0].name for axis in axes if len(axis) == 1}
+    for result in results:
+        names = _names(result)
+        expected_names = sorted(plain_names | part_names.intersection(names))
+        if sorted(names) != expected_names:
+            text = " ".join(map(_group_text, result))
+            return f"found the result {text!r}, expected each of {', '.join(expected_names)} in it once: correct it"
     return None
 
 
@@ -364,7 +479,10 @@ def _group_text(group: Group) -> str:
 
 
 def _dim_text(dim: Sequence[Parts]) -> str:
-    texts = [" + ".join(map(str, axis)) for axis in dim]
-    if len(dim) == 1 and len(dim[0]) == 1:
-        return texts[0]
-    return f"({texts[0] if len(dim) == 1 else ' '.join(f'({text})' if '+' in text else text for text in texts)})"
+    """Return one dim of a pattern as text: ``in``, ``(heads=8 d)``, ``(k=3 + v=5)`` or ``(heads=8 (k=3 + v=5))``."""
+    axes = [" + ".join(map(str, axis)) for axis in dim]
+    if len(dim) > 1:
+        axes = [f"({axis})" if "+" in axis else axis for axis in axes]
+    text = " ".join(axes)
+    is_one_name = len(dim) == 1 and len(dim[0]) == 1
+    return text if is_one_name else f"({text})"
