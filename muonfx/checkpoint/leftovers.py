@@ -63,7 +63,7 @@ class SaveLock:
 def _locked_file(path: Path) -> FileIO:
     """Create a file at ``path`` that is locked and contains the boot id; without a boot id if it cannot be locked."""
     # The file gets its name last. If the process is killed before, the system removes it. Otherwise an empty file could
-    # be left, and nobody can find out on which machine its process ran.
+    # be left, which does not record its machine.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
         if lock(unnamed_file):
