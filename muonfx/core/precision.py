@@ -1,7 +1,7 @@
-"""The dtype and the kernels with which the transforms of a chain compute matrix products on a device.
+"""The dtype and the library with which the transforms of a chain compute matrix products on a device.
 
-The dtype "auto" may differ between types of machines, and Triton kernels may fail their self-test on one device only.
-Ranks would then compute different values, so they compare the results of these functions.
+The dtype "auto" may differ between types of machines. quack-kernels may be missing on one machine, or fail its
+self-test on one device. Ranks would then compute different values, so they compare the results of these functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from muonfx.core.transform import Transform
 from muonfx.core.value import dotted, part_names
-from muonfx.polar import kernels
+from muonfx.polar import quack
 
 
 def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
@@ -29,10 +29,18 @@ def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.dev
     }
 
 
-def kernel_products(tx: Transform, device: torch.device) -> dict[str, str]:
-    """Map the name of each transform with ``products="triton"`` to "triton", or to "batched" if Triton kernels fail."""
-    asking = [name for name, own in _named_parts(tx) if own.arguments.get("products") == "triton"]
-    return dict.fromkeys(asking, "batched" if asking and kernels.failure(device) else "triton")
+def product_libraries(tx: Transform, held: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
+    """Map the name of each transform with ``products="auto"`` to the library of its large symmetric products.
+
+    The library is "quack-kernels" or "torch"; see `muonfx.polar.quack`. ``held`` are the dtypes of the parameters.
+    """
+    compute_dtypes = product_dtypes(tx, held, device)
+    libraries: dict[str, str] = {}
+    for name, part in _named_parts(tx):
+        if name in compute_dtypes and part.arguments.get("products") == "auto":
+            failure = quack.failure(device, getattr(torch, compute_dtypes[name]))
+            libraries[name] = "quack-kernels" if failure is None else "torch"
+    return libraries
 
 
 def _named_parts(tx: Transform, name: str = "") -> Iterator[tuple[str, Transform]]:

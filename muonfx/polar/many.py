@@ -51,8 +51,8 @@ def orthogonalize(
         dtype: the dtype of the matrix products. "auto": the choice of `compute_dtype`, but at least fp32 if derivatives
             are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), because bf16 derivatives are useless.
         products: how symmetric products such as `X X^T` are computed. "batched": in full, by one batched product.
-            "blocks": only one half, by blocks, on a CPU; the other half is a mirrored copy. "triton": the same by GPU
-            kernels. "auto": the choice that `explain` shows. Small matrices, and all matrices under autograd,
+            "blocks": only one half, by blocks; the other half is a mirrored copy. "auto": the choice that `explain`
+            shows, which may also be quack-kernels on a GPU. Small matrices, and all matrices under autograd,
             `torch.func` and the compiler, use "batched".
         max_scratch_bytes: the approximate limit of memory for temporary tensors; see `orthogonalize_many`.
 
@@ -62,7 +62,7 @@ def orthogonalize(
     Raises:
         TypeError: `x` is not a floating tensor of a supported dtype, or an argument has the wrong type.
         ValueError: `x` has fewer than two dims, or another argument is malformed.
-        RuntimeError: `products="triton"` on a device that cannot run the kernels.
+        RuntimeError: quack-kernels, which is tested at first use, is first used inside the capture of a CUDA graph.
 
     Follows Keller Jordan's Muon, with the scaling of this package (see `muonfx.polar.iteration`), and Gram
     Newton-Schulz of Dao-AILab with changes (see `muonfx.polar.stages`).

@@ -11,8 +11,8 @@ as multiply-adds of the same time. The number of steps in a stage depends on the
 any finite matrix, rounding keeps singular values near their band (the interval of exact arithmetic).
 
 *Products.* On a CPU, only half of each large symmetric product is computed, by blocks, and the other half is mirrored.
-The Triton kernels do the same on CUDA. They have not been measured on a GPU, so they run only with
-``products="triton"``, and only if they pass a self-test on the device at first use.
+On GPUs of compute capability 9 and 10, quack-kernels does the same where it is installed and passes a self-test at
+first use (`muonfx.polar.quack`).
 
 The choice depends on the shape of one matrix, the dtypes, the device and whether derivatives are taken. It depends on
 neither batch size, values nor time, so the same matrix always gets the same result.
@@ -29,11 +29,11 @@ import torch
 
 from muonfx.internal.display import Report, Shown, Table, format_shape
 from muonfx.internal.tracing import called_once, fixed
-from muonfx.polar import kernels
+from muonfx.polar import quack
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.hardware import cpu_has_amx, cpu_has_bf16, cuda_capability
 from muonfx.polar.polynomials import Polynomials, polynomials
-from muonfx.polar.products import ProductsLike
+from muonfx.polar.products import Products, ProductsLike
 from muonfx.polar.rates import BUILT_IN, UNKNOWN, Rates
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import GramStage, staged, standard
@@ -74,9 +74,9 @@ class Plan(Shown):
     """The form of the iteration: one step on each Gram matrix `X X^T` ("standard"), or several ("gram")."""
     stages: tuple[GramStage, ...]
     """The steps of the iteration, grouped by the Gram matrix that they use; empty for coefficients in a tensor."""
-    products: Literal["batched", "blocks", "triton"]
-    """How `X X^T` is computed: in full ("batched"), or half of it by blocks or Triton and the other half mirrored."""
-    small_products: Literal["batched", "blocks", "triton"]
+    products: Products
+    """How `X X^T` is computed: in full ("batched"), or half of it by blocks or quack and the other half mirrored."""
+    small_products: Products
     """How products of Gram matrices are computed, with the same choices as for `products`."""
     reasons: tuple[str, str, str]
     """The reasons for the dtype, the method and the products, as text."""
@@ -269,9 +269,6 @@ def _why_dtype(
     return f"fp32 on devices of type {device.type}"
 
 
-_Products = Literal["batched", "blocks", "triton"]
-
-
 def _choose_products(
     short: int,
     long: int,
@@ -280,26 +277,21 @@ def _choose_products(
     requested: ProductsLike,
     rates: Rates,
     portable: bool,
-) -> tuple[_Products, _Products, str]:
+) -> tuple[Products, Products, str]:
     """Return two choices, such as "blocks", for `X X^T` and for products of Gram matrices, and the reason as text."""
-    if requested not in ("auto", "batched", "blocks", "triton"):
-        raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched', 'blocks' or 'triton'")
-    if requested == "triton" and compute == torch.float64:
-        raise ValueError("products: found 'triton' for float64, expected 'batched' or 'blocks': the kernels have none")
-    if requested == "triton" and not portable and not kernels.available(device):
-        raise RuntimeError(
-            f"products: found 'triton' on {device}, where the kernels do not run (CUDA with capability 8.0 or more "
-            "and an installed Triton); use 'auto' or 'batched'"
-        )
-    if requested == "triton" and not portable:
-        if failed := kernels.failure(device):
-            return "batched", "batched", f"the kernels failed their self-test on {device}: {failed}"
-        return requested, requested, f"as given; the kernels passed their self-test on {device}"
+    if requested not in ("auto", "batched", "blocks"):
+        raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched' or 'blocks'")
     if requested != "auto":
         return requested, requested, "as given"
+    if not portable and quack.is_capable(device):
+        refusal = quack.refusal(short, long, compute, device)
+        if refusal is None:
+            return "quack", "quack", f"quack-kernels passed its self-test on {device}"
+        return "batched", "batched", refusal
+    gram: Products = "blocks" if short * short * long >= rates.halved_from else "batched"
+    small: Products = "blocks" if short**3 >= rates.halved_from else "batched"
     why = f"skipping half of a symmetric product pays from {rates.halved_from:.1e} multiply-adds on ({rates.source})"
-    whole = "blocks" if short * short * long >= rates.halved_from else "batched"
-    return whole, "blocks" if short**3 >= rates.halved_from else "batched", why
+    return gram, small, why
 
 
 def _choose_method(

@@ -67,8 +67,8 @@ def orthogonalize(
             the two for each shape; `muonfx.polar.explain` prints the choice and the reason.
         dtype: the compute dtype. "auto" depends on the device, and is at least fp32 if derivatives are taken through
             the transform. Updates are returned in their own dtype.
-        products: how symmetric matrix products are computed: "batched", "blocks" or "triton". "auto" depends on the
-            shape and the device.
+        products: how symmetric matrix products are computed: "batched" or "blocks". "auto" depends on the shape and
+            the device, and uses quack-kernels on a GPU where it is installed.
         view: a `MatrixView`, which divides each parameter into matrices. For fused query, key and value weights:
             ``MatrixView({"*.qkv.weight": "(qkv=3 out) in -> qkv out in"})``.
 
@@ -86,9 +86,8 @@ def orthogonalize(
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """
-    # Raises if an option is malformed. Triton kernels are not checked here: they depend on the device of the updates.
-    checked = "auto" if products == "triton" else products
-    polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=checked)
+    # Raises if an option is malformed.
+    polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=products)
     iterated = Orthogonalizer(coefficients, steps, method, dtype, products)
 
     def init(params: PyTree) -> EmptyState:
