@@ -125,6 +125,41 @@ class Combinator:
 
 
 @dataclass(frozen=True)
+class MatrixWork:
+    """Describes how a transform works on matrices, to save work between ranks; an option of `transform`.
+
+    The default of each field is always correct.
+
+    Raises:
+        TypeError: a field is neither a function nor None.
+
+    >>> MatrixWork(rounds_to=torch.bfloat16)
+    Traceback (most recent call last):
+    TypeError: MatrixWork: rounds_to must be a function or None, found torch.bfloat16
+    """
+
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
+    """``(transform, dtype, device) -> dtype``. Returns the dtype to which updates are rounded before all other work.
+    They may then be sent between ranks in this dtype. It has at most the precision of ``dtype``."""
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Any, dict[str, tuple[int, int]]]] | None = None
+    """``(transform, shapes) -> (transform, matrices)``. ``shapes`` maps names to shapes. ``matrices`` maps the name of
+    each leaf that is a contiguous stack of independent matrices to the shape of one matrix. The returned transform
+    takes these leaves as ``(number, rows, columns)``. None: for a MATRIX transform, every leaf with more than two dims
+    is a stack."""
+    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None
+    """``(transform, device, dtype) -> function``. The returned function maps the name, shape and dtype of a leaf to the
+    number of operations of its update. Matrices are assigned to ranks by these numbers, which must be the same on all
+    ranks. ``device`` is a device type, and ``dtype`` the dtype in which matrix products with the option "auto" are
+    computed."""
+
+    def __post_init__(self) -> None:
+        for option in ("rounds_to", "on_stacks", "cost"):
+            function = getattr(self, option)
+            if not (function is None or callable(function)):
+                raise TypeError(f"MatrixWork: {option} must be a function or None, found {function!r}")
+
+
+@dataclass(frozen=True)
 class Declaration:
     """The options of the decorator `transform` as one value. The docstring of `transform` describes each field."""
 
@@ -132,16 +167,14 @@ class Declaration:
     combinator: Combinator = Combinator()
     reads_params: bool | Callable[..., bool] = True
     resolve: Callable[[Any, PyTree], Any] | None = None
-    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Any, dict[str, tuple[int, int]]]] | None = None
+    matrices: MatrixWork = MatrixWork()
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
     position: Position | Callable[..., Position | None] | None = None
-    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
     def __post_init__(self) -> None:
-        functions = ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras", "cost")
+        functions = ("resolve", "name_patterns", "check_extras")
         position = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
         accepted: dict[str, tuple[bool, str]] = {
             "locality": (isinstance(self.locality, Locality), "a Locality, such as Locality.MATRIX, or a function"),
@@ -156,6 +189,8 @@ class Declaration:
                 raise wrong(f"transform: {option} must be {words}, found {value!r}")
         if not isinstance(self.combinator, Combinator):
             raise TypeError(f"transform: combinator must be a Combinator, found {self.combinator!r}")
+        if not isinstance(self.matrices, MatrixWork):
+            raise TypeError(f"transform: matrices must be a MatrixWork, found {self.matrices!r}")
 
 
 # ------------------------------------------------------------------------------------ the signatures of init and update
@@ -302,18 +337,6 @@ class Transform(Recorded):
         """
         declared = self.declaration.resolve
         return self if declared is None else cast("Transform", declared(self, params))
-
-    def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-        """Return an equal transform for stacked matrices, and a dict from each stack's name to (rows, columns).
-
-        ``shapes`` maps the names of leaves to shapes. The returned transform takes each leaf that is a stack of
-        matrices with the shape ``(number, rows, columns)``.
-        """
-        declared = self.declaration.on_stacks
-        if declared is not None:
-            return cast("tuple[Transform, dict[str, tuple[int, int]]]", declared(self, shapes))
-        of_matrices = self.locality is Locality.MATRIX
-        return self, {n: (s[-2], s[-1]) for n, s in shapes.items() if of_matrices and len(s) > 2}
 
     @of_structure
     def name_patterns(self) -> tuple[NamePatterns, ...]:
@@ -516,6 +539,29 @@ def without_left_out(tx: Transform, params: PyTree) -> PyTree:
     return tree.unflatten(treedef, trained)
 
 
+def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    """Return an equal transform for stacked matrices, and a dict from each stack's name to (rows, columns).
+
+    ``shapes`` maps the names of leaves to shapes. The returned transform takes each leaf that is a stack of matrices
+    with the shape ``(number, rows, columns)``.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.orthogonalize(view=mfx.MatrixView("(part=2 out) in -> part out in"))
+    >>> _, matrices = stacked(tx, {"qk": (8, 3)})
+    >>> matrices
+    {'qk': (4, 3)}
+    """
+    declared = tx.declaration.matrices.on_stacks
+    if declared is not None:
+        return declared(tx, shapes)
+    matrices: dict[str, tuple[int, int]] = {}
+    if tx.locality is Locality.MATRIX:
+        for name, shape in shapes.items():
+            if len(shape) > 2:
+                matrices[name] = (shape[-2], shape[-1])
+    return tx, matrices
+
+
 def within(tx: Transform) -> Iterator[Transform]:
     """Yield a transform, then every transform that it calls, directly or indirectly."""
     yield tx
@@ -579,13 +625,10 @@ def transform(
     combinator: Combinator = ...,
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
-    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
-    | None = None,
+    matrices: MatrixWork = ...,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
-    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
 
@@ -625,12 +668,8 @@ def transform(
         resolve: ``(transform, params) -> transform``. Returns an equal transform that also works on shards, without the
             full shapes of the parameters. For example, a mask replaces an argument that selects parameters by shape.
             The state must not change.
-        rounds_to: ``(transform, dtype, device) -> dtype``. Returns the dtype to which updates are rounded before all
-            other work. They may then be sent between ranks in this dtype. It has at most the precision of ``dtype``.
-        on_stacks: ``(transform, shapes) -> (transform, matrices)``. ``shapes`` maps names to shapes. ``matrices`` maps
-            the name of each leaf that is a contiguous stack of independent matrices to the shape of one matrix. The
-            returned transform takes these leaves as ``(number, rows, columns)``. None: for a MATRIX transform, every
-            leaf with more than two dims is a stack.
+        matrices: for a transform of matrices, a `MatrixWork` that describes which matrices are independent, in which
+            dtype they may be sent, and what they cost. `matrixwise` supplies it.
         name_patterns: ``(transform) -> patterns``. Returns the globs over parameter names in its arguments, as
             `muonfx.core.patterns.NamePatterns`. ``init`` warns of a glob that matches no parameter.
         check_extras: ``(transform, extras) -> None``. Raises if the value of an extra argument is invalid. It runs
@@ -648,10 +687,6 @@ def transform(
             - "observer": it returns its updates unchanged. "last_observer" combines "last" and "observer".
             - "turns": it reverses the sign of updates without being a learning rate, as a negative scale does.
             - "either_sign": the sign of its updates is unknown.
-        cost: ``(transform, device, dtype) -> function``. The returned function maps the name, shape and dtype of a leaf
-            to the number of operations of its update. Matrices are assigned to ranks by these numbers, which must be
-            the same on all ranks. ``device`` is a device type, and ``dtype`` the dtype in which matrix products with
-            the option "auto" are computed.
         short_names: the keys of the numeric arguments in the param groups of `TransformOptimizer`:
             ``{"eps": "eps", "betas": ("b1", "b2")}``. A tuple combines several arguments. Arguments without a short
             name have their dotted name as key, as in `muonfx.hyperparams`.

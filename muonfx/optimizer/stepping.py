@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Combinator, Locality, Transform, transform
+from muonfx.core import Combinator, Locality, MatrixWork, Transform, transform
 from muonfx.core.chain import chain_entries, widest
 from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
+from muonfx.core.transform import stacked
 from muonfx.core.value import with_numbers
 from muonfx.core.visit import Visit, as_chain, check_resolved_extras
 from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
@@ -280,7 +281,7 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 
 
 def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    done = [version.on_stacks(shapes) for version in tx.arguments["versions"]]
+    done = [stacked(version, shapes) for version in tx.arguments["versions"]]
     return tx.replace(versions=tuple(version for version, _ in done)), done[0][1]
 
 
@@ -288,7 +289,7 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     locality=lambda versions, members: widest(versions),
     reads_params=lambda versions, members: any(version.reads_params for version in versions),
     resolve=_resolve,
-    on_stacks=_on_stacks,
+    matrices=MatrixWork(on_stacks=_on_stacks),
     combinator=Combinator(varies_numbers=True),
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):

@@ -147,7 +147,7 @@ class RunPlan:
 
     def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
         tx = self.run[place][1]
-        declared = tx.declaration.rounds_to
+        declared = tx.declaration.matrices.rounds_to
         rounded = dtype if declared is None else declared(tx, dtype, self.device)
         return rounded if rounded.itemsize < dtype.itemsize else dtype
 
