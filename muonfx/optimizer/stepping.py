@@ -20,8 +20,8 @@ from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_u
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.transform import stacked
-from muonfx.core.value import with_numbers
+from muonfx.core.transform import check_extras, patterns_in, stacked
+from muonfx.core.value import prepared, with_numbers
 from muonfx.core.visit import Visit, as_chain, check_resolved_extras
 from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank
@@ -62,7 +62,7 @@ class Stepping:
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
         """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
         check_params(params)
-        warn_of_unmatched(self.tx.name_patterns, params)
+        warn_of_unmatched(patterns_in(self.tx), params)
         state = self._placed_transforms(self._inner, params).functions.init(params)
         self.refresh(params, groups)
         return state
@@ -165,7 +165,7 @@ class Stepping:
         made = for_groups(self._inner, self.visits, [own for _, own in filled], [names for names, _ in filled])
         if torch.compiler.is_compiling() and self._has_branches:
             made = as_tensors(made)  # torch.cond accepts no float that changes between calls
-        return made.prepare_all()
+        return prepared(made)
 
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
@@ -183,13 +183,13 @@ class Stepping:
         else:
             placed = self._placed_transforms(tx, params)
             self._placed_structure = tx.structure
-        self._placed = placed.prepare_all()
+        self._placed = prepared(placed)
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run one step and return the next state. A ``problem``, an error of this rank, is raised before any change."""
         if problem is not None:
             raise problem
-        self.tx.check_extras(call.extras)
+        check_extras(self.tx, call.extras)
         check_resolved_extras(self.visits, call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))

@@ -17,7 +17,7 @@ from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Locality, MatrixWork, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.patterns import NamePatterns
-from muonfx.core.transform import LeafCost, Position
+from muonfx.core.transform import LeafCost, Position, arguments_at
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
@@ -241,7 +241,7 @@ def matrixwise(
             return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-            state, _ = constructor(**tx.arguments_at(0))
+            state, _ = constructor(**arguments_at(tx, 0))
             # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
             return on_stacks(tx, shapes, only_plain=not is_simple)
