@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import muonfx as mfx
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import within
-from muonfx.core.value import parts_of
+from muonfx.core.value import parts_of, prepared
 from muonfx.testing.violation import require_same
 
 
@@ -365,7 +365,7 @@ def test_an_order_that_is_hardly_meant_is_warned_of_at_the_callers_line(members,
     assert len(caught) == 1
     assert caught[0].filename == __file__
     tx.init({"w": torch.ones(2, 2)})  # neither at a step nor where numbers change
-    mfx.with_hyperparams(tx, mfx.hyperparams(tx)).prepare_all()
+    prepared(mfx.with_hyperparams(tx, mfx.hyperparams(tx)))
 
 
 def test_orders_that_are_a_matter_of_choice_are_not_warned_of():

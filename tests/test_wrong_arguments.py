@@ -67,8 +67,9 @@ WRONG = {
     "transform(reads_params='no')": "reads_params must be True, False or a function",
     "transform(reads_params=0)": "reads_params must be True, False or a function",
     "transform(resolve=True)": "resolve must be a function",
-    "transform(rounds_to=torch.bfloat16)": "rounds_to must be a function",
-    "transform(on_stacks=True)": "on_stacks must be a function",
+    "transform(matrices=True)": "matrices must be a MatrixWork",
+    "mfx.core.MatrixWork(rounds_to=torch.bfloat16)": "rounds_to must be a function",
+    "mfx.core.MatrixWork(on_stacks=True)": "on_stacks must be a function",
     # predicates and labels
     "routing.ndim()": "give either the exact number, or min, max or both",
     "routing.ndim(2, min=1)": "give either the exact number, or min, max or both",

@@ -36,7 +36,7 @@ class QuantizedDtype(Recorded):
     @property
     def resolved(self) -> Resolved:
         """The codecs (which encode and decode tensors) and the rounding seed that the dtype's arguments define."""
-        return self.built
+        return self._built
 
 
 P = ParamSpec("P")

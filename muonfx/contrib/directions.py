@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.contrib.norms import norm
-from muonfx.core import Donation, Transform, checks, transform
+from muonfx.core import Donation, MatrixWork, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
@@ -38,7 +38,7 @@ class NamoState(NamedTuple):
 @transform(
     locality=lambda inner, *_, view, **__: max(matrix_locality(view=view), inner.locality),
     reads_params=lambda inner, *_, **__: inner.reads_params,
-    on_stacks=lambda tx, shapes: (tx, {}),  # the inner transform has a state for each leaf
+    matrices=MatrixWork(on_stacks=lambda tx, shapes: (tx, {})),  # the inner transform has a state for each leaf
     name_patterns=name_patterns,
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
     position="sets_size",

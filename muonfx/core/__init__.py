@@ -14,7 +14,7 @@ from muonfx.core.hyperparams import as_tensors, hyperparams, stack, with_hyperpa
 from muonfx.core.partition import masked, partition
 from muonfx.core.schedules import ScheduledState
 from muonfx.core.simple import identity, set_to_zero, stateless
-from muonfx.core.transform import Combinator, EmptyState, Locality, Transform, transform
+from muonfx.core.transform import Combinator, EmptyState, Locality, MatrixWork, Transform, transform
 
 __all__ = [
     "Combinator",
@@ -22,6 +22,7 @@ __all__ = [
     "EmptyState",
     "InitAndUpdate",
     "Locality",
+    "MatrixWork",
     "ScheduledState",
     "Transform",
     "add_updates",

@@ -83,7 +83,7 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
                 updates, state[name], params, donate=Donation(may_write, donate.state), **extras
             )
             # Nothing else holds new tensors of a transform that follows `Donation`, so the next one may overwrite them.
-            may_write = donate.state and tx.keeps_donation_promise and (may_write or is_new(out, updates))
+            may_write = donate.state and tx._keeps_donation_promise and (may_write or is_new(out, updates))
             updates = out
         return updates, new_state
 

@@ -92,7 +92,7 @@ def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_
     return Extras(frozenset(named), takes_all, frozenset(required - {"sum_over_leaves"}), understood)
 
 
-def check_extras(within: list[Any], extras: Mapping[str, Any]) -> None:
+def check_extras_within(within: list[Any], extras: Mapping[str, Any]) -> None:
     """Raise TypeError if an extra argument of ``update`` is missing, or if no transform accepts it."""
     tx = within[0]
     missing = sorted(tx.extras.required - extras.keys())

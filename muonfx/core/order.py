@@ -72,7 +72,7 @@ def _skipping_in(tx: Transform) -> Transform | None:
 
 def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
     """Return what a transform without inner transforms does even if an update is zero: a verb phrase, or ""."""
-    if tx.schedules:
+    if tx._schedules:
         return "advances its schedule"
     if tx.children or tx.position == "observer":
         return ""

@@ -37,7 +37,7 @@ def _shown_arguments(tx: Recorded) -> Iterator[str]:
     """
     for name, parameter in tx.factory.definition.parameters.items():
         value = tx.arguments[name]
-        if any(isinstance(part, type(tx)) for part in tx.parts_in(name)):
+        if any(isinstance(part, type(tx)) for part in tx._parts_in(name)):
             continue
         is_number = isinstance(value, float | Tensor) or (isinstance(value, Recorded) and value.parts)  # a schedule
         if is_number or (not same(value, parameter.default) and (value or parameter.default is not parameter.empty)):

@@ -37,7 +37,7 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
     """Warn of each group of globs that matches no parameter name.
 
     Args:
-        patterns: the globs in the arguments of a transform, as `Transform.name_patterns` returns them.
+        patterns: the globs in the arguments of a transform, as `muonfx.core.transform.patterns_in` returns them.
         params: all parameters, also for a transform that receives only some of them, as under `partition`. A glob may
             be meant for the others, so only a glob without any match is a mistake.
 

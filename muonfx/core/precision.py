@@ -25,7 +25,7 @@ def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.dev
     return {
         name: str(declared(own, dtype, device)).removeprefix("torch.")
         for name, own in _named_parts(tx)
-        if (declared := own.declaration.rounds_to) is not None
+        if (declared := own.declaration.matrices.rounds_to) is not None
     }
 
 

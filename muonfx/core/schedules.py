@@ -64,13 +64,13 @@ class Schedule(Recorded):
     0.5
     """
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Create the function of the step now and cache it; raise TypeError if the schedule does not define one."""
-        super().prepare()
-        if not callable(self.built):
+        super()._prepare()
+        if not callable(self._built):
             name = self.factory.__name__
             raise TypeError(
-                f"{name}: found a function that returns {self.built!r}, expected a function that returns a schedule: "
+                f"{name}: found a function that returns {self._built!r}, expected a function that returns a schedule: "
                 "decorate def f(): return lambda step: ..., and call f()"
             )
 
@@ -82,7 +82,7 @@ class Schedule(Recorded):
 
     def __call__(self, count: int | Tensor) -> Any:
         """Return the value at step ``count``; the first is 0. An int gives a float, a 0-d tensor gives a 0-d tensor."""
-        function = self.built
+        function = self._built
         if isinstance(count, Tensor):
             wide = torch.float32 if count.device.type == "mps" else torch.float64
             return on_device_of(function, count.to(wide))

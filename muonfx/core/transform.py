@@ -36,11 +36,10 @@ from muonfx import tree
 from muonfx.core import checks
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.extras import (
-    ON_PIECES,
     Extras,
     Functions,
     InitAndUpdate,
-    check_extras,
+    check_extras_within,
     check_functions,
     extras_of,
     sum_over_leaves,
@@ -125,6 +124,41 @@ class Combinator:
 
 
 @dataclass(frozen=True)
+class MatrixWork:
+    """Describes how a transform works on matrices, to save work between ranks; an option of `transform`.
+
+    The default of each field is always correct.
+
+    Raises:
+        TypeError: a field is neither a function nor None.
+
+    >>> MatrixWork(rounds_to=torch.bfloat16)
+    Traceback (most recent call last):
+    TypeError: MatrixWork: rounds_to must be a function or None, found torch.bfloat16
+    """
+
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
+    """``(transform, dtype, device) -> dtype``. Returns the dtype to which updates are rounded before all other work.
+    They may then be sent between ranks in this dtype. It has at most the precision of ``dtype``."""
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Any, dict[str, tuple[int, int]]]] | None = None
+    """``(transform, shapes) -> (transform, matrices)``. ``shapes`` maps names to shapes. ``matrices`` maps the name of
+    each leaf that is a contiguous stack of independent matrices to the shape of one matrix. The returned transform
+    takes these leaves as ``(number, rows, columns)``. None: for a MATRIX transform, every leaf with more than two dims
+    is a stack."""
+    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None
+    """``(transform, device, dtype) -> function``. The returned function maps the name, shape and dtype of a leaf to the
+    number of operations of its update. Matrices are assigned to ranks by these numbers, which must be the same on all
+    ranks. ``device`` is a device type, and ``dtype`` the dtype in which matrix products with the option "auto" are
+    computed."""
+
+    def __post_init__(self) -> None:
+        for option in ("rounds_to", "on_stacks", "cost"):
+            function = getattr(self, option)
+            if not (function is None or callable(function)):
+                raise TypeError(f"MatrixWork: {option} must be a function or None, found {function!r}")
+
+
+@dataclass(frozen=True)
 class Declaration:
     """The options of the decorator `transform` as one value. The docstring of `transform` describes each field."""
 
@@ -132,16 +166,14 @@ class Declaration:
     combinator: Combinator = Combinator()
     reads_params: bool | Callable[..., bool] = True
     resolve: Callable[[Any, PyTree], Any] | None = None
-    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Any, dict[str, tuple[int, int]]]] | None = None
+    matrices: MatrixWork = MatrixWork()
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
     position: Position | Callable[..., Position | None] | None = None
-    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
     def __post_init__(self) -> None:
-        functions = ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras", "cost")
+        functions = ("resolve", "name_patterns", "check_extras")
         position = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
         accepted: dict[str, tuple[bool, str]] = {
             "locality": (isinstance(self.locality, Locality), "a Locality, such as Locality.MATRIX, or a function"),
@@ -156,6 +188,8 @@ class Declaration:
                 raise wrong(f"transform: {option} must be {words}, found {value!r}")
         if not isinstance(self.combinator, Combinator):
             raise TypeError(f"transform: combinator must be a Combinator, found {self.combinator!r}")
+        if not isinstance(self.matrices, MatrixWork):
+            raise TypeError(f"transform: matrices must be a MatrixWork, found {self.matrices!r}")
 
 
 # ------------------------------------------------------------------------------------ the signatures of init and update
@@ -183,7 +217,7 @@ class Transform(Recorded):
     tensor([-0.0190, -0.0190])
     """
 
-    number_types = (Schedule,)
+    _number_types = (Schedule,)
 
     @property
     def name(self) -> str:
@@ -221,26 +255,21 @@ class Transform(Recorded):
     def _repr_html_(self) -> str:
         return self.tree().to_html()
 
-    def names_of_parts(self, argument: str) -> Iterable[str]:
+    def _names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the names of the numbers and transforms within one argument, such as the members of a chain."""
         given = self.factory.definition.parameters[argument]
         if given.kind is given.VAR_POSITIONAL:
             return list(entries_of(self.arguments[argument], self.factory.__name__))
-        return super().names_of_parts(argument)
+        return super()._names_of_parts(argument)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """Return a copy in which each transform ``t`` among the arguments is replaced by ``function(t)``."""
         return self._from(
-            self.new_structure(), [function(part) if isinstance(part, Transform) else part for part in self.parts]
+            self._new_structure(), [function(part) if isinstance(part, Transform) else part for part in self.parts]
         )
 
-    @property
-    def stays_outermost(self) -> bool:
-        """True if wrappers are moved inside: ``wrapper(sharded(tx))`` is converted to ``sharded(wrapper(tx))``."""
-        return False
-
     @Lazy
-    def schedules(self) -> dict[str, Schedule]:
+    def _schedules(self) -> dict[str, Schedule]:
         """A dict from argument name to `Schedule`, for arguments with a schedule in place of a number."""
         if not [part for part in self.parts if isinstance(part, Schedule)]:
             return {}
@@ -251,22 +280,18 @@ class Transform(Recorded):
             if isinstance(value, Schedule) and "float" in kinds[name] and "Schedule" not in kinds[name]
         }
 
-    def arguments_at(self, count: int) -> dict[str, Any]:
-        """Return a dict of the arguments, with each schedule replaced by its value at step ``count``."""
-        return {**self.arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
-
-    def build(self) -> Any:
+    def _build(self) -> Any:
         """Call the decorated function and return its ``(init, update)``; with schedules, at every update again."""
-        schedules = self.schedules
+        schedules = self._schedules
         if not schedules:
-            return super().build()
+            return super()._build()
         return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
 
     def _check_schedules(self) -> None:
         """Raise if a schedule has an invalid value at one of the steps 0, 1, 10, ..., 1,000,000."""
-        for count in (0, *(10**power for power in range(7))) if self.schedules else ():
-            arguments = self.arguments_at(count)
-            if count and any(math.isinf(arguments[name]) for name in self.schedules):
+        for count in (0, *(10**power for power in range(7))) if self._schedules else ():
+            arguments = arguments_at(self, count)
+            if count and any(math.isinf(arguments[name]) for name in self._schedules):
                 return  # a rate that grows until a run ends, as in a search for the best one, overflows if continued
             try:
                 self._build_for(arguments)
@@ -277,7 +302,7 @@ class Transform(Recorded):
     def locality(self) -> Locality:
         """How much of the tree one element of an update depends on: the element, its matrix, its leaf or all leaves."""
         declared = self.declaration.locality
-        found = declared if isinstance(declared, Locality) else self._call(declared, self.arguments_at(0))
+        found = declared if isinstance(declared, Locality) else self._call(declared, arguments_at(self, 0))
         if not isinstance(found, Locality):
             raise TypeError(f"{self.name}: the declared locality must be a Locality, found {found!r}")
         return found
@@ -286,7 +311,7 @@ class Transform(Recorded):
     def reads_params(self) -> bool:
         """True if ``init`` or ``update`` reads the values of the parameters, and not only their names and shapes."""
         declared = self.declaration.reads_params
-        return declared if isinstance(declared, bool) else self._call(declared, self.arguments_at(0))
+        return declared if isinstance(declared, bool) else self._call(declared, arguments_at(self, 0))
 
     @property
     def position(self) -> Position | None:
@@ -303,31 +328,10 @@ class Transform(Recorded):
         declared = self.declaration.resolve
         return self if declared is None else cast("Transform", declared(self, params))
 
-    def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-        """Return an equal transform for stacked matrices, and a dict from each stack's name to (rows, columns).
-
-        ``shapes`` maps the names of leaves to shapes. The returned transform takes each leaf that is a stack of
-        matrices with the shape ``(number, rows, columns)``.
-        """
-        declared = self.declaration.on_stacks
-        if declared is not None:
-            return cast("tuple[Transform, dict[str, tuple[int, int]]]", declared(self, shapes))
-        of_matrices = self.locality is Locality.MATRIX
-        return self, {n: (s[-2], s[-1]) for n, s in shapes.items() if of_matrices and len(s) > 2}
-
-    @of_structure
-    def name_patterns(self) -> tuple[NamePatterns, ...]:
-        """The globs, such as ``*.bias``, by which this transform or an inner transform selects parameters by name."""
-        declared = self.declaration.name_patterns
-        found = list(declared(self)) if declared is not None else []
-        for part in self.children:
-            found += part.name_patterns
-        return tuple(dict.fromkeys(found))
-
     @Lazy
     def functions(self) -> Functions:
         """The functions ``(init, update)`` of this transform, which do not check their inputs."""
-        init, update = self.built
+        init, update = self._built
         return Functions(functools.partial(outside_autocast, init), update)
 
     @of_structure
@@ -336,35 +340,20 @@ class Transform(Recorded):
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
         return extras_of(self.functions.update, [part.extras for part in self.children], calls_none=calls_none)
 
-    def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Check that ``update`` accepts these extra arguments, such as ``value=loss``, and that none is missing.
-
-        Raises:
-            TypeError: a required extra argument is missing, or no transform accepts one. The message lists the
-                accepted extras.
-        """
-        if extras or self.extras.required:
-            check_extras(list(within(self)), extras)
-
-    @property
-    def works_on_pieces(self) -> bool:
-        """True if ``update`` can run on shards, by an extra argument such as ``sum_over_leaves``."""
-        return not ON_PIECES.isdisjoint(self.extras.named)
-
     @of_structure
-    def keeps_donation_promise(self) -> bool:
+    def _keeps_donation_promise(self) -> bool:
         """True if ``update`` of this and all inner transforms has the argument ``donate``, so inputs can be donated."""
-        return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
+        return "donate" in self.extras.named and all(child._keeps_donation_promise for child in self.children)
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Create and cache the functions of this transform now, so that bad arguments raise before the first use."""
         if not torch.compiler.is_compiling():
             self._check_schedules()
-        super().prepare()
+        super()._prepare()
         # The tests of this package check the signatures of its own functions.
         if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
-            check_functions(self.factory.__name__, self.built)
-        _ = self.locality, self.extras, self.keeps_donation_promise
+            check_functions(self.factory.__name__, self._built)
+        _ = self.locality, self.extras, self._keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state for a tree of parameters.
@@ -390,7 +379,7 @@ class Transform(Recorded):
         if not torch.compiler.is_compiling():
             params = without_left_out(self, params)
             checks.check_params(params)
-            warn_of_unmatched(self.name_patterns, params)
+            warn_of_unmatched(patterns_in(self), params)
         return self.functions.init(params)
 
     def update(
@@ -430,7 +419,7 @@ class Transform(Recorded):
                 checks.warn_of_growing_graphs("update", params, leaves, updates, self.tensors)
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
-        self.check_extras(extras)
+        check_extras(self, extras)
         given = NOTHING if donate is False else Donation.of(donate)
         if given != NOTHING:
             given, updates, state = unshared(given, updates, state, params)
@@ -478,7 +467,7 @@ class Transform(Recorded):
             given["donate"] = donate
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
-        _, update = self.built
+        _, update = self._built
         if autocast_is_on():
             found = outside_autocast(update, updates, state, params, **given)
         else:
@@ -490,6 +479,44 @@ class Transform(Recorded):
             for what, own, old in (("updates", found[0], updates), ("state", found[1], state)):
                 checks.check_structure(f"{self.name}: the {what} that it returns", own, f"the {what} given to it", old)
         return found
+
+
+class Outermost(Transform):
+    """A transform that must be the outermost one: ``wrapper(sharded(tx))`` is converted to ``sharded(wrapper(tx))``."""
+
+
+def arguments_at(tx: Transform, count: int) -> dict[str, Any]:
+    """Return a dict of a transform's arguments, with each schedule replaced by its value at step ``count``.
+
+    >>> import muonfx as mfx
+    >>> arguments_at(mfx.scale_by_learning_rate(mfx.linear_schedule(1.0, 0.0, 4)), 1)
+    {'learning_rate': 0.75}
+    """
+    arguments = tx.arguments
+    for name, schedule in tx._schedules.items():
+        arguments[name] = schedule(count)
+    return arguments
+
+
+def patterns_in(tx: Transform) -> list[NamePatterns]:
+    """Return the globs, such as ``*.bias``, by which a transform or an inner transform selects parameters by name."""
+    patterns: list[NamePatterns] = []
+    for inner in within(tx):
+        declared = inner.declaration.name_patterns
+        if declared is not None:
+            patterns += declared(inner)
+    return list(dict.fromkeys(patterns))
+
+
+def check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
+    """Check that ``update`` of a transform accepts extra arguments, such as ``value=loss``, and that none is missing.
+
+    Raises:
+        TypeError: a required extra argument is missing, or no transform accepts one. The message lists the accepted
+            extras.
+    """
+    if extras or tx.extras.required:
+        check_extras_within(list(within(tx)), extras)
 
 
 def left_out(tx: Transform, params: PyTree) -> set[str]:
@@ -514,6 +541,29 @@ def without_left_out(tx: Transform, params: PyTree) -> PyTree:
         is_skipped = not checks.is_usable(leaf) and (name in not_updated or checks.is_frozen(leaf))
         trained.append(None if is_skipped else leaf)
     return tree.unflatten(treedef, trained)
+
+
+def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    """Return an equal transform for stacked matrices, and a dict from each stack's name to (rows, columns).
+
+    ``shapes`` maps the names of leaves to shapes. The returned transform takes each leaf that is a stack of matrices
+    with the shape ``(number, rows, columns)``.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.orthogonalize(view=mfx.MatrixView("(part=2 out) in -> part out in"))
+    >>> _, matrices = stacked(tx, {"qk": (8, 3)})
+    >>> matrices
+    {'qk': (4, 3)}
+    """
+    declared = tx.declaration.matrices.on_stacks
+    if declared is not None:
+        return declared(tx, shapes)
+    matrices: dict[str, tuple[int, int]] = {}
+    if tx.locality is Locality.MATRIX:
+        for name, shape in shapes.items():
+            if len(shape) > 2:
+                matrices[name] = (shape[-2], shape[-1])
+    return tx, matrices
 
 
 def within(tx: Transform) -> Iterator[Transform]:
@@ -579,13 +629,10 @@ def transform(
     combinator: Combinator = ...,
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
-    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
-    | None = None,
+    matrices: MatrixWork = ...,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
-    cost: Callable[[Any, str, torch.dtype], LeafCost] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
 
@@ -625,12 +672,8 @@ def transform(
         resolve: ``(transform, params) -> transform``. Returns an equal transform that also works on shards, without the
             full shapes of the parameters. For example, a mask replaces an argument that selects parameters by shape.
             The state must not change.
-        rounds_to: ``(transform, dtype, device) -> dtype``. Returns the dtype to which updates are rounded before all
-            other work. They may then be sent between ranks in this dtype. It has at most the precision of ``dtype``.
-        on_stacks: ``(transform, shapes) -> (transform, matrices)``. ``shapes`` maps names to shapes. ``matrices`` maps
-            the name of each leaf that is a contiguous stack of independent matrices to the shape of one matrix. The
-            returned transform takes these leaves as ``(number, rows, columns)``. None: for a MATRIX transform, every
-            leaf with more than two dims is a stack.
+        matrices: for a transform of matrices, a `MatrixWork` that describes which matrices are independent, in which
+            dtype they may be sent, and what they cost. `matrixwise` supplies it.
         name_patterns: ``(transform) -> patterns``. Returns the globs over parameter names in its arguments, as
             `muonfx.core.patterns.NamePatterns`. ``init`` warns of a glob that matches no parameter.
         check_extras: ``(transform, extras) -> None``. Raises if the value of an extra argument is invalid. It runs
@@ -648,10 +691,6 @@ def transform(
             - "observer": it returns its updates unchanged. "last_observer" combines "last" and "observer".
             - "turns": it reverses the sign of updates without being a learning rate, as a negative scale does.
             - "either_sign": the sign of its updates is unknown.
-        cost: ``(transform, device, dtype) -> function``. The returned function maps the name, shape and dtype of a leaf
-            to the number of operations of its update. Matrices are assigned to ranks by these numbers, which must be
-            the same on all ranks. ``device`` is a device type, and ``dtype`` the dtype in which matrix products with
-            the option "auto" are computed.
         short_names: the keys of the numeric arguments in the param groups of `TransformOptimizer`:
             ``{"eps": "eps", "betas": ("b1", "b2")}``. A tuple combines several arguments. Arguments without a short
             name have their dotted name as key, as in `muonfx.hyperparams`.

@@ -96,7 +96,7 @@ def make_factory(
 
     @functools.wraps(constructor)
     def call(*args: object, **kwargs: object) -> Any:
-        return kind.record(factory, *args, **kwargs).prepare_all()
+        return prepared(kind._record(factory, *args, **kwargs))
 
     if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
@@ -267,11 +267,11 @@ class Recorded:
     """The decorated function whose call created this value."""
     parts: tuple[Any, ...]
     """The numbers, tensors and recorded values among the arguments, in order."""
-    number_types: ClassVar[tuple[type, ...]] = ()
+    _number_types: ClassVar[tuple[type, ...]] = ()
     """The classes, such as `Schedule`, whose values are accepted in place of a number."""
 
     @classmethod
-    def record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
+    def _record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
         """Check the arguments of a factory call against its annotations, and return a value that stores them."""
         definition = factory.definition
         parameters = definition.parameters
@@ -281,7 +281,7 @@ class Recorded:
         skeleton: dict[str, object] = {}
         for name, value in bound.arguments.items():
             kinds, default = definition.plain[name], parameters[name].default
-            if value is not default and not ("float" in kinds and isinstance(value, cls.number_types)):
+            if value is not default and not ("float" in kinds and isinstance(value, cls._number_types)):
                 value = check_plain(factory.__name__, name, value, kinds)
             if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
                 text = f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}"
@@ -289,14 +289,14 @@ class Recorded:
             skeleton[name] = _split(definition.as_float(name, value), parts)
         return cls._from(Structure(cls, factory, skeleton), parts)
 
-    def names_of_parts(self, argument: str) -> Iterable[str]:
+    def _names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the dotted names of the numbers and recorded values (such as transforms) within one argument."""
         skeleton = self.structure.skeleton[argument]
         if type(skeleton) not in (tuple, list, dict):
             return [argument] if skeleton is _HOLE else []
         return _names_in(skeleton if type(skeleton) is dict else {argument: skeleton})
 
-    def parts_in(self, argument: str) -> list[Any]:
+    def _parts_in(self, argument: str) -> list[Any]:
         """Return the numbers and recorded values (such as transforms) within one argument, in order."""
         found: list[Any] = []
         _split(self.arguments[argument], found)
@@ -359,7 +359,7 @@ class Recorded:
                 positional.append(arguments[name])
         return function(*positional, **named)
 
-    def build(self) -> Any:
+    def _build(self) -> Any:
         """Call the decorated function with the arguments that this value stores, and return its result."""
         return self._build_for(self.arguments)
 
@@ -371,9 +371,9 @@ class Recorded:
         return self._call(constructor, arguments)
 
     @Lazy
-    def built(self) -> Any:
-        """The cached result of `build`; for a transform, the pair ``(init, update)``."""
-        return self.build()
+    def _built(self) -> Any:
+        """The cached result of `_build`; for a transform, the pair ``(init, update)``."""
+        return self._build()
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -391,24 +391,13 @@ class Recorded:
         """A cache for results that other modules compute from this value."""
         return {}
 
-    def new_structure(self) -> Structure:
+    def _new_structure(self) -> Structure:
         """Return a copy of ``structure`` without its cached results."""
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Call the decorated function now and cache its result, so that bad arguments raise before the first use."""
-        _ = self.built
-
-    def prepare_all(self) -> Self:
-        """Call `prepare` once for all inner transforms and schedules, then for this value, and return this value."""
-        if "_prepared" not in self.__dict__:
-            for part in self.parts:
-                if isinstance(part, Recorded):
-                    part.prepare_all()
-            self.prepare()
-            if not torch.compiler.is_compiling():
-                self.__dict__["_prepared"] = True
-        return self
+        _ = self._built
 
     def replace(self, **changes: object) -> Self:
         """Return a copy with some arguments of the factory call changed.
@@ -452,7 +441,7 @@ class Recorded:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the arguments, not the functions. The constructor creates the functions again at first use."""
-        return Recorded._from, (self.new_structure(), self.parts)
+        return Recorded._from, (self._new_structure(), self.parts)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -462,6 +451,22 @@ class Recorded:
         resume with another learning rate. The digits are the same in every process, and if code is moved.
         """
         return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
+
+
+def prepared(value: R) -> R:
+    """Build the functions of a transform and of its inner transforms and schedules now, and return the transform.
+
+    Bad arguments then raise before the first use.
+    """
+    if "_is_prepared" in value.__dict__:
+        return value
+    for part in value.parts:
+        if isinstance(part, Recorded):
+            prepared(part)
+    value._prepare()
+    if not torch.compiler.is_compiling():
+        value.__dict__["_is_prepared"] = True
+    return value
 
 
 def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
@@ -497,7 +502,7 @@ def part_names(value: Recorded) -> tuple[str, ...]:
     derived = value.structure.derived
     if "part_names" not in derived:
         skeleton, is_transparent = value.structure.skeleton, value.factory.definition.transparent
-        names = [""] if is_transparent else [n for argument in skeleton for n in value.names_of_parts(argument)]
+        names = [""] if is_transparent else [n for argument in skeleton for n in value._names_of_parts(argument)]
         derived["part_names"] = tuple(names)
     return derived["part_names"]
 

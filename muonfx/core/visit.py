@@ -16,6 +16,7 @@ import torch
 
 from muonfx import tree
 from muonfx.core.chain import chain, chain_entries
+from muonfx.core.extras import ON_PIECES
 from muonfx.core.transform import Declaration, Locality, Transform
 from muonfx.core.value import Recorded, dotted, make_factory, part_names, parts_of
 from muonfx.tree import PyTree
@@ -156,7 +157,7 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
 def check_resolved_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) -> None:
     """Raise if a resolved transform cannot use one of the extra arguments of a step, such as ``max_logits``.
 
-    `Transform.check_extras` checks the names of extra arguments, without knowing the parameters.
+    `muonfx.core.transform.check_extras` checks the names of extra arguments, without knowing the parameters.
     """
     if not extras or torch.compiler.is_compiling():  # a trace has no values to check
         return
@@ -234,6 +235,11 @@ def delegates(tx: Transform) -> bool:
 def sums_over_leaves(tx: Transform) -> bool:
     """Return True if the update of a transform needs no more of other leaves than a sum over them."""
     return "sum_over_leaves" in tx.extras.named
+
+
+def works_on_pieces(tx: Transform) -> bool:
+    """Return True if the update of a transform can run on shards, by an extra argument such as ``sum_over_leaves``."""
+    return not ON_PIECES.isdisjoint(tx.extras.named)
 
 
 def _labels(tx: Transform, names: Sequence[str], received: Sequence[PyTree]) -> list[str | None]:

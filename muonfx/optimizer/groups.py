@@ -18,6 +18,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.order import combine_signs
+from muonfx.core.value import prepared
 from muonfx.core.visit import Visit
 from muonfx.placement.placed import needs_matrices
 
@@ -486,7 +487,7 @@ def complete_entries(tx: Transform, members: Sequence[Route], group: Group) -> N
     whole = with_agreed(members, group, defaults)
     numbers = GroupNumbers(group_hyperparams(members, whole))
     values = {name: own_copy(value) for name, value in numbers.complete(whole, defaults).items()}
-    with_hyperparams(tx, fitted(defaults, [values])[0]).prepare_all()
+    prepared(with_hyperparams(tx, fitted(defaults, [values])[0]))
     group.update(numbers.entries(values))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Combinator, Locality, Transform, transform
+from muonfx.core import Combinator, Locality, MatrixWork, Transform, transform
 from muonfx.core.chain import chain_entries, widest
 from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
 from muonfx.core.donation import NOTHING, Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams, with_hyperparams
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.value import with_numbers
+from muonfx.core.transform import check_extras, patterns_in, stacked
+from muonfx.core.value import prepared, with_numbers
 from muonfx.core.visit import Visit, as_chain, check_resolved_extras
 from muonfx.optimizer.groups import BoundGroup, Group, Number, equal, fitted, routes_of, separate_tensors
 from muonfx.optimizer.state import Load, on_this_rank
@@ -61,7 +62,7 @@ class Stepping:
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
         """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
         check_params(params)
-        warn_of_unmatched(self.tx.name_patterns, params)
+        warn_of_unmatched(patterns_in(self.tx), params)
         state = self._placed_transforms(self._inner, params).functions.init(params)
         self.refresh(params, groups)
         return state
@@ -164,7 +165,7 @@ class Stepping:
         made = for_groups(self._inner, self.visits, [own for _, own in filled], [names for names, _ in filled])
         if torch.compiler.is_compiling() and self._has_branches:
             made = as_tensors(made)  # torch.cond accepts no float that changes between calls
-        return made.prepare_all()
+        return prepared(made)
 
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
@@ -182,13 +183,13 @@ class Stepping:
         else:
             placed = self._placed_transforms(tx, params)
             self._placed_structure = tx.structure
-        self._placed = placed.prepare_all()
+        self._placed = prepared(placed)
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run one step and return the next state. A ``problem``, an error of this rank, is raised before any change."""
         if problem is not None:
             raise problem
-        self.tx.check_extras(call.extras)
+        check_extras(self.tx, call.extras)
         check_resolved_extras(self.visits, call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))
@@ -280,7 +281,7 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 
 
 def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    done = [version.on_stacks(shapes) for version in tx.arguments["versions"]]
+    done = [stacked(version, shapes) for version in tx.arguments["versions"]]
     return tx.replace(versions=tuple(version for version, _ in done)), done[0][1]
 
 
@@ -288,7 +289,7 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     locality=lambda versions, members: widest(versions),
     reads_params=lambda versions, members: any(version.reads_params for version in versions),
     resolve=_resolve,
-    on_stacks=_on_stacks,
+    matrices=MatrixWork(on_stacks=_on_stacks),
     combinator=Combinator(varies_numbers=True),
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):

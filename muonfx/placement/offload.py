@@ -11,7 +11,7 @@ import torch
 
 from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.donation import NOTHING
-from muonfx.core.transform import Declaration, require_transform
+from muonfx.core.transform import Declaration, Outermost, require_transform
 from muonfx.core.value import Factory, Memory, make_factory, with_memory
 from muonfx.internal.arguments import bind
 from muonfx.placement.bucketed import require_room
@@ -28,15 +28,15 @@ class Offloaded(Transform):
     """A transform whose state is in host memory or on disk between steps, as `offload` returns it."""
 
     @classmethod
-    def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
+    def _record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
         """Build the result of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``."""
         bound = bind("offload", inspect.Signature(list(factory.definition.parameters.values())), args, kwargs)
         given = bound.arguments
         if isinstance(given.get("to"), os.PathLike):
             given["to"] = os.fspath(given["to"])
         outer = given["tx"]
-        if not (isinstance(outer, Transform) and outer.stays_outermost):
-            return super().record(factory, *bound.args, **bound.kwargs)
+        if not (isinstance(outer, Outermost)):
+            return super()._record(factory, *bound.args, **bound.kwargs)
         given["tx"] = outer.arguments["tx"]
         return outer.replace(tx=factory(*bound.args, **bound.kwargs))
 

@@ -35,6 +35,7 @@ from muonfx.core.visit import (
     root_visit,
     stand_in,
     sums_over_leaves,
+    works_on_pieces,
 )
 from muonfx.internal.display import Report, Row, Table
 from muonfx.placement.arguments import meta_like
@@ -211,7 +212,7 @@ def _place_other(tx: Transform, like: PyTree, where: Where) -> Transform:
     """Rewrite a wrapper, or a transform that needs all leaves or sums over them."""
     if is_wrapper(tx):
         return _place_wrapper(tx, like, where)
-    runs_on_shards = tx.works_on_pieces and not tx.children
+    runs_on_shards = works_on_pieces(tx) and not tx.children
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
@@ -447,6 +448,6 @@ def execution_of(visited: Visit) -> str:
         return "matrix stage"
     if tx.locality is Locality.ELEMENT:
         return "elementwise"
-    if tx.works_on_pieces and not tx.children:
+    if works_on_pieces(tx) and not tx.children:
         return "sum over leaves" if sums_over_leaves(tx) else "on pieces"
     return "whole tree"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
+from muonfx.core.transform import check_extras
 from muonfx.core.visit import check_resolved_extras
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
@@ -108,7 +109,7 @@ def _checked_call(
     `names`, `leaves` and `treedef` belong to the updates.
     """
     layout = binding.layout
-    tx.check_extras(call.extras)
+    check_extras(tx, call.extras)
     if not checks.all_usable([local_of(leaf) for leaf in leaves]):
         checks.check_floating("updates", local_tree(call.updates))
     gradients = local_leaves(layout, names, leaves, as_placed=False)

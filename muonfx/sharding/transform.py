@@ -16,7 +16,7 @@ from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.transform import Declaration, require_transform, without_left_out
+from muonfx.core.transform import Declaration, Outermost, patterns_in, require_transform, without_left_out
 from muonfx.core.value import Memory, make_factory, with_memory
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
@@ -48,21 +48,16 @@ Replicas = Literal["auto", "split", "everyone"]
 """Which ranks orthogonalize a matrix that all ranks hold; see the argument ``replicas`` of `sharded`."""
 
 
-class Sharded(Transform):
-    """A transform that runs on this rank's shards, as `sharded` returns it. Errors are raised on all ranks."""
+class Sharded(Outermost):
+    """A transform that runs on this rank's shards, as `sharded` returns it. Errors are raised on all ranks.
+
+    It stays outermost, because the ranks agree on a step before any transform runs.
+    """
 
     @property
     def layout(self) -> Layout:
         """The `Layout` that was passed to `sharded`: which shard of each parameter each rank holds."""
         return self.arguments["layout"]
-
-    @property
-    def stays_outermost(self) -> bool:
-        """Always True: apply a wrapper such as `offload` to the inner transform, inside `sharded`.
-
-        The ranks agree on a step before any transform runs, so a sharded transform must be the outermost transform.
-        """
-        return True
 
     def init(self, params: PyTree) -> PyTree:
         """Return this rank's optimizer state, for this rank's shards of the parameters.
@@ -206,7 +201,7 @@ def init_sharded(
 ) -> PyTree:
     """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ."""
     try:
-        warn_of_unmatched(tx.name_patterns, params)
+        warn_of_unmatched(patterns_in(tx), params)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     verify_ranks(binding, tx, params, problem)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, InitAndUpdate, Locality, Transform, checks, transform
+from muonfx.core import Donation, InitAndUpdate, Locality, MatrixWork, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.patterns import NamePatterns
-from muonfx.core.transform import LeafCost, Position
+from muonfx.core.transform import LeafCost, Position, arguments_at
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
@@ -45,7 +45,7 @@ def on_stacks(
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """Return a transform for parameters reshaped to (number, rows, columns), and a dict of (rows, columns) by name.
 
-    This is the option ``on_stacks`` of `muonfx.transform`. ``only_plain`` omits parameters whose independent parts are
+    This is the option ``on_stacks`` of `MatrixWork`. ``only_plain`` omits parameters whose independent parts are
     not single matrices.
     """
     view: MatrixView = tx.arguments["view"]
@@ -75,7 +75,7 @@ def name_patterns(tx: Transform) -> list[NamePatterns]:
 
 
 def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
-    """Return a function that sums the cost of the matrices of a leaf, for the option ``cost`` of `muonfx.transform`."""
+    """Return a function that sums the cost of the matrices of a leaf, for the option ``cost`` of `MatrixWork`."""
 
     def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
         (pattern,) = view.of([name])
@@ -198,7 +198,7 @@ def matrixwise(
         position: the place in a chain relative to the learning rate, as for `muonfx.transform`.
         short_names: a dict from a key of torch's parameter groups to the arguments that it sets, such as
             ``{"momentum": "decay"}``, as for `muonfx.transform`.
-        cost: ``(transform, device, dtype) -> function``, as for `muonfx.transform`. The returned function maps the
+        cost: ``(transform, device, dtype) -> function``, as for `MatrixWork`. The returned function maps the
             rows, columns and dtype of one matrix to the number of operations of its update.
 
     Returns:
@@ -241,7 +241,7 @@ def matrixwise(
             return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-            state, _ = constructor(**tx.arguments_at(0))
+            state, _ = constructor(**arguments_at(tx, 0))
             # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
             return on_stacks(tx, shapes, only_plain=not is_simple)
@@ -253,11 +253,10 @@ def matrixwise(
         decorator = transform(
             locality=matrix_locality,
             reads_params=reads_params,
-            on_stacks=independent,
+            matrices=MatrixWork(on_stacks=independent, cost=cost_of_leaf if cost is not None else None),
             name_patterns=name_patterns,
             position=position,
             short_names=short_names,
-            cost=cost_of_leaf if cost is not None else None,
         )
         return decorator(build)
 

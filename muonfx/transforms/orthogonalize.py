@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from muonfx import polar
-from muonfx.core import Donation, EmptyState, Transform, transform
+from muonfx.core import Donation, EmptyState, MatrixWork, Transform, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import LeafCost
 from muonfx.polar.cost import newton_schulz_cost
@@ -42,11 +42,9 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
 @transform(
     locality=matrix_locality,
     reads_params=False,
-    rounds_to=_rounds_to,
-    on_stacks=on_stacks,
+    matrices=MatrixWork(rounds_to=_rounds_to, on_stacks=on_stacks, cost=_cost),
     name_patterns=name_patterns,
     position="sets_size",
-    cost=_cost,
 )
 def orthogonalize(
     *,

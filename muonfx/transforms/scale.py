@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
+from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, MatrixWork, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.core.simple import no_state
@@ -160,7 +160,7 @@ def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
     locality=matrix_locality,
     reads_params=False,
     resolve=_resolve_by_shape,
-    on_stacks=on_stacks,
+    matrices=MatrixWork(on_stacks=on_stacks),
     name_patterns=name_patterns,
 )
 def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixView = MatrixView()):

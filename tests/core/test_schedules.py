@@ -84,7 +84,7 @@ def test_each_step_uses_the_schedules_number(name: str):
 def test_localities_extras_and_promises_are_those_of_the_transform():
     for plain, tx in ((make(0.5), make(RISING)) for make in MAKERS.values()):
         assert (tx.locality, tx.reads_params) == (plain.locality, plain.reads_params)
-        assert (tx.extras, tx.keeps_donation_promise) == (plain.extras, plain.keeps_donation_promise)
+        assert (tx.extras, tx._keeps_donation_promise) == (plain.extras, plain._keeps_donation_promise)
     updates, _ = shifted(RISING).update(PARAMS, shifted(RISING).init(PARAMS), more=1.0)
     assert torch.equal(updates["b"], PARAMS["b"] + 1.5)
 

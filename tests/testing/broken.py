@@ -9,6 +9,7 @@ import torch
 
 import muonfx as mfx
 from muonfx import tree
+from muonfx.core import MatrixWork
 from muonfx.transforms import EmaParamsState, MomentumState
 
 NOTHING = mfx.Donation()
@@ -117,12 +118,18 @@ OF_A_LEAF = {
     "cuts_the_graph_of_its_number": (lambda u, c: (u * getattr(c, "detach", lambda: c)()).to(u.dtype), {"factor": 2.0}),
     # false declarations
     "looks_at_the_number_of_dims": (lambda u: u * (0.5 if u.ndim >= 2 else 1.0), {}),
-    "says_that_it_rounds": (lambda u: u * 0.7, {"locality": MATRIX, "rounds_to": rounds_in_word_only}),
+    "says_that_it_rounds": (
+        lambda u: u * 0.7,
+        {"locality": MATRIX, "matrices": MatrixWork(rounds_to=rounds_in_word_only)},
+    ),
     "rounds_its_input_only": (
         lambda u: u.to(torch.bfloat16).to(u.dtype) * 0.7,
-        {"locality": MATRIX, "rounds_to": rounds_in_word_only},
+        {"locality": MATRIX, "matrices": MatrixWork(rounds_to=rounds_in_word_only)},
     ),
-    "calls_its_rows_matrices": (lambda u: u / (1 + u.abs().sum()), {"locality": LEAF, "on_stacks": rows_as_matrices}),
+    "calls_its_rows_matrices": (
+        lambda u: u / (1 + u.abs().sum()),
+        {"locality": LEAF, "matrices": MatrixWork(on_stacks=rows_as_matrices)},
+    ),
     "resolves_to_something_else": (
         lambda u, factor: u * factor,
         {"factor": 2.0, "resolve": lambda tx, params: tx.replace(factor=1.0)},

@@ -11,6 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
+from muonfx.core.value import prepared
 from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.groups import fitted
 from muonfx.optimizer.stepping import path_of
@@ -145,7 +146,7 @@ class Unit:
         """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name."""
         self._check(states)
         if numbers is not self._values:
-            self._now = with_hyperparams(self._tx, fitted(hyperparams(self._tx), [numbers])[0]).prepare_all()
+            self._now = prepared(with_hyperparams(self._tx, fitted(hyperparams(self._tx), [numbers])[0]))
             self._values = numbers
         params = self.pieces.views([x.detach() for x in self.pieces.flat])
         grads = self.pieces.views([x.grad for x in self.pieces.flat])

@@ -20,7 +20,7 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.transform import require_transform
+from muonfx.core.transform import patterns_in, require_transform
 from muonfx.core.value import strip_transparent
 from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
@@ -147,7 +147,7 @@ class RunPlan:
 
     def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
         tx = self.run[place][1]
-        declared = tx.declaration.rounds_to
+        declared = tx.declaration.matrices.rounds_to
         rounded = dtype if declared is None else declared(tx, dtype, self.device)
         return rounded if rounded.itemsize < dtype.itemsize else dtype
 
@@ -352,6 +352,6 @@ def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu
     device = torch.device(device)
     given = Settings(**settings)
     given.check()
-    warn_of_unmatched(tx.name_patterns, layout.meta())
+    warn_of_unmatched(patterns_in(tx), layout.meta())
     runs = [plan_run(run, names, layout, device, given) for run, names in runs_of(strip_transparent(tx), layout.meta())]
     return Plan(tuple(runs), layout.size)

@@ -33,7 +33,9 @@ class RunCost:
         called = [tx for _, entry in run for tx in within(entry)]
         self._each = _PER_ELEMENT * len(called)
         # Bound to the transforms once, because a plan computes the cost of tens of thousands of matrices.
-        self._declared = [cost(tx, device, compute) for tx in called if (cost := tx.declaration.cost) is not None]
+        self._declared = [
+            cost(tx, device, compute) for tx in called if (cost := tx.declaration.matrices.cost) is not None
+        ]
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the estimated operations for an update of this shape: a whole parameter, or some of its matrices."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from muonfx.core.transform import stacked
 from muonfx.sharding.boxes import Box, boxes_of_interval
 from muonfx.sharding.cut import Cut
 from muonfx.sharding.layout import Layout
@@ -197,7 +198,7 @@ class Part(NamedTuple):
 
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
-    found = [tx.on_stacks(shapes)[1] for _, tx in run]
+    found = [stacked(tx, shapes)[1] for _, tx in run]
     return {
         name: matrix
         for name, matrix in found[0].items()
@@ -207,7 +208,7 @@ def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple
 
 def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
     """Return the same transforms in a form that treats leaves of the given shapes as stacks of matrices."""
-    return tuple((name, tx.on_stacks(shapes)[0]) for name, tx in run)
+    return tuple((name, stacked(tx, shapes)[0]) for name, tx in run)
 
 
 def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[Part]:

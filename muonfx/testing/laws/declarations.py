@@ -17,6 +17,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.donation import NOTHING
+from muonfx.core.transform import stacked
 from muonfx.core.visit import resolve_within
 from muonfx.testing.examples import Example, history, on_meta, updates_of
 from muonfx.testing.law import law
@@ -162,7 +163,11 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
     require_close("(updates, state) once resolved", history(resolved, params, steps), expected, "before", tolerance)
 
 
-@law(on=lambda example: example.dense(), unless=_without("rounds_to"), share=0.5)
+def _does_not_round(tx: Transform) -> str | None:
+    return "it declares no rounds_to" if tx.declaration.matrices.rounds_to is None else None
+
+
+@law(on=lambda example: example.dense(), unless=_does_not_round, share=0.5)
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that no bit of the result changes if updates are first rounded to the declared dtype ``rounds_to``.
 
@@ -171,9 +176,11 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
     >>> import muonfx as mfx
     >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    rounds_to = tx.declaration.matrices.rounds_to
+    assert rounds_to is not None
 
     def rounded(leaf: Tensor) -> Tensor:
-        narrow = _declared(tx, "rounds_to")(tx, leaf.dtype, leaf.device)
+        narrow = rounds_to(tx, leaf.dtype, leaf.device)
         return leaf.to(narrow).to(leaf.dtype) if narrow.itemsize < leaf.dtype.itemsize else leaf
 
     before = after = tx.init(params)
@@ -187,7 +194,7 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
 
 @law(on=lambda example: _stacked(precise(example)), share=0.2)
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that each matrix of a leaf is updated independently if `Transform.on_stacks` declares a stack of matrices.
+    """Check that each matrix of a leaf is updated independently if `MatrixWork.on_stacks` declares a stack of matrices.
 
     The updates are the same if the stack is reshaped to (number, rows, columns), or shortened to its first matrix.
 
@@ -197,7 +204,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
-    stacked, matrices = tx.on_stacks(shapes)
+    tx_of_stacks, matrices = stacked(tx, shapes)
     matrices = {name: matrix for name, matrix in matrices.items() if prod(shapes[name])}
     if not matrices:
         return
@@ -216,7 +223,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     def compare(what: str, size: int | None, expected_is: str, tolerance: float) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
-            found = updates_of(stacked, as_stack(params, size), [as_stack(grads, size) for grads in steps])
+            found = updates_of(tx_of_stacks, as_stack(params, size), [as_stack(grads, size) for grads in steps])
         require_close(what, found, [as_stack(updates, size) for updates in whole], expected_is, tolerance)
 
     compare("updates of leaves as stacks", None, "of the leaves", tolerance)

@@ -16,7 +16,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
-from muonfx.core.visit import resolve_within
+from muonfx.core.visit import resolve_within, works_on_pieces
 from muonfx.testing.examples import Example, history, on_meta, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
@@ -199,7 +199,7 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
     wide = [part for part in within(tx) if part.locality == Locality.TREE]
-    alone = [part for part in wide if part.works_on_pieces and "sum_over_leaves" not in part.extras.named]
+    alone = [part for part in wide if works_on_pieces(part) and "sum_over_leaves" not in part.extras.named]
     if alone:
         return f"{alone[0].name} combines its shards by other means than sums over leaves"
     unnamed = [part for part in wide if "sum_over_leaves" not in part.extras.named and not part.extras[1]]
