@@ -202,12 +202,10 @@ def check_roles(
     for argument, value in numbers.items():
         if isinstance(value, Mapping):
             numbers_by_role[argument] = cast("Mapping[str, object]", value)
-    is_by_name = isinstance(labels, Mapping) and all(
-        label is None or isinstance(label, str) for label in labels.values()
-    )
+    labels_by_name = _labels_by_name(labels)
     if not numbers_by_role:
-        if is_by_name:
-            _require_known_labels(owner, list(numbers), None, labels)
+        if labels_by_name is not None:
+            _require_known_labels(owner, list(numbers), None, labels_by_name)
         return None
     arguments = list(numbers_by_role)
     roles = list(numbers_by_role[arguments[0]])
@@ -230,10 +228,19 @@ def check_roles(
             f"{owner}: {arguments[0]} has numbers by role, found labels 'muon' and 'adamw' of {labels!r}, "
             "expected roles: give labels=muonfx.default_labels(model, roles=True)"
         )
-    if is_by_name:
-        _require_known_labels(owner, arguments, roles, labels)
-        _require_used_roles(owner, arguments[0], roles, labels)
+    if labels_by_name is not None:
+        _require_known_labels(owner, arguments, roles, labels_by_name)
+        _require_used_roles(owner, arguments[0], roles, labels_by_name)
     return roles
+
+
+def _labels_by_name(labels: object) -> Mapping[str, str | None] | None:
+    """Return labels if they are a mapping from name to label; None for a function or a tree."""
+    if not isinstance(labels, Mapping):
+        return None
+    if not all(label is None or isinstance(label, str) for label in labels.values()):
+        return None
+    return cast("Mapping[str, str | None]", labels)
 
 
 def _require_known_labels(
