@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.checks import (
@@ -52,26 +53,32 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
     if not torch.compiler.is_compiling():
         warn_of_growing_graphs("apply_updates", params, leaves, updates)
     try:
-        changes = tree.subtrees(treedef, updates)
+        update_leaves = tree.subtrees(treedef, updates)
         # Shapes are compared before anything is overwritten; tensors of other shapes would be broadcast.
-        present = [(own, new) for own, new in zip(leaves, changes, strict=True) if not (own is None or new is None)]
-        if [new for own, new in present if new.shape != own.shape]:
-            check_updates_fit(params, updates)
+        for leaf, update in zip(leaves, update_leaves, strict=True):
+            if leaf is not None and update is not None and leaf.shape != update.shape:
+                check_updates_fit(params, updates)
         if donate:
             check_writable("apply_updates: params", params)
-            leaves = copied_where_shared(leaves, changes)
-        if not donate and PLAIN.issuperset(map(type, leaves)) and PLAIN.issuperset(map(type, changes)):
-            added = cast_like(apply("add", leaves, changes), leaves)
+            leaves = copied_where_shared(leaves, update_leaves)
+        if not donate and PLAIN.issuperset(map(type, leaves)) and PLAIN.issuperset(map(type, update_leaves)):
+            sums = cast_like(apply("add", leaves, update_leaves), leaves)
         else:
-            added = [
-                own if own is None or new is None else own.add_(new) if donate else (own + new).to(own.dtype)
-                for own, new in zip(leaves, changes, strict=True)
-            ]
+            pairs = zip(leaves, update_leaves, strict=True)
+            sums = [_add(leaf, update, in_place=donate) for leaf, update in pairs]
     except (AttributeError, TypeError, ValueError):
         check_floating("params", params)
         check_floating("updates", updates)
         check_updates_fit(params, updates)
         raise
     if not torch.compiler.is_compiling():
-        count_update_in_graph(leaves, added)
-    return tree.unflatten(treedef, added)
+        count_update_in_graph(leaves, sums)
+    return tree.unflatten(treedef, sums)
+
+
+def _add(leaf: Tensor | None, update: Tensor | None, *, in_place: bool) -> Tensor | None:
+    if leaf is None or update is None:
+        return leaf
+    if in_place:
+        return leaf.add_(update)
+    return (leaf + update).to(leaf.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Set
@@ -26,18 +27,19 @@ from muonfx.internal.wrappers import unwrapped
 
 _PACKAGE = __name__.partition(".")[0]
 _MAIN = re.compile(r"\b__(?:mp_)?main__\b")
+_SCRIPTS = ("__main__", "__mp_main__")  # __mp_main__ in spawned processes
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def public_name(value: Any) -> str:
     """Return the dotted name of a function, class or factory without submodules, such as "muonfx.momentum"."""
-    declared = getattr(getattr(value, "definition", None), "name", None)
-    if declared is not None:
-        return str(declared)
+    permanent_name = getattr(getattr(value, "definition", None), "name", None)
+    if permanent_name is not None:
+        return str(permanent_name)
     module = str(getattr(value, "__module__", None) or "")
     if module.partition(".")[0] == _PACKAGE:
         module = _PACKAGE
-    elif module in ("__main__", "__mp_main__"):  # __mp_main__ in spawned processes
+    elif module in _SCRIPTS:
         module = _name_of_script(module)
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
     return f"{module}.{name}" if module else str(name)
@@ -47,7 +49,7 @@ def _name_of_script(module: str) -> str:
     """Return the name by which another module could import the script that runs as ``__main__``."""
     script = sys.modules.get(module)
     spec = getattr(script, "__spec__", None)
-    if spec is not None and spec.name not in ("__main__", "__mp_main__"):
+    if spec is not None and spec.name not in _SCRIPTS:
         return str(spec.name).removesuffix(".__main__")  # python -m package.train
     path = getattr(script, "__file__", None)
     return Path(path).stem if path else "__main__"
@@ -55,35 +57,44 @@ def _name_of_script(module: str) -> str:
 
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     """Return an argument as text for fingerprints, equal in every process. ``nested`` converts items of containers."""
-    within = nested or text_of
+    convert = nested or text_of
     if isinstance(value, Tensor):
         return "*"
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if type(value) in (tuple, list):
-        return f"({','.join(map(within, value))})"
+        return f"({','.join(map(convert, value))})"
     if isinstance(value, Mapping):
-        held = cast("Mapping[Any, Any]", value)
-        pairs = [f"{within(key)}:{within(item)}" for key, item in zip(_plain_keys(held), held.values(), strict=True)]
-        # The order of a dict is kept, since it may matter, for example for patterns over parameter names.
-        return f"{{{','.join(pairs if isinstance(value, dict) else sorted(pairs))}}}"
+        return _text_of_mapping(cast("Mapping[Any, Any]", value), convert)
     if isinstance(value, Set):
-        return f"{{{','.join(sorted(map(within, cast('Set[Any]', value))))}}}"
+        return f"{{{','.join(sorted(map(convert, cast('Set[Any]', value))))}}}"
     if is_dataclass(value) and not isinstance(value, type) and not type(value).__name__.startswith("_"):
-        return code_of(value, within)  # private classes, such as predicates, have a repr that names public functions
+        return code_of(value, convert)  # private classes, such as predicates, have a repr that names public functions
     if isinstance(value, functools.partial):
-        held = cast("functools.partial[Any]", value)
-        given = [within(held.func), *map(within, held.args)]
-        return (
-            f"partial({','.join(given + [f'{name}={within(held.keywords[name])}' for name in sorted(held.keywords)])})"
-        )
+        return _text_of_partial(cast("functools.partial[Any]", value), convert)
     if inspect.ismethod(value):
-        return f"{public_name(value.__func__)} of {within(value.__self__)}"
+        return f"{public_name(value.__func__)} of {convert(value.__self__)}"
     if inspect.isfunction(value) and value.__name__ == "<lambda>":  # all lambdas of one scope share a name
         return public_name(value) + _text_of_code(value.__code__)
     if inspect.isroutine(value) or inspect.isclass(value):
         return public_name(value)
-    return _MAIN.sub(lambda found: _name_of_script(found[0]), without_addresses(repr(value)))
+    return _MAIN.sub(lambda match: _name_of_script(match[0]), without_addresses(repr(value)))
+
+
+def _text_of_mapping(mapping: Mapping[Any, Any], convert: Callable[[Any], str]) -> str:
+    items = zip(_plain_keys(mapping), mapping.values(), strict=True)
+    pairs = [f"{convert(key)}:{convert(value)}" for key, value in items]
+    # The order of a dict is kept, since it may matter, for example for patterns over parameter names.
+    if not isinstance(mapping, dict):
+        pairs.sort()
+    return f"{{{','.join(pairs)}}}"
+
+
+def _text_of_partial(partial: functools.partial[Any], convert: Callable[[Any], str]) -> str:
+    texts = [convert(partial.func), *map(convert, partial.args)]
+    for name, value in sorted(partial.keywords.items()):
+        texts.append(f"{name}={convert(value)}")
+    return f"partial({','.join(texts)})"
 
 
 def without_addresses(text: str) -> str:
@@ -91,17 +102,22 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
-def _plain_keys(held: Mapping[Any, Any]) -> list[Any]:
+def _plain_keys(mapping: Mapping[Any, Any]) -> list[Any]:
     """Return the keys of a dict as a list. Parameter names lose wrapper prefixes such as "_orig_mod."."""
-    keys = list(held)
+    keys = list(mapping)
     if not all(isinstance(key, str) for key in keys):
         return keys
-    plain = list(unwrapped(keys).values())
-    return plain if len(set(plain)) == len(keys) else keys
+    plain_names = list(unwrapped(keys).values())
+    if len(set(plain_names)) < len(keys):  # two keys differ by a wrapper only
+        return keys
+    return plain_names
 
 
 def _text_of_code(code: CodeType) -> str:
-    constants = [_text_of_code(item) if inspect.iscode(item) else text_of(item) for item in code.co_consts]
+    constants: list[str] = []
+    for constant in code.co_consts:
+        convert = _text_of_code if inspect.iscode(constant) else text_of
+        constants.append(convert(constant))
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"
 
 
@@ -114,36 +130,50 @@ def code_of_value(value: object) -> str:
             return repr(value)
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, float) and value - value != 0.0:
+    if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     if type(value) is tuple:
-        return f"({', '.join(map(code_of_value, value))}{',' if len(value) == 1 else ''})"
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(map(code_of_value, value))}{comma})"
     if type(value) is list:
         return f"[{', '.join(map(code_of_value, value))}]"
     if type(value) is dict:
-        return f"{{{', '.join(f'{key!r}: {code_of_value(item)}' for key, item in value.items())}}}"
+        items = [f"{key!r}: {code_of_value(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
     if inspect.isfunction(value) or inspect.isclass(value):
         return _name_in_package(value)
-    code_in = getattr(value, "code_in", None)  # predicates are named in the module select
-    return str(code_in("routing.")) if callable(code_in) else repr(value)
+    code_in = getattr(value, "code_in", None)
+    if callable(code_in):  # a predicate, which is named in the module `routing`
+        return str(code_in("routing."))
+    return repr(value)
 
 
 def _name_in_package(value: Any) -> str:
-    """Return the shortest name by which muonfx exports a function or class; for others, ``__qualname__``."""
-    package, *parts = (value.__module__ or "").split(".")  # None for a function in a bare exec()
-    if package == __name__.partition(".")[0]:
-        module = sys.modules[package]
-        for depth in range(len(parts) + 1):
-            if getattr(module, value.__qualname__, None) is value:
-                return ".".join([*parts[:depth], value.__qualname__])
-            module = getattr(module, parts[depth], None) if depth < len(parts) else None
+    """Return the shortest name by which muonfx exports a function or class; for others, ``__qualname__``.
+
+    For ``muonfx.routing.rules.ndim``, the modules ``muonfx``, ``muonfx.routing`` and ``muonfx.routing.rules`` are
+    searched in this order, and the name is "routing.ndim".
+    """
+    package, *submodules = (value.__module__ or "").split(".")  # None for a function in a bare exec()
+    if package != _PACKAGE:
+        return value.__qualname__
+    module = sys.modules[package]
+    path: list[str] = []
+    for submodule in [*submodules, None]:
+        if getattr(module, value.__qualname__, None) is value:
+            return ".".join([*path, value.__qualname__])
+        if submodule is not None:
+            module = getattr(module, submodule, None)
+            path.append(submodule)
     return value.__qualname__
 
 
 def same(a: Any, b: Any) -> bool:
     """Return True if two arguments are equal. Tensors, also within lists, must agree in values, shape and dtype."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.equal(a, b))
-    if type(a) in (tuple, list) and type(a) is type(b):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a is b or bool(type(a) is type(b) and a == b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and bool(torch.equal(a, b))
+    if type(a) is not type(b):
+        return False
+    if type(a) in (tuple, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a is b or bool(a == b)

@@ -138,10 +138,12 @@ def state_dtype(name: str, value: object) -> None:
     Traceback (most recent call last):
     TypeError: dtype must be "auto", a floating-point torch.dtype or None, found torch.int64
     """
-    if value is None or value == "auto" or (isinstance(value, torch.dtype) and value.is_floating_point):
+    if value is None or value == "auto":
         return
-    wrong = ValueError if isinstance(value, str) else TypeError
-    raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
 
 
 _LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (os.path.dirname(__file__), torch.__file__))
@@ -149,9 +151,11 @@ _LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (os.path.
 
 def warn_caller(message: str) -> None:
     """Issue a UserWarning that points to the user's own line, the innermost caller outside muonfx and torch."""
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
@@ -160,7 +164,7 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 """The classes of plain tensors, as opposed to subclasses that wrap other tensors, such as DTensor."""
 _PLAIN_OR_NONE = PLAIN | {type(None)}
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-_USABLE_KINDS = frozenset({(dtype, torch.strided, False) for dtype in _DTYPES})
+_USABLE_FORMATS = frozenset({(dtype, torch.strided, False) for dtype in _DTYPES})
 
 
 def is_usable(leaf: object) -> bool:
@@ -180,8 +184,8 @@ def all_usable(leaves: Collection[Any]) -> bool:
     """Return True if every leaf is None or a dense floating-point tensor, as `is_usable` tests for one leaf."""
     if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):
         return all(map(is_usable, leaves))
-    kinds = {(leaf.dtype, leaf.layout, leaf.is_nested) for leaf in leaves if leaf is not None}
-    return kinds <= _USABLE_KINDS
+    formats = {(leaf.dtype, leaf.layout, leaf.is_nested) for leaf in leaves if leaf is not None}
+    return formats <= _USABLE_FORMATS
 
 
 def is_frozen(leaf: object) -> bool:
@@ -195,13 +199,18 @@ def is_frozen(leaf: object) -> bool:
     return isinstance(leaf, nn.Parameter) and not leaf.requires_grad
 
 
-def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
+def _check_leaves(tree_name: str, values: PyTree, leaves: Sequence[object]) -> None:
     if all_usable(leaves):
         return
-    named = zip(tree.names(given), leaves, strict=True)
-    name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
+    for name, leaf in zip(tree.names(values), leaves, strict=True):
+        if not is_usable(leaf):
+            raise _unusable(tree_name, name, leaf)
+
+
+def _unusable(tree_name: str, name: str, leaf: object) -> TypeError:
+    """Return the error to raise for the leaf ``name`` of a tree, such as "params", for which `is_usable` is False."""
     if not isinstance(leaf, Tensor):
-        raise _no_tensor(what, name, leaf)
+        return _no_tensor(tree_name, name, leaf)
     if isinstance(leaf, _LAZY):
         problem = "has no shape yet, since it belongs to a lazy module; run one forward pass first"
     elif leaf.is_nested:
@@ -214,20 +223,21 @@ def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
         problem = f"must have 16 bits or more, found {leaf.dtype}; train a copy in bfloat16 or wider, and round it"
     else:
         problem = f"must be real floating point, found {leaf.dtype}; leave it out"
-    raise TypeError(f"{what}: {shown_name(name)} {problem}")
+    return TypeError(f"{tree_name}: {shown_name(name)} {problem}")
 
 
-def _no_tensor(what: str, name: str, leaf: object) -> TypeError:
-    """Return the TypeError to raise if the leaf ``name`` of a tree ``what``, such as "params", is not a tensor."""
+def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
+    """Return the TypeError to raise if the leaf ``name`` of a tree, such as "params", is not a tensor."""
     advice = ""
     if isinstance(leaf, nn.Module | Iterator):
         code = "{name: p.grad for name, p in model.named_parameters()}"
-        code = "dict(model.named_parameters())" if what == "params" else code
+        if tree_name == "params":
+            code = "dict(model.named_parameters())"
         advice = f"; expected a tree of tensors by name: {code}"
     elif isinstance(leaf, Mapping):
         advice = "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
-    place = f"{what}: {shown_name(name)}" if name else what
-    return TypeError(f"{place} must be a tensor or None, found {type(leaf).__name__}{advice}")
+    subject = f"{tree_name}: {shown_name(name)}" if name else tree_name
+    return TypeError(f"{subject} must be a tensor or None, found {type(leaf).__name__}{advice}")
 
 
 def mixed_devices(**trees: PyTree) -> str | None:
@@ -237,37 +247,37 @@ def mixed_devices(**trees: PyTree) -> str | None:
     "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
     """
     leaf_on: dict[torch.device, str] = {}
-    for what, given in trees.items():
-        for name, leaf in zip(tree.names(given), tree.leaves(given), strict=True):
+    for tree_name, values in trees.items():
+        for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
             if isinstance(leaf, Tensor):
-                leaf_on.setdefault(leaf.device, f"{what}: {shown_name(name)}")
+                leaf_on.setdefault(leaf.device, f"{tree_name}: {shown_name(name)}")
     if len(leaf_on) < 2:
         return None
-    (first_device, first), (second_device, second), *_ = leaf_on.items()
-    devices = f"{first} is on {first_device} and {second} on {second_device}"
-    return f"{devices}, expected one device: move one of them with .to(device)"
+    device, different_device, *_ = leaf_on
+    leaves = f"{leaf_on[device]} is on {device} and {leaf_on[different_device]} on {different_device}"
+    return f"{leaves}, expected one device: move one of them with .to(device)"
 
 
-def check_tree(what: str, given: PyTree) -> None:
+def check_tree(tree_name: str, values: PyTree) -> None:
     """Raise TypeError unless each leaf of a tree is None or has a shape and a dtype, as all tensors have.
 
     >>> check_tree("params", nn.Linear(2, 2))
     Traceback (most recent call last):
     TypeError: params must be a tensor or None, found Linear; expected a tree ...: dict(model.named_parameters())
     """
-    for name, leaf in zip(tree.names(given), tree.leaves(given), strict=True):
+    for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
         if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise _no_tensor(what, name, leaf)
+            raise _no_tensor(tree_name, name, leaf)
 
 
-def check_floating(what: str, given: PyTree) -> None:
+def check_floating(tree_name: str, values: PyTree) -> None:
     """Raise TypeError unless each leaf of a tree is None or a dense real floating-point tensor.
 
     >>> check_floating("updates", {"w": 1.0})
     Traceback (most recent call last):
     TypeError: updates: 'w' must be a tensor or None, found float
     """
-    _check_leaves(what, given, tree.leaves(given))
+    _check_leaves(tree_name, values, tree.leaves(values))
 
 
 def check_params(params: PyTree) -> None:
@@ -279,22 +289,23 @@ def check_params(params: PyTree) -> None:
     """
     _check_leaves("params", params, tree.leaves(params))
     names = tree.names(params)
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"params: found two leaves named {twice[0]!r}, expected different dotted names: rename one")
+    if len(set(names)) == len(names):
+        return
+    repeated = min(name for name in names if names.count(name) > 1)
+    raise ValueError(f"params: found two leaves named {repeated!r}, expected different dotted names: rename one")
 
 
-def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree) -> None:
+def check_structure(tree_name: str, values: PyTree, expected_name: str, expected: PyTree) -> None:
     """Raise ValueError unless two trees have the same containers with the same keys.
 
-    ``what`` and ``expected_of`` name the two trees in the message.
+    ``tree_name`` and ``expected_name`` name the two trees in the message.
 
     >>> check_structure("updates", {"w": 1}, "params", {"v": 1})
     Traceback (most recent call last):
     ValueError: updates must have the structure of params: missing 'v'; unexpected 'w'
     """
-    if not tree.same_structure(found, expected):
-        raise ValueError(f"{what} must have the structure of {expected_of}: {difference(found, expected)}")
+    if not tree.same_structure(values, expected):
+        raise ValueError(f"{tree_name} must have the structure of {expected_name}: {difference(values, expected)}")
 
 
 LeafSpec = tuple[torch.Size, torch.dtype] | None
@@ -318,18 +329,18 @@ def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Struc
     Traceback (most recent call last):
     ValueError: updates: 'w' has shape (2,), its parameter has (3,)
     """
-    leaves, treedef = tree.flatten(updates)
-    _check_leaves("updates", updates, leaves)
-    given = _specs(leaves)
+    update_leaves, update_treedef = tree.flatten(updates)
+    _check_leaves("updates", updates, update_leaves)
+    update_specs = _specs(update_leaves)
     if params is None:
-        return leaves, treedef, given
-    like, expected = tree.flatten(params)
-    if treedef != expected:
+        return update_leaves, update_treedef, update_specs
+    leaves, treedef = tree.flatten(params)
+    if update_treedef != treedef:
         check_structure("updates", updates, "params", params)
-    specs = _specs(like)
-    if given != specs:
-        _check_shapes(updates, leaves, like)
-    return like, expected, specs
+    specs = _specs(leaves)
+    if update_specs != specs:
+        _check_shapes(updates, update_leaves, leaves)
+    return leaves, treedef, specs
 
 
 def check_updates_fit(params: PyTree, updates: PyTree) -> None:
@@ -343,11 +354,11 @@ def check_updates_fit(params: PyTree, updates: PyTree) -> None:
     _check_shapes(updates, tree.leaves(updates), tree.leaves(params))
 
 
-def _check_shapes(updates: PyTree, leaves: Sequence[Any], like: Sequence[Any]) -> None:
-    for place, (update, param) in enumerate(zip(leaves, like, strict=True)):
+def _check_shapes(updates: PyTree, update_leaves: Sequence[Any], param_leaves: Sequence[Any]) -> None:
+    for index, (update, param) in enumerate(zip(update_leaves, param_leaves, strict=True)):
         if update is None or (param is not None and update.shape == param.shape):
             continue
-        name = shown_name(tree.names(updates)[place])
+        name = shown_name(tree.names(updates)[index])
         if param is None:
             raise ValueError(f"updates: {name} has an update but its parameter is None")
         raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
@@ -377,25 +388,34 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     """
     leaves, treedef = tree.flatten(state)
     if treedef != expected.structure:
-        is_pair = type(state) is tuple and len(state) == 2
-        advice = "update returns a pair (updates, state): pass the second" if is_pair else "create it with init(params)"
-        raise ValueError(
-            f"state: it does not fit {name} for these parameters: {difference(state, expected.whole)}; expected the "
-            f"state that init(params) or the last update returned for these parameters: {advice}"
-        )
-    found = _specs(leaves)
-    if found == expected.specs:
+        raise _wrong_structure(name, state, expected)
+    specs = _specs(leaves)
+    if specs == expected.specs:
         return
-    for place, (have, want) in enumerate(zip(found, expected.specs, strict=True)):
-        if want is None or have == want or (have is not None and have[0] == want[0] and not with_dtypes):
+    for index, (spec, expected_spec) in enumerate(zip(specs, expected.specs, strict=True)):
+        if expected_spec is None or spec == expected_spec:
             continue
-        leaf = shown_name(tree.names(state)[place])
-        if have is None:
-            raise TypeError(f"state: {leaf} must be a tensor, found {type(leaves[place]).__name__}")
-        raise ValueError(
-            f"state: {leaf} has shape {tuple(have[0])} and dtype {have[1]}, expected {tuple(want[0])} and {want[1]}; "
-            "pass a state that was made by init(params) for these parameters and with these options"
-        )
+        leaf_name = shown_name(tree.names(state)[index])
+        if spec is None:
+            raise TypeError(f"state: {leaf_name} must be a tensor, found {type(leaves[index]).__name__}")
+        shape, dtype = spec
+        expected_shape, expected_dtype = expected_spec
+        if with_dtypes or shape != expected_shape:
+            raise ValueError(
+                f"state: {leaf_name} has shape {tuple(shape)} and dtype {dtype}, expected {tuple(expected_shape)} and "
+                f"{expected_dtype}; pass a state that was made by init(params) for these parameters and with these "
+                "options"
+            )
+
+
+def _wrong_structure(name: str, state: PyTree, expected: ExpectedState) -> ValueError:
+    advice = "create it with init(params)"
+    if type(state) is tuple and len(state) == 2:
+        advice = "update returns a pair (updates, state): pass the second"
+    return ValueError(
+        f"state: it does not fit {name} for these parameters: {difference(state, expected.whole)}; expected the "
+        f"state that init(params) or the last update returned for these parameters: {advice}"
+    )
 
 
 MANY_UPDATES = 10
@@ -406,11 +426,13 @@ _UPDATES = "muonfx: updates"  # key in the metadata of an autograd node: the num
 
 def updates_in_graph(leaf: object) -> int:
     """Return how many calls of `apply_updates` the autograd graph of a tensor has recorded."""
-    grad_fn: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None  # torch's stubs call `metadata` a method
-    return 0 if grad_fn is None else grad_fn.metadata.get(_UPDATES, 0)
+    if not isinstance(leaf, Tensor) or leaf.grad_fn is None:
+        return 0
+    grad_fn: Any = leaf.grad_fn  # torch's stubs call `metadata` a method
+    return grad_fn.metadata.get(_UPDATES, 0)
 
 
-def count_update_in_graph(before: Sequence[object], after: Sequence[object]) -> None:
+def count_update_in_graph(params: Sequence[object], new_params: Sequence[object]) -> None:
     """Record in the autograd graph of new parameters that it has one update more than the old parameters' graph.
 
     >>> old = torch.ones(1, requires_grad=True)
@@ -421,21 +443,21 @@ def count_update_in_graph(before: Sequence[object], after: Sequence[object]) -> 
     """
     if not torch.is_grad_enabled() or functorch_is_active():
         return
-    for old, new in zip(before, after, strict=True):
-        grad_fn: Any = new.grad_fn if isinstance(new, Tensor) else None
-        if grad_fn is not None:
-            grad_fn.metadata[_UPDATES] = updates_in_graph(old) + 1
+    for param, new_param in zip(params, new_params, strict=True):
+        if isinstance(new_param, Tensor) and new_param.grad_fn is not None:
+            grad_fn: Any = new_param.grad_fn
+            grad_fn.metadata[_UPDATES] = updates_in_graph(param) + 1
 
 
 def warn_of_growing_graphs(
-    what: str, params: PyTree, leaves: Sequence[object], updates: PyTree, numbers: Sequence[Tensor] | None = None
+    caller: str, params: PyTree, leaves: Sequence[object], updates: PyTree, numbers: Sequence[Tensor] | None = None
 ) -> None:
     """Warn if parameters were not detached, so that their autograd graph grows with every step.
 
     The state may have a graph only through the parameters, so it is not examined. If the updates have a graph, as from
     ``torch.func.grad`` or ``create_graph=True``, there is one warning when the graph has `MANY_UPDATES` updates. There
-    is none if one of ``numbers``, the transform's tensors, requires gradients. ``what`` names the caller, and
-    ``leaves`` are the leaves of ``params``.
+    is none if one of ``numbers``, the transform's tensors, requires gradients. ``caller`` is its name in the
+    warning, and ``leaves`` are the leaves of ``params``.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -446,21 +468,29 @@ def warn_of_growing_graphs(
     """
     if not torch.is_grad_enabled() or functorch_is_active():
         return
-    grown = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    if not grown or any(number.requires_grad for number in numbers or ()):
+    index = _index_of_graph(leaves)
+    if index is None or any(number.requires_grad for number in numbers or ()):
         return
     reason = "because the gradients have no graph"
     if any(leaf.requires_grad for leaf in tree.tensors(updates)):
         # Only `update` has the numbers, so only it reports a long graph as a mistake.
-        if numbers is None or updates_in_graph(leaves[grown[0]]) != MANY_UPDATES:
+        if numbers is None or updates_in_graph(leaves[index]) != MANY_UPDATES:
             return
         reason = f"because one graph records the last {MANY_UPDATES} updates"
-    name = tree.names(params)[grown[0]]
+    name = tree.names(params)[index]
     warnings.warn(
-        f"{what}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
+        f"{caller}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
         f"parameters, {reason}. The graph grows with every step. Unless you differentiate "
         "through the optimizer, detach the parameters, {n: p.detach() for n, p in model.named_parameters()}, or step "
         "under torch.no_grad()",
         UserWarning,
         stacklevel=3,
     )
+
+
+def _index_of_graph(leaves: Sequence[object]) -> int | None:
+    """Return the index of the first leaf that autograd computed from other tensors."""
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            return index
+    return None

@@ -41,10 +41,10 @@ class Donation(NamedTuple):
         Raises:
             TypeError: ``donate`` is neither a bool nor a `Donation` of bools.
         """
-        given = donate if isinstance(donate, Donation) else cls(donate, donate)
-        if type(given.updates) is not bool or type(given.state) is not bool:
+        donation = donate if isinstance(donate, Donation) else cls(updates=donate, state=donate)
+        if type(donation.updates) is not bool or type(donation.state) is not bool:
             raise TypeError(f"donate must be True, False or a muonfx.Donation of two bools, found {donate!r}")
-        return given
+        return donation
 
 
 NOTHING = Donation()
@@ -56,42 +56,62 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
         return donate, updates, state
     if functorch_is_active() or is_traced():
         return NOTHING, updates, state  # memory cannot be compared here
-    given, own = tree.leaves(updates), tree.leaves(state)
-    shared = _sharing([*given, *own, *tree.leaves(params)])
-    if shared and donate.updates:
-        updates = _copied(updates, {place for place in shared if place < len(given)})
-    if shared and donate.state:
-        state = _copied(state, {place - len(given) for place in shared if 0 <= place - len(given) < len(own)})
+    update_leaves = tree.leaves(updates)
+    state_leaves = tree.leaves(state)
+    shared = _sharing([*update_leaves, *state_leaves, *tree.leaves(params)])
+    if not shared:
+        return donate, updates, state
+    if donate.updates:
+        updates = _with_clones(updates, shared, start=0)
+    if donate.state:
+        state = _with_clones(state, shared, start=len(update_leaves))
     return donate, updates, state
 
 
-def copied_where_shared(given: list[Any], others: list[Any]) -> list[Any]:
-    """Return the list ``given`` with clones of the tensors that share memory with a tensor of either list."""
-    leaves = [*given, *others]
-    if not (functorch_is_active() or is_traced()):
-        shared = _sharing(leaves)
-    else:  # memory cannot be compared here: only find tensors that occur twice
-        first: dict[Tensor, int] = {}
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        pairs = [(first.setdefault(leaves[place], place), place) for place in places]
-        shared = {place for pair in pairs if pair[0] != pair[1] for place in pair}
-    return [leaf.clone() if place in shared else leaf for place, leaf in enumerate(given)] if shared else given
+def copied_where_shared(params: list[Any], updates: list[Any]) -> list[Any]:
+    """Return the list ``params`` with clones of the tensors that share memory with a tensor of either list."""
+    leaves = [*params, *updates]
+    # A trace cannot compare memory; it only finds tensors that occur twice.
+    find_shared = _repeated if functorch_is_active() or is_traced() else _sharing
+    shared = find_shared(leaves)
+    copies = list(params)
+    for index in shared:
+        if index < len(params):
+            copies[index] = params[index].clone()
+    return copies
 
 
-def _copied(given: PyTree, places: set[int]) -> PyTree:
-    if not places:
-        return given
-    leaves, treedef = tree.flatten(given)
-    return tree.unflatten(treedef, [leaf.clone() if at in places else leaf for at, leaf in enumerate(leaves)])
+def _with_clones(values: PyTree, shared: set[int], *, start: int) -> PyTree:
+    """Return a tree with clones of the leaves whose indices, counted from ``start``, are in ``shared``."""
+    leaves, treedef = tree.flatten(values)
+    copies = [leaf.clone() if index in shared else leaf for index, leaf in enumerate(leaves, start)]
+    return tree.unflatten(treedef, copies)
+
+
+def _repeated(leaves: Sequence[Any]) -> set[int]:
+    """Return the indices of tensors that occur more than once."""
+    index_of: dict[Tensor, int] = {}
+    repeated: set[int] = set()
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        first_index = index_of.setdefault(leaf, index)
+        if first_index != index:
+            repeated |= {first_index, index}
+    return repeated
 
 
 def _sharing(leaves: Sequence[Any]) -> set[int]:
     """Return the indices of tensors that share memory with another tensor, or whose own elements overlap."""
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    held = [leaves[place] for place in places]
-    if not PLAIN.issuperset(map(type, held)):
-        held = list(map(_in_memory, held))
-    return set(map(places.__getitem__, sharing(held)))
+    indices: list[int] = []
+    tensors: list[Tensor] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            indices.append(index)
+            tensors.append(leaf)
+    if not PLAIN.issuperset(map(type, tensors)):
+        tensors = [_in_memory(tensor) for tensor in tensors]
+    return {indices[position] for position in sharing(tensors)}
 
 
 def _in_memory(leaf: Tensor) -> Tensor:
@@ -102,14 +122,14 @@ def _in_memory(leaf: Tensor) -> Tensor:
     return leaf
 
 
-def check_writable(what: str, params: PyTree) -> None:
+def check_writable(tree_name: str, params: PyTree) -> None:
     """Raise ValueError if a parameter's elements share memory, as after ``expand()``, so in-place updates fail."""
-    for place, leaf in enumerate(tree.leaves(params)):
+    for index, leaf in enumerate(tree.leaves(params)):
         if type(leaf) in PLAIN and leaf.is_contiguous():
             continue
         if isinstance(leaf, Tensor) and overlaps_itself(_in_memory(leaf)):
             raise ValueError(
-                f"{what}: {tree.names(params)[place]!r} has shape {tuple(leaf.shape)} and strides {leaf.stride()}, so "
-                "several elements share memory (as after expand()), expected a tensor that can be modified in place: "
-                "pass a .clone() of it"
+                f"{tree_name}: {tree.names(params)[index]!r} has shape {tuple(leaf.shape)} and strides "
+                f"{leaf.stride()}, so several elements share memory (as after expand()), expected a tensor that can be "
+                "modified in place: pass a .clone() of it"
             )

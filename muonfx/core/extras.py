@@ -19,10 +19,11 @@ InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, Py
 
 def sum_over_leaves(scalars: PyTree) -> Tensor:
     """Return the sum of a tree of equally shaped tensors, such as one squared norm for each leaf."""
-    found = list(tree.tensors(scalars))
-    if not found:
+    leaves = list(tree.tensors(scalars))
+    if not leaves:
         return torch.zeros((), dtype=torch.float32, device=tree.device_of(scalars))
-    return torch.stack([scalar.to(found[0].device) for scalar in found], dim=-1).sum(-1)
+    device = leaves[0].device
+    return torch.stack([scalar.to(device) for scalar in leaves], dim=-1).sum(-1)
 
 
 class Functions(NamedTuple):
@@ -51,8 +52,6 @@ ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
 _OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
 """Extra arguments that muonfx supplies to an update, so that a training loop need not."""
 
-_FORMS = ("(params)", "(updates, state, params=None), and extra arguments by keyword only")
-
 
 def check_functions(owner: str, built: object) -> None:
     """Raise TypeError unless a constructor returned ``(init, update)`` with the expected signatures."""
@@ -60,59 +59,104 @@ def check_functions(owner: str, built: object) -> None:
         raise TypeError(
             f"{owner}: the decorated function must return (init, update), two functions, found {type(built).__name__}"
         )
-    for role, function, form, count in zip(("init", "update"), built, _FORMS, (1, 3), strict=True):
-        try:
-            signature = inspect.signature(function)
-        except ValueError:  # a function written in C may have no signature
-            continue
-        try:
-            named = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-            signature.bind(*[None] * count, **dict.fromkeys(named))
-        except TypeError as error:
-            raise TypeError(f"{owner}: its {role} must take {form}; it takes {signature}: {error}") from None
+    init, update = built
+    _check_signature(f"{owner}: its init", init, "(params)", positional=1)
+    form = "(updates, state, params=None), and extra arguments by keyword only"
+    _check_signature(f"{owner}: its update", update, form, positional=3)
 
 
-def extras_of(update: Callable[..., object], called: Iterable[Extras], *, calls_none: bool) -> Extras:
+def _check_signature(beginning: str, function: Callable[..., object], form: str, *, positional: int) -> None:
+    """Raise TypeError unless a function can be called with a number of positional arguments and by keyword."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function written in C may have no signature
+        return
+    named = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(named))
+    except TypeError as error:
+        raise TypeError(f"{beginning} must take {form}; it takes {signature}: {error}") from None
+
+
+def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_none: bool) -> Extras:
     """Return the extra arguments, such as ``value=loss``, that an update function accepts.
 
-    They follow from its signature and, if it has ``**extras``, from the transforms that it calls. If it calls none
-    (``calls_none``), ``**extras`` accepts any name.
+    They follow from its signature and, if it has ``**extras``, from the extra arguments of the transforms that it calls
+    (``inner``). If it calls none (``calls_none``), ``**extras`` accepts any name.
     """
-    named, required, takes_all = set[str](), set[str](), False
+    named: set[str] = set()
+    required: set[str] = set()
+    takes_all = False
     for parameter in inspect.signature(update).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
             named.add(parameter.name)
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
-        takes_all = takes_all or parameter.kind is parameter.VAR_KEYWORD
-    understood = None if takes_all and calls_none else frozenset(named - _OUR_EXTRAS)
-    for one in called if takes_all else ():
-        required |= one.required - named  # an argument that this signature names with a default is optional
-        understood = None if understood is None or one.understood is None else understood | one.understood
-    return Extras(frozenset(named), takes_all, frozenset(required - {"sum_over_leaves"}), understood)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            takes_all = True
+    understood: set[str] | None = named - _OUR_EXTRAS
+    if takes_all and calls_none:
+        understood = None
+    if takes_all:
+        for extras in inner:
+            required |= extras.required - named  # an argument that this signature names with a default is optional
+            understood = _union(understood, extras.understood)
+    return Extras(
+        frozenset(named),
+        takes_all,
+        frozenset(required - {"sum_over_leaves"}),
+        None if understood is None else frozenset(understood),
+    )
 
 
-def check_extras_within(within: list[Any], extras: Mapping[str, Any]) -> None:
-    """Raise TypeError if an extra argument of ``update`` is missing, or if no transform accepts it."""
-    tx = within[0]
-    missing = sorted(tx.extras.required - extras.keys())
+def _union(names: set[str] | None, more: frozenset[str] | None) -> set[str] | None:
+    """Return the union of two sets of names. None stands for all names."""
+    if names is None or more is None:
+        return None
+    return names | more
+
+
+def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> None:
+    """Raise TypeError if an extra argument of ``update`` is missing, or if no transform accepts it.
+
+    ``transforms`` are a transform and all transforms that it calls, in the order of `muonfx.core.transform.within`.
+    """
+    outermost = transforms[0]
+    missing = sorted(outermost.extras.required - extras.keys())
     if missing:
-        innermost = [part for part in within if missing[0] in part.extras.required][-1]
-        raise TypeError(
-            f"{innermost.name}: the extra argument {missing[0]}= is missing: call update(..., {missing[0]}=...) or "
-            f"optimizer.step({missing[0]}=...)"
-        )
+        raise _missing(transforms, missing[0])
     if not extras:
         return
-    known = tx.extras.understood
-    unknown = [] if known is None else sorted(extras.keys() - known - _OUR_EXTRAS)
-    if known is not None and unknown:
-        expected = f"only {' or '.join(f'{name}=' for name in sorted(known))}" if known else "no extra argument"
-        within_it = " and the transforms in it do" if len(within) > 1 else " does"
-        raise TypeError(
-            f"{tx.name}: found the extra argument {unknown[0]}={did_you_mean(unknown[0], known)}, expected {expected}: "
-            f"leave it out, since {tx.name}{within_it} not read it"
-        )
-    for part in () if torch.compiler.is_compiling() else within:
-        if part.declaration.check_extras is not None:
-            part.declaration.check_extras(part, extras)
+    understood = outermost.extras.understood
+    if understood is not None:
+        unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
+        if unknown:
+            raise _unknown(transforms, unknown[0])
+    if torch.compiler.is_compiling():  # a trace has no values to check
+        return
+    for tx in transforms:
+        check = tx.declaration.check_extras
+        if check is not None:
+            check(tx, extras)
+
+
+def _missing(transforms: list[Any], name: str) -> TypeError:
+    requiring = [tx for tx in transforms if name in tx.extras.required]
+    return TypeError(
+        f"{requiring[-1].name}: the extra argument {name}= is missing: call update(..., {name}=...) or "
+        f"optimizer.step({name}=...)"
+    )
+
+
+def _unknown(transforms: list[Any], name: str) -> TypeError:
+    outermost = transforms[0]
+    understood = sorted(outermost.extras.understood)
+    expected = "no extra argument"
+    if understood:
+        expected = f"only {' or '.join(f'{accepted}=' for accepted in understood)}"
+    subject = outermost.name
+    subject += " and the transforms in it do" if len(transforms) > 1 else " does"
+    return TypeError(
+        f"{outermost.name}: found the extra argument {name}={did_you_mean(name, understood)}, expected {expected}: "
+        f"leave it out, since {subject} not read it"
+    )

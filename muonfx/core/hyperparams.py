@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.value import Recorded, parts_of, with_numbers
+from muonfx.core.value import Recorded, parts_of, walk, with_numbers
 from muonfx.internal.arguments import closest
 
 R = TypeVar("R", bound=Recorded)
@@ -68,15 +68,25 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     chain(momentum(decay=0.9), scale(factor=-0.2))
     """
     _check_recorded("with_hyperparams", tx)
-    known = dict(parts_of(tx))
-    if unknown := sorted(changes.keys() - known.keys()):
-        ends = {name.rpartition(".")[2] for name in known}
-        wrong = unknown[0].rpartition(".")[2]
-        close = [name for name in known if name.rpartition(".")[2] in ({wrong} & ends or closest(wrong, ends))]
-        close = close[:3] or closest(unknown[0], known)
-        advice = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
-        raise KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(known) or 'none'}")
-    return with_numbers(tx, iter({**known, **changes}.values()))
+    numbers = dict(parts_of(tx))
+    unknown = sorted(changes.keys() - numbers.keys())
+    if unknown:
+        raise _unknown_names(unknown, list(numbers))
+    return with_numbers(tx, iter({**numbers, **changes}.values()))
+
+
+def _unknown_names(unknown: list[str], names: list[str]) -> KeyError:
+    """Return the error for hyperparameters that a transform does not have: "momentum.deacy" of "momentum.decay"."""
+    argument_of = {name: name.rpartition(".")[2] for name in names}
+    arguments = set(argument_of.values())
+    wanted_argument = unknown[0].rpartition(".")[2]
+    close_arguments = [wanted_argument]
+    if wanted_argument not in arguments:
+        close_arguments = closest(wanted_argument, arguments)
+    close = [name for name, argument in argument_of.items() if argument in close_arguments]
+    close = close[:3] or closest(unknown[0], names)
+    advice = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    return KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(names) or 'none'}")
 
 
 def stack(transforms: Sequence[R]) -> R:
@@ -99,17 +109,20 @@ def stack(transforms: Sequence[R]) -> R:
         {'w': tensor([[-0.1000],
                 [-0.2000]])}
     """
-    flattened = [tree.flatten(tx) for tx in transforms]
-    if not flattened:
+    transforms = list(transforms)
+    if not transforms:
         raise ValueError("stack: expected at least one transform, found none")
-    for place, (_, treedef) in enumerate(flattened):
-        if treedef != flattened[0][1]:
+    treedef = tree.flatten(transforms[0])[1]
+    rows: list[list[Tensor]] = []
+    for index, tx in enumerate(transforms):
+        leaves, structure = tree.flatten(tx)
+        if structure != treedef:
             raise ValueError(
-                f"stack: transform {place} is {transforms[place]!r}, expected the structure of transform 0, "
+                f"stack: transform {index} is {tx!r}, expected the structure of transform 0, "
                 f"{transforms[0]!r}: stacked transforms may differ in numeric arguments only"
             )
-    columns = zip(*(leaves for leaves, _ in flattened), strict=True)
-    return tree.unflatten(flattened[0][1], [torch.stack([_tensor(x) for x in column]) for column in columns])
+        rows.append([_tensor(leaf) for leaf in leaves])
+    return tree.unflatten(treedef, [torch.stack(column) for column in zip(*rows, strict=True)])
 
 
 def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> R:
@@ -131,19 +144,19 @@ def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.devic
     return tree.map(lambda leaf: _tensor(leaf).to(dtype=dtype, device=device), tx)
 
 
-def _tensor(value: object) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+def _tensor(number: object) -> Tensor:
+    if isinstance(number, Tensor):
+        return number
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def check_numbers(value: Recorded) -> None:
     """Raise ValueError if a numeric argument of a transform, or of an inner transform, is a tensor with dims."""
-    for name, kinds in sorted(value.factory.definition.plain.items()):
-        number = value.arguments[name] if "float" in kinds else None
-        if isinstance(number, Tensor) and number.ndim:
-            raise ValueError(
-                f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
-                f"{tuple(number.shape)}; to run several values at once, use torch.func.vmap over a muonfx.stack"
-            )
-    for part in value.parts:
-        if isinstance(part, Recorded):
-            check_numbers(part)
+    for _, inner in walk(value):
+        for name, types in sorted(inner.factory.definition.plain.items()):
+            number = inner.arguments[name]
+            if "float" in types and isinstance(number, Tensor) and number.ndim:
+                raise ValueError(
+                    f"{inner.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
+                    f"{tuple(number.shape)}; to run several values at once, use torch.func.vmap over a muonfx.stack"
+                )

@@ -6,8 +6,8 @@ chain is constructed. `signs` returns whether the updates of a transform have th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -26,47 +26,64 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
 
     For example, two learning rates are wrong. ``chain`` names the chain in messages; ``members`` are its transforms.
     """
-    placed = [list(_positioned(name, member)) for name, member in members.items()]
-    # A transform without a position may be followed by any other.
-    before = [[own for own in member if own.position is not None] for member in placed]
-    pairs = [pair for at, first in enumerate(before) for later in placed[at + 1 :] for pair in product(first, later)]
-    for pair in pairs:
-        if error := _error(*pair):
+    pairs = _ordered_pairs(members)
+    for earlier, later in pairs:
+        error = _error(earlier, later)
+        if error:
             raise ValueError(f"{chain}: {error}")
-    for pair in pairs:
-        if doubt := _doubt(*pair):
+    for earlier, later in pairs:
+        doubt = _doubt(earlier, later)
+        if doubt:
             warn_caller(f"{chain}: {doubt}")
             return
     warn_of_skipped_steps(chain, members)
 
 
+def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Placed]]:
+    """Return the pairs of transforms in two members of a chain, the earlier first.
+
+    A transform without a position may be followed by any other, so it is only the later one of a pair.
+    """
+    positioned = [list(_positioned(name, member)) for name, member in members.items()]
+    pairs: list[tuple[_Placed, _Placed]] = []
+    for earlier_member, later_member in itertools.combinations(positioned, 2):
+        for earlier in earlier_member:
+            if earlier.position is not None:
+                pairs += [(earlier, later) for later in later_member]
+    return pairs
+
+
 def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
     """Warn of transforms that act at every micro-batch, because they are outside an `accumulate`."""
-    wrappers = {name: wrapper for name, tx in members.items() if (wrapper := _skipping_in(tx)) is not None}
+    wrappers: dict[str, Transform] = {}
+    for name, tx in members.items():
+        wrapper = _skipping_in(tx)
+        if wrapper is not None:
+            wrappers[name] = wrapper
     if not wrappers:
         return
-    name, wrapper = next(iter(wrappers.items()))
-    is_after = False
-    for member, tx in members.items():
-        if member in wrappers:
-            is_after = True
+    wrapper_name, wrapper = next(iter(wrappers.items()))
+    is_after_wrapper = False
+    for name, tx in members.items():
+        if name in wrappers:
+            is_after_wrapper = True
             continue
-        for part in within(tx):
-            effect = _effect_of_every_call(part, after_zeros=is_after)
+        for inner in within(tx):
+            effect = _effect_of_every_call(inner, after_zeros=is_after_wrapper)
             if effect:
-                example = f"{wrapper.name}(chain(..., {part.name}(...)), ...)"
+                example = f"{wrapper.name}(chain(..., {inner.name}(...)), ...)"
                 warn_caller(
-                    f"{chain}: {part.name} in {member!r} {effect} at every micro-batch, because it is outside of "
-                    f"{wrapper.name} in {name!r}: move it inside, as in {example}"
+                    f"{chain}: {inner.name} in {name!r} {effect} at every micro-batch, because it is outside of "
+                    f"{wrapper.name} in {wrapper_name!r}: move it inside, as in {example}"
                 )
                 return
 
 
 def _skipping_in(tx: Transform) -> Transform | None:
     """Return the first transform in ``tx``, itself included, that runs its transforms at some updates only, or None."""
-    for part in within(tx):
-        if part.declaration.combinator.skips_steps:
-            return part
+    for inner in within(tx):
+        if inner.declaration.combinator.skips_steps:
+            return inner
     return None
 
 
@@ -100,49 +117,49 @@ class _Placed(NamedTuple):
 
 def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
     """Yield the transforms of one chain member with their declared positions, inner transforms first."""
-    for part in tx.children:
-        yield from _positioned(member, part)
+    for child in tx.children:
+        yield from _positioned(member, child)
     position = tx.position
-    if position is not None or not (tx.children or tx.declaration.combinator.in_sequence):
+    calls_others = tx.children or tx.declaration.combinator.in_sequence
+    if position is not None or not calls_others:
         yield _Placed(member, tx, position)
 
 
 def _error(earlier: _Placed, later: _Placed) -> str:
     """Return an error message if the order of two transforms in a chain is wrong, else an empty string."""
-    (first_place, first_tx, first), (place, tx, position) = earlier, later
-    if first == position == "learning_rate":
+    is_rate = later.position == "learning_rate"
+    if earlier.position == "learning_rate" and is_rate:
         return (
-            f"found learning rates in {first_place!r} and {place!r}, expected one: each reverses the sign of the "
-            "updates, so both together increase the loss. Remove one of them, or replace it by scale(...)"
+            f"found learning rates in {earlier.member!r} and {later.member!r}, expected one: each reverses the sign of "
+            "the updates, so both together increase the loss. Remove one of them, or replace it by scale(...)"
         )
-    if first == "learning_rate" and position == "before_learning_rate":
+    if earlier.position == "learning_rate" and later.position == "before_learning_rate":
         return (
-            f"{tx.name} comes after the learning rate in {first_place!r}, but it requires updates in the direction of "
-            f"the gradient; put it before {first_place!r}"
+            f"{later.tx.name} comes after the learning rate in {earlier.member!r}, but it requires updates in the "
+            f"direction of the gradient; put it before {earlier.member!r}"
         )
-    if first in _AFTER and position in ("learning_rate", "turns"):
-        turn = "the learning rate" if position == "learning_rate" else "the negative scale"
-        inside = f", or move that into {first_tx.name}(...)" if first_tx.children else ""
+    if earlier.position in _AFTER and (is_rate or later.position == "turns"):
+        reversal = "the learning rate" if is_rate else "the negative scale"
+        inside = f", or move that into {earlier.tx.name}(...)" if earlier.tx.children else ""
         return (
-            f"{first_tx.name} comes before {turn} in {place!r}, but it requires the updates that are added to the "
-            f"parameters; put it after {place!r}{inside}"
+            f"{earlier.tx.name} comes before {reversal} in {later.member!r}, but it requires the updates that are "
+            f"added to the parameters; put it after {later.member!r}{inside}"
         )
     return ""
 
 
 def _doubt(earlier: _Placed, later: _Placed) -> str:
     """Return a warning if the order of two transforms in a chain is probably a mistake, else an empty string."""
-    (first_place, first_tx, first), (place, tx, position) = earlier, later
-    if first == "learning_rate" and position == "sets_size":
+    if earlier.position == "learning_rate" and later.position == "sets_size":
         return (
-            f"the learning rate in {first_place!r} comes before {tx.name}, whose updates do not depend on the size of "
-            f"its input, so the rate has no effect; put {first_place!r} after {place!r}"
+            f"the learning rate in {earlier.member!r} comes before {later.tx.name}, whose updates do not depend on the "
+            f"size of its input, so the rate has no effect; put {earlier.member!r} after {later.member!r}"
         )
-    if first in _LAST and position not in _OBSERVERS:
+    if earlier.position in _LAST and later.position not in _OBSERVERS:
         return (
-            f"{first_tx.name} in {first_place!r} comes before {tx.name}, which may change the updates after "
-            f"{first_tx.name} has used them as final; put {place!r} before {first_place!r}, or declare "
-            f'position="observer" for {tx.name} if it returns its updates unchanged'
+            f"{earlier.tx.name} in {earlier.member!r} comes before {later.tx.name}, which may change the updates after "
+            f"{earlier.tx.name} has used them as final; put {later.member!r} before {earlier.member!r}, or declare "
+            f'position="observer" for {later.tx.name} if it returns its updates unchanged'
         )
     return ""
 
@@ -154,18 +171,24 @@ def signs(tx: Transform) -> frozenset[int]:
 
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
     """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls."""
-    found = frozenset({_own_sign(tx)})
+    possible = frozenset({_sign_without_inner(tx)})
     if tx.declaration.combinator.in_sequence:
-        steps = list(inner)
-    else:
-        either: frozenset[int] = frozenset().union(*inner)  # dynamo cannot call `frozenset[int]`
-        steps = [either] if either else []
-    for each in steps:
-        found = frozenset(before * after for before in found for after in each)
-    return found
+        for signs_of_member in inner:
+            possible = _products(possible, signs_of_member)
+        return possible
+    # The updates of a wrapper may be those of any transform that it calls.
+    union: frozenset[int] = frozenset().union(*inner)  # dynamo cannot call `frozenset[int]`
+    return _products(possible, union) if union else possible
 
 
-def _own_sign(tx: Transform) -> int:
+def _products(signs: frozenset[int], factors: frozenset[int]) -> frozenset[int]:
+    products: set[int] = set()
+    for sign in signs:
+        products |= {sign * factor for factor in factors}
+    return frozenset(products)
+
+
+def _sign_without_inner(tx: Transform) -> int:
     """Return -1 if a transform itself reverses the sign of updates, 1 if it keeps the sign, and 0 if unknown."""
     position = tx.position
     if position in ("learning_rate", "turns"):

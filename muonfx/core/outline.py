@@ -22,34 +22,51 @@ def outline(tx: Any) -> Report:
 
 
 def _row(tx: Any, title: str) -> Row:
-    called, rows = set(map(id, tx.children)), list[Row]()
-    for name, part in zip(part_names(tx), tx.parts, strict=True):
-        if id(part) in called:
-            last = name.rpartition(".")[2]
-            rows.append(_row(part, part.name if last in ("", "tx", part.name) else f"{last}: {part.name}"))
+    rows: list[Row] = []
+    for name, inner in zip(part_names(tx), tx.parts, strict=True):
+        if not _is_transform(tx, inner):
+            continue
+        argument = name.rpartition(".")[2]
+        # "inner: momentum"; a member of a chain is called as its transform, and a transparent wrapper has no name.
+        inner_title = inner.name if argument in ("", "tx", inner.name) else f"{argument}: {inner.name}"
+        rows.append(_row(inner, inner_title))
     return Row((title, tx.locality.name, ", ".join(_shown_arguments(tx))), tuple(rows))
 
 
-def _shown_arguments(tx: Recorded) -> Iterator[str]:
+def _is_transform(tx: Any, value: object) -> bool:
+    """Return True for one of the transforms that ``tx`` calls. This module cannot import the class `Transform`."""
+    return any(value is child for child in tx.children)
+
+
+def _shown_arguments(tx: Any) -> Iterator[str]:
     """Yield ``name=value`` for a transform's numbers, and for other arguments that differ from their defaults.
 
     Arguments that contain transforms are left out, because these transforms have their own rows.
     """
     for name, parameter in tx.factory.definition.parameters.items():
         value = tx.arguments[name]
-        if any(isinstance(part, type(tx)) for part in tx._parts_in(name)):
+        if any(_is_transform(tx, inner) for inner in tx._parts_in(name)):
             continue
-        is_number = isinstance(value, float | Tensor) or (isinstance(value, Recorded) and value.parts)  # a schedule
-        if is_number or (not same(value, parameter.default) and (value or parameter.default is not parameter.empty)):
+        if _has_numbers(value) or not _is_default(value, parameter):
             yield f"{name}={_written(value)}"
+
+
+def _has_numbers(value: object) -> bool:
+    if isinstance(value, Recorded):  # a schedule
+        return bool(value.parts)
+    return isinstance(value, float | Tensor)
+
+
+def _is_default(value: object, parameter: inspect.Parameter) -> bool:
+    """Return True for the default of a parameter, or for an empty value of a parameter without a default."""
+    if same(value, parameter.default):
+        return True
+    return parameter.default is parameter.empty and not value
 
 
 def _written(value: object) -> str:
     if isinstance(value, Tensor):
-        try:
-            return f"tensor of {list(value.shape)}" if value.ndim else f"{value.item():.6g}"
-        except RuntimeError:  # a tensor inside torch.func or on meta has no value
-            return "tensor of []"
+        return _written_tensor(value)
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping) and len(value) > 2:
@@ -58,4 +75,15 @@ def _written(value: object) -> str:
         text = str(getattr(value, "__name__", value))
     else:
         text = repr(value).removeprefix("torch.")
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    if len(text) > _LONGEST:
+        return text[: _LONGEST - 3] + "..."
+    return text
+
+
+def _written_tensor(tensor: Tensor) -> str:
+    if tensor.ndim:
+        return f"tensor of {list(tensor.shape)}"
+    try:
+        return f"{tensor.item():.6g}"
+    except RuntimeError:  # a tensor inside torch.func or on meta has no value
+        return "tensor of []"

@@ -54,26 +54,44 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
     "view: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"
     """
     names = tree.names(params)
-    for argument, groups, first_counts, required in patterns if names else ():
-        taken: set[str] = set()
-        known = {*names, *unwrapped(names).values()} if required else names
-        for group in groups:
-            found = {n for n in known if any(fnmatchcase(n, pattern) for pattern in group)}
-            if found and not found <= taken:
-                taken |= found if first_counts else set()
-                continue
-            if found:
-                there = format_list(sorted(found), shown_name)
-                problem = f"matches only names that an earlier pattern matches, and the first counts: {there}"
-            else:
-                close = [name for pattern in group for name in close_names(pattern.strip("*."), names)]
-                there = (
-                    f"close: {format_list(close, shown_name)}"
-                    if close
-                    else f"they are {format_list(names, shown_name)}"
+    if not names:
+        return
+    for pattern in patterns:
+        plain_names = unwrapped(names).values() if pattern.required else ()
+        matched: set[str] = set()
+        for group in pattern.groups:
+            matches = {name for name in {*names, *plain_names} if _matches(name, group)}
+            if not matches:
+                _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
+            elif matches <= matched:
+                shadowed = format_list(sorted(matches), shown_name)
+                _report(
+                    pattern,
+                    group,
+                    f"matches only names that an earlier pattern matches, and the first counts: {shadowed}",
                 )
-                problem = f"matches none of the {len(names)} parameters; {there}"
-            problem = f"{argument}: {(' or ' if required else ' and ').join(map(repr, group))} {problem}"
-            if required:
-                raise ValueError(f"{problem}; correct it")
-            warn_caller(f"{problem}; correct or remove it")
+            elif pattern.first_counts:
+                matched |= matches
+
+
+def _matches(name: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _advice(globs: tuple[str, ...], names: list[str]) -> str:
+    """Return the parameter names that are close to some globs, such as "close: 'h.qkv'"; if none is, list all."""
+    close: list[str] = []
+    for glob in globs:
+        close += close_names(glob.strip("*."), names)
+    if close:
+        return f"close: {format_list(close, shown_name)}"
+    return f"they are {format_list(names, shown_name)}"
+
+
+def _report(pattern: NamePatterns, globs: tuple[str, ...], problem: str) -> None:
+    """Raise ValueError for a group of globs of a required pattern; warn for any other."""
+    conjunction = " or " if pattern.required else " and "
+    message = f"{pattern.argument}: {conjunction.join(map(repr, globs))} {problem}"
+    if pattern.required:
+        raise ValueError(f"{message}; correct it")
+    warn_caller(f"{message}; correct or remove it")

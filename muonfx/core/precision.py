@@ -11,41 +11,41 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from muonfx.core.transform import Transform
-from muonfx.core.value import dotted, part_names
+from muonfx.core.value import walk
 from muonfx.polar import quack
 
 
-def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
+def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
     """Return a dict from the name of each transform to the dtype of its matrix products, such as "bfloat16".
 
-    ``held`` are the dtypes of the parameters. Transforms without matrix products are left out.
+    Transforms without matrix products are left out.
     """
     # For float64 parameters, "auto" is float64. For all others it is one dtype.
-    dtype = torch.float64 if set(held) == {torch.float64} else torch.float32
-    return {
-        name: str(declared(own, dtype, device)).removeprefix("torch.")
-        for name, own in _named_parts(tx)
-        if (declared := own.declaration.matrices.rounds_to) is not None
-    }
+    dtype = torch.float64 if set(param_dtypes) == {torch.float64} else torch.float32
+    dtypes: dict[str, str] = {}
+    for name, inner in _named_transforms(tx):
+        rounds_to = inner.declaration.matrices.rounds_to
+        if rounds_to is not None:
+            dtypes[name] = str(rounds_to(inner, dtype, device)).removeprefix("torch.")
+    return dtypes
 
 
-def product_libraries(tx: Transform, held: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
+def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
     """Map the name of each transform with ``products="auto"`` to the library of its large symmetric products.
 
-    The library is "quack-kernels" or "torch"; see `muonfx.polar.quack`. ``held`` are the dtypes of the parameters.
+    The library is "quack-kernels" or "torch"; see `muonfx.polar.quack`.
     """
-    compute_dtypes = product_dtypes(tx, held, device)
+    compute_dtypes = product_dtypes(tx, param_dtypes, device)
     libraries: dict[str, str] = {}
-    for name, part in _named_parts(tx):
-        if name in compute_dtypes and part.arguments.get("products") == "auto":
+    for name, inner in _named_transforms(tx):
+        if name in compute_dtypes and inner.arguments.get("products") == "auto":
             failure = quack.failure(device, getattr(torch, compute_dtypes[name]))
             libraries[name] = "quack-kernels" if failure is None else "torch"
     return libraries
 
 
-def _named_parts(tx: Transform, name: str = "") -> Iterator[tuple[str, Transform]]:
-    """Yield (dotted name, transform) pairs for a transform and all transforms that it calls."""
-    yield name or tx.name, tx
-    for own, part in zip(part_names(tx), tx.parts, strict=True):
-        if isinstance(part, Transform):
-            yield from _named_parts(part, f"{dotted(name)}{own}" if own else name)
+def _named_transforms(tx: Transform) -> Iterator[tuple[str, Transform]]:
+    """Yield (name, transform) pairs for a transform and all transforms that it calls, as in "muon.orthogonalize"."""
+    for name, inner in walk(tx):
+        if isinstance(inner, Transform):
+            yield name or inner.name, inner

@@ -497,6 +497,24 @@ def dotted(name: str) -> str:
     return f"{name}." if name else ""
 
 
+def joined_name(name: str, argument: str) -> str:
+    """Return the dotted name of an argument of the transform ``name``. A transparent wrapper adds nothing to it."""
+    return dotted(name) + argument if argument else name
+
+
+def walk(value: Recorded, name: str = "") -> Iterator[tuple[str, Recorded]]:
+    """Yield (dotted name, value) for a transform or schedule, and then for each one within it, at any depth.
+
+    >>> import muonfx as mfx
+    >>> [name for name, _ in walk(mfx.chain(mfx.cautious(mfx.momentum()), mfx.scale(-0.1)))]
+    ['', 'cautious', 'cautious.inner', 'scale']
+    """
+    yield name, value
+    for argument, inner in zip(part_names(value), value.parts, strict=True):
+        if isinstance(inner, Recorded):
+            yield from walk(inner, joined_name(name, argument))
+
+
 def part_names(value: Recorded) -> tuple[str, ...]:
     """Return the dotted names of a transform's own numbers and inner transforms, in order."""
     derived = value.structure.derived

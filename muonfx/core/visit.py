@@ -18,7 +18,7 @@ from muonfx import tree
 from muonfx.core.chain import chain, chain_entries
 from muonfx.core.extras import ON_PIECES
 from muonfx.core.transform import Declaration, Locality, Transform
-from muonfx.core.value import Recorded, dotted, make_factory, part_names, parts_of
+from muonfx.core.value import Recorded, dotted, joined_name, make_factory, part_names, parts_of
 from muonfx.tree import PyTree
 
 Path = tuple[Any, ...]
@@ -134,7 +134,7 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
     resolved = tx.resolve(params)
     calls: list[Visit] = []
     for call in calls_of(resolved, params):
-        inner_key = key if call.label is not None else _joined(key, call.argument)
+        inner_key = key if call.label is not None else joined_name(key, call.argument)
         inner_state = None
         if state is not None and call.state is not None:
             inner_state = (*state, *call.state)
@@ -143,7 +143,7 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
                 call.tx,
                 call.params,
                 state=inner_state,
-                name=_joined(name, call.argument),
+                name=joined_name(name, call.argument),
                 key=inner_key,
                 label=call.label,
             )
@@ -165,11 +165,6 @@ def check_resolved_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) ->
         check = visited.tx.declaration.check_extras
         if check is not None:
             check(visited.tx, extras)
-
-
-def _joined(name: str, argument: str) -> str:
-    """Return a dotted name. A transparent wrapper, such as `offload`, adds nothing to the name of its argument."""
-    return dotted(name) + argument if argument else name
 
 
 # --------------------------------------------------------------------------------- how a transform calls its inner ones
