@@ -87,20 +87,23 @@ class Plan(Shown):
 
         There is a limit only if `products` is "blocks", so that the Gram matrices of a batch fit the CPU's cache.
         """
-        return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2) if self.products == "blocks" else None
+        if self.products != "blocks":
+            return None
+        return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2)
 
     @property
     def scratch_bytes(self) -> int:
         """The bytes of the temporary tensors for one matrix: two tensors of its size, and 3 to 8 Gram matrices."""
         n, m = self.shape
         longest = max((len(stage.steps) for stage in self.stages), default=1)
-        small = 3 if longest == 1 else 6 if longest == 2 else 8  # buffers of `products.Buffered`, and an identity
-        return (2 * n * m + small * n * n) * self.dtype.itemsize
+        gram_matrices = {1: 3, 2: 6}.get(longest, 8)  # buffers of `products.Buffered`, and an identity
+        return (2 * n * m + gram_matrices * n * n) * self.dtype.itemsize
 
     def report(self) -> Report:
         """Return a table with a row for each of dtype, method and products: the choice and the reason."""
-        taken = (str(self.dtype).removeprefix("torch."), self.method, self.products)
-        rows = list(zip(("dtype", "method", "products"), taken, self.reasons, strict=True))
+        choices = ("dtype", "method", "products")
+        values = (str(self.dtype).removeprefix("torch."), self.method, self.products)
+        rows = list(zip(choices, values, self.reasons, strict=True))
         return Report((Table(("choice", "taken", "reason"), rows, title=format_shape(self.shape)),))
 
 
@@ -322,10 +325,13 @@ def _choose_method(
     stages = staged(resolved.steps, restarts, mean, max(long, 1) / max(short, 1))
     if requested == "gram":
         return "gram", stages, "as given"
-    gram, full = (_cost(own, short, long, rates, products) for own in (stages, plain))
-    cut = " + ".join(str(len(stage.steps)) for stage in stages)
-    why = f"{gram:.2e} multiply-adds in stages of {cut} steps, {full:.2e} in the standard form"
-    return ("gram", stages, why) if gram < full else ("standard", plain, why)
+    gram_cost = _cost(stages, short, long, rates, products)
+    standard_cost = _cost(plain, short, long, rates, products)
+    lengths = " + ".join([str(len(stage.steps)) for stage in stages])
+    why = f"{gram_cost:.2e} multiply-adds in stages of {lengths} steps, {standard_cost:.2e} in the standard form"
+    if gram_cost < standard_cost:
+        return "gram", stages, why
+    return "standard", plain, why
 
 
 def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
@@ -336,12 +342,16 @@ def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
     """Return the estimated time of stages (steps with one Gram matrix each) for an `n x m` matrix, in multiply-adds."""
-    gram, small = (1.0 if how == "batched" else rates.share for how in products)
+    gram_share = 1.0 if products[0] == "batched" else rates.share
+    small_share = 1.0 if products[1] == "batched" else rates.share
     total = 0.0
     for stage in stages:
-        extra = len(stage.steps) - 1
-        squares = sum(1 for step in stage.steps if step[2] != 0)
-        total += (1 + gram) * n * n * m + n**3 * (small * squares + 3 * extra) + 3 * extra * rates.pass_cost * n * n
+        further_steps = len(stage.steps) - 1
+        squares = sum(1 for _, _, c in stage.steps if c != 0)
+        long_products = (1 + gram_share) * n * n * m
+        small_products = n**3 * (small_share * squares + 3 * further_steps)
+        passes = 3 * further_steps * rates.pass_cost * n * n
+        total += long_products + small_products + passes
     return total
 
 
@@ -349,5 +359,8 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
 def _rates(device: torch.device, compute: torch.dtype, portable: bool) -> Rates:
     kind = device.type
     if kind == "cpu" and compute == torch.bfloat16 and not portable:
-        kind = "amx" if cpu_has_amx() else "cpu" if cpu_has_bf16() else "avx2"
+        if cpu_has_amx():
+            kind = "amx"
+        elif not cpu_has_bf16():
+            kind = "avx2"
     return BUILT_IN.get((kind, compute), UNKNOWN)
