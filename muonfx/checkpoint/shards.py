@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx.sharding.boxes import Box
+from muonfx.sharding.boxes import Box, cover
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.shards import FlatPiece
 
@@ -21,7 +22,7 @@ class Shard(NamedTuple):
 
 def is_sharded(leaf: Any) -> bool:
     """Return whether a leaf is of a class that describes its shards, such as `FlatPiece` or a DTensor."""
-    return hasattr(leaf, "__create_chunk_list__")
+    return hasattr(type(leaf), "__create_chunk_list__")  # fast: tensors have no such attribute, and their class is cached
 
 
 def require_whole(name: str, leaf: Any, advice: str) -> None:
@@ -36,9 +37,8 @@ def shards_of(leaf: Any) -> list[Shard]:
     Empty shards are omitted, except that a leaf without elements is one empty shard.
     """
     shape = tuple(leaf.shape)
-    whole_box = Box((0,) * len(shape), shape)
     if not is_sharded(leaf):
-        return [Shard(whole_box, leaf.detach())]
+        return [Shard(whole_box(shape), leaf.detach())]
     if isinstance(leaf, FlatPiece):
         shards = [Shard(box, leaf.part(box)) for box in leaf.boxes]
     elif is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
@@ -47,7 +47,7 @@ def shards_of(leaf: Any) -> list[Shard]:
         shards = _shards_by_protocol(leaf)
     if not prod(shape):
         empty = shards[0].values.reshape(-1)[:0].view(shape)
-        return [Shard(whole_box, empty)]
+        return [Shard(whole_box(shape), empty)]
     return [shard for shard in shards if shard.box.numel]
 
 
@@ -61,6 +61,18 @@ def _shards_by_protocol(leaf: Any) -> list[Shard]:
         values: Tensor = leaf.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
         shards.append(Shard(Box(tuple(chunk.offsets), tuple(chunk.sizes)), values.detach()))
     return shards
+
+
+def problem_of_boxes(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Return None if boxes contain each element of a leaf once, else the reason why they do not."""
+    if len(boxes) == 1 and boxes[0] == whole_box(shape):  # most leaves are in one piece, and this takes less time
+        return None
+    return cover(shape, boxes)
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box with all elements of a leaf of this shape."""
+    return Box((0,) * len(shape), shape)
 
 
 def slices_of(box: Box) -> list[str]:
