@@ -193,17 +193,17 @@ class Transfer(NamedTuple):
 def transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
     """Return the copies that fill the shards of ``leaf`` on this rank from the chunks of a ``stored`` leaf."""
     transfers: list[Transfer] = []
-    for shard in shards_of(leaf):
+    for box, values in shards_of(leaf).items():
         for chunk in stored.chunks:
-            if chunk.box == shard.box:
-                overlap = chunk.box
-                destination = shard.values
+            if chunk.box == box:
+                overlap = box
+                destination = values
             else:
-                overlap = intersection(shard.box, chunk.box)
+                overlap = intersection(box, chunk.box)
                 if overlap is None:
                     continue
-                offsets = map(int.__sub__, overlap.offsets, shard.box.offsets)
-                destination = part(shard.values, Box(tuple(offsets), overlap.sizes))
+                offsets = map(int.__sub__, overlap.offsets, box.offsets)
+                destination = part(values, Box(tuple(offsets), overlap.sizes))
             if overlap.numel:
                 transfers.append(Transfer(name, chunk, overlap, destination))
     return transfers

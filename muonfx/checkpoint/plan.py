@@ -11,23 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from muonfx.checkpoint.data import bytes_of, crc32_of, with_plain_bits
 from muonfx.checkpoint.errors import CheckpointError
-from muonfx.checkpoint.shards import Shard, is_sharded, problem_of_boxes, shards_of, slices_of
+from muonfx.checkpoint.shards import is_sharded, problem_of_boxes, shards_of, slices_of
 from muonfx.checkpoint.spec import described
 from muonfx.sharding.boxes import Box
 from muonfx.sharding.differences import listed
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.replicas import checksum
 from muonfx.tree import Spec
-
-
-class ProposedShard(NamedTuple):
-    """A shard of a leaf on one rank, without its values."""
-
-    box: Box
-    checksum: str | None
-    """The checksum of the shard's bits; None if no other rank can hold the shard."""
 
 
 class ProposedLeaf(NamedTuple):
@@ -37,8 +31,8 @@ class ProposedLeaf(NamedTuple):
     """The global shape and dtype."""
     is_plain: bool
     """True for a plain tensor, which must be equal on all ranks; False for shards with positions of their own."""
-    shards: list[ProposedShard]
-    """The shards on this rank; empty if it holds no element of the leaf."""
+    checksums: dict[Box, str | None]
+    """The box of each shard on this rank, and the checksum of its bits, or None if no other rank can hold the shard."""
 
 
 class Proposal(NamedTuple):
@@ -50,10 +44,10 @@ class Proposal(NamedTuple):
 
 
 class ShardKey(NamedTuple):
-    """A shard that a rank has proposed: the name of the leaf, and the number of the shard in `ProposedLeaf.shards`."""
+    """The name of a leaf, and the box of the leaf that is one of its shards."""
 
     name: str
-    number: int
+    box: Box
 
 
 class SavePlanner:
@@ -67,24 +61,20 @@ class SavePlanner:
     def __init__(self, leaves: dict[str, Any], ranks: int) -> None:
         self.leaves = leaves
         self.ranks = ranks
-        self.shards: dict[str, list[Shard]] = {}
-        """The shards of each leaf on this rank, with their values."""
+        self.values: dict[str, dict[Box, Tensor]] = {}
+        """The values of the shards on this rank, by the name of the leaf and the box of the shard."""
 
     def propose(self, arguments: dict[str, str]) -> Proposal:
         """Return the shards of this rank, with a checksum of each that other ranks may hold."""
         proposed: dict[str, ProposedLeaf] = {}
         for name, leaf in self.leaves.items():
-            is_compared = not is_held_once(leaf, self.ranks)
             shards = shards_of(leaf)
-            self.shards[name] = shards
-            proposed_shards: list[ProposedShard] = []
-            for shard in shards:
-                shard_checksum = None
-                if is_compared:
-                    shard_checksum = checksum_of_shard(shard)
-                proposed_shards.append(ProposedShard(shard.box, shard_checksum))
+            checksums: dict[Box, str | None] = dict.fromkeys(shards)
+            if not is_held_once(leaf, self.ranks):
+                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
             spec = Spec(tuple(leaf.shape), leaf.dtype)
-            proposed[name] = ProposedLeaf(spec, not is_sharded(leaf), proposed_shards)
+            proposed[name] = ProposedLeaf(spec, not is_sharded(leaf), checksums)
+            self.values[name] = shards
         return Proposal(arguments, proposed)
 
     def assign(self, proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
@@ -97,19 +87,18 @@ def assignment(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
     """Return the shards that each rank writes: each shard once, and about as many bytes on each rank as possible."""
     if len(proposals) == 1:
         return [_keys_of(proposals[0])]
-    keys_of_box: dict[tuple[str, Box], dict[int, ShardKey]] = {}
+    holders: dict[ShardKey, list[int]] = {}
     for rank, proposal in enumerate(proposals):
         for key in _keys_of(proposal):
-            box = proposal.leaves[key.name].shards[key.number].box
-            keys_of_box.setdefault((key.name, box), {})[rank] = key
+            holders.setdefault(key, []).append(rank)
     keys_of_rank: list[list[ShardKey]] = [[] for _ in proposals]
     bytes_of_rank = [0] * len(proposals)
     # Shards of one holder first: they leave no choice, and count for the choices that follow.
-    for (name, box), keys_by_rank in sorted(keys_of_box.items(), key=lambda item: len(item[1])):
-        writer = min(keys_by_rank, key=lambda rank: bytes_of_rank[rank])
-        keys_of_rank[writer].append(keys_by_rank[writer])
-        dtype = proposals[writer].leaves[name].spec.dtype
-        bytes_of_rank[writer] += box.numel * dtype.itemsize
+    for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        writer = min(ranks, key=lambda rank: bytes_of_rank[rank])
+        keys_of_rank[writer].append(key)
+        dtype = proposals[writer].leaves[key.name].spec.dtype
+        bytes_of_rank[writer] += key.box.numel * dtype.itemsize
     return keys_of_rank
 
 
@@ -117,7 +106,7 @@ def _keys_of(proposal: Proposal) -> list[ShardKey]:
     """Return the keys of all shards that a rank has proposed."""
     keys: list[ShardKey] = []
     for name, leaf in proposal.leaves.items():
-        keys += [ShardKey(name, number) for number in range(len(leaf.shards))]
+        keys += [ShardKey(name, box) for box in leaf.checksums]
     return keys
 
 
@@ -136,9 +125,9 @@ def is_held_once(leaf: Any, ranks: int) -> bool:
     return True
 
 
-def checksum_of_shard(shard: Shard) -> str:
+def checksum_of_shard(values: Tensor) -> str:
     """Return a checksum of the bits of a shard: the CRC-32 on the CPU, and `checksum` elsewhere, to copy nothing."""
-    values = with_plain_bits(shard.values)
+    values = with_plain_bits(values)
     if values.device.type != "cpu":
         return f"{values.device.type} {checksum(values).item()}"
     values = values.contiguous()
@@ -156,8 +145,9 @@ def require_consistent(proposals: Sequence[Proposal]) -> None:
         for name, leaf in proposal.leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
     for name, holders in holders_by_leaf.items():
-        _require_one_spec(name, holders)
-        _require_on_all_ranks(name, holders, len(proposals))
+        if len(proposals) > 1:  # one rank agrees with itself
+            _require_one_spec(name, holders)
+            _require_on_all_ranks(name, holders, len(proposals))
         _require_filled(name, holders)
     if len(proposals) > 1:
         _require_equal_replicas(holders_by_leaf)
@@ -179,7 +169,7 @@ def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
     """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all."""
     if len(holders) == ranks or not any(leaf.is_plain for leaf in holders.values()):
         return
-    with_shards = [rank for rank, leaf in holders.items() if leaf.shards]
+    with_shards = [rank for rank, leaf in holders.items() if leaf.checksums]
     missing = [rank for rank in range(ranks) if rank not in holders]
     raise CheckpointError(
         f"nothing was written: the leaf {name!r} is a plain tensor on {listed(with_shards)} and missing on "
@@ -190,9 +180,9 @@ def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
 
 def _require_filled(name: str, holders: Holders) -> None:
     """Raise unless the different shards of a leaf fill it and do not overlap. Ranks may hold equal shards."""
-    boxes: dict[Box, None] = {}
+    boxes: dict[Box, object] = {}
     for leaf in holders.values():
-        boxes |= dict.fromkeys([shard.box for shard in leaf.shards])
+        boxes |= leaf.checksums
     spec = holders[min(holders)].spec
     problem = problem_of_boxes(spec.shape, [*boxes])
     if problem is not None:
@@ -225,12 +215,12 @@ def _difference(holders: Holders) -> str | None:
     """Return a text with the ranks that hold other bits than the first holder of a shard; None if all are equal."""
     checksums_of_box: dict[Box, dict[int, str | None]] = {}
     for rank, leaf in holders.items():
-        for shard in leaf.shards:
-            checksums_of_box.setdefault(shard.box, {})[rank] = shard.checksum
+        for box, box_checksum in leaf.checksums.items():
+            checksums_of_box.setdefault(box, {})[rank] = box_checksum
     for box, checksum_of_rank in checksums_of_box.items():
         first_rank = min(checksum_of_rank)
         expected = checksum_of_rank[first_rank]
-        different = [rank for rank, found in checksum_of_rank.items() if found != expected]
+        different = [rank for rank, box_checksum in checksum_of_rank.items() if box_checksum != expected]
         if not different or not box.numel:
             continue
         text = f"has other values on {listed(different)} than on rank {first_rank}"

@@ -112,10 +112,9 @@ class Writer:
             return WrittenShards(None, [])
         entries: list[Entry] = []
         with no_collection():
-            for name, shard_number in assignment.keys:
-                shard = self.planner.shards[name][shard_number]
-                entry_key = _entry_key(name, shard.box, self.request.leaves[name].shape)
-                entries.append(Entry(entry_key, name, shard.box, shard.values))
+            for name, box in assignment.keys:
+                key_in_file = _key_in_file(name, box, self.request.leaves[name].shape)
+                entries.append(Entry(key_in_file, name, box, self.planner.values[name][box]))
         with draft.write_errors():
             return WrittenShards(*draft.write(assignment.file, assignment.number, entries))
 
@@ -132,7 +131,8 @@ class Writer:
             files.append(file)
         leaves: dict[str, Leaf] = {}
         for name, chunks in chunks_of_leaf.items():
-            chunks.sort(key=lambda chunk: chunk.box)
+            if len(chunks) > 1:
+                chunks.sort(key=lambda chunk: chunk.box)
             leaves[name] = Leaf(self.specs[name], tuple(chunks))
         draft = self.draft
         assert draft is not None
@@ -165,7 +165,7 @@ class Writer:
         return None
 
 
-def _entry_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
+def _key_in_file(name: str, box: Box, shape: tuple[int, ...]) -> str:
     """Return the key of a shard in a data file: "trace/w" for a whole leaf, "trace/w~[0:4,0:8]" for a part."""
     if box.sizes == shape:
         return name
