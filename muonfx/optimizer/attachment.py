@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +17,13 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from muonfx.core.checks import warn_caller
-from muonfx.optimizer.groups import (
-    BoundGroup,
-    Group,
-    GroupNumbers,
-    distinct_routes,
-    group_hyperparams,
-    keys_by_label,
-    label_of,
-    names_in,
-    unread_key_warning,
-)
+from muonfx.optimizer.group_numbers import BoundGroup, Group, GroupNumbers
+from muonfx.optimizer.named_parameters import names_in
+from muonfx.optimizer.routes import distinct_routes, group_hyperparams, keys_by_label, label_of
 from muonfx.optimizer.stepping import Stepping
+from muonfx.optimizer.unread_keys import unread_key_warning
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 
@@ -121,6 +111,7 @@ class Attachment:
         self._outside: dict[str, Tensor] = {}  # the models' parameters that are not in the optimizer
         self._reported: dict[str, Tensor] = {}  # those of them that a warning has named
         self._callers_tensors: list[tuple[str, Tensor, int]] = []  # name, tensor and its version at construction
+        _count_registrations()
         self.bind(named, models)
         self._left_out = self._held(left_out)
         self.leave_out(frozen)
@@ -520,6 +511,12 @@ class _Registrations:
 _registrations = _Registrations()
 
 
+@cache
+def _count_registrations() -> None:
+    register_module_parameter_registration_hook(_registrations)
+    register_module_module_registration_hook(_registrations)
+
+
 def _placement(param: Tensor) -> tuple[object, ...]:
     of_mesh = (param.device_mesh, param.placements) if is_dtensor(param) else ()
     return (param.device, param.dtype, *of_mesh)
@@ -532,62 +529,4 @@ def check_real(named: Mapping[str, Tensor]) -> None:
             f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: allocate and load them "
             "first (model.to_empty(device=...), then load_state_dict). An optimizer that was given the model finds the "
             "new tensors; otherwise create the optimizer after that"
-        )
-
-
-_owners: WeakSet[Optimizer] = WeakSet()
-
-
-def own_groups(optimizer: Optimizer) -> None:
-    """Make every other optimizer raise if it steps on this optimizer's param groups, unless it wraps this optimizer."""
-    _register()
-    _owners.add(optimizer)
-
-
-class OwnedGroup(dict[str, Any]):
-    """A param group (a dict) whose class marks it as created by a muonfx optimizer.
-
-    Another optimizer that steps on it raises, even if the muonfx one is deleted. torch.compile cannot trace the class.
-    """
-
-
-class GroupOwner(Optimizer):
-    """Base class of optimizers whose param groups no other optimizer may step on, except a wrapper of this one."""
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        own_groups(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, marked so that another optimizer that steps on it raises."""
-        super().add_param_group(OwnedGroup(param_group))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, and mark its param groups as its own."""
-        super().__setstate__(state)
-        self.param_groups = [OwnedGroup(group) for group in self.param_groups]
-        own_groups(self)
-
-
-@cache
-def _register() -> None:
-    register_optimizer_step_pre_hook(_refuse_exchanged)
-    register_module_parameter_registration_hook(_registrations)
-    register_module_module_registration_hook(_registrations)
-
-
-def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
-    if torch.compiler.is_compiling() or optimizer in _owners:
-        return
-    # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
-    # still have our labels, but our step never runs.
-    ours = {id(group) for owner in _owners for group in owner.param_groups}
-    owned = [group for group in optimizer.param_groups if id(group) in ours or isinstance(group, OwnedGroup)]
-    if owned and not any(isinstance(value, Optimizer) and value in _owners for value in vars(optimizer).values()):
-        labels = ", ".join(repr(group.get("label")) for group in owned)
-        raise RuntimeError(
-            f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({labels}), which itself never steps: "
-            "an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
-            'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
-            "pass plain copies: [dict(group) for group in optimizer.param_groups]"
         )

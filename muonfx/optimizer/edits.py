@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from muonfx.core.checks import warn_caller
-from muonfx.optimizer.groups import Group
-from muonfx.optimizer.state import Load
-from muonfx.optimizer.stepping import StateEntries
+from muonfx.optimizer.group_numbers import Group
+from muonfx.optimizer.local_values import Load
+from muonfx.optimizer.state_entries import StateEntries
 
 Take = Callable[[int, Any, Any], Tensor | str]
 

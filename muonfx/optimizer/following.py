@@ -13,11 +13,15 @@ from torch.optim import Optimizer
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.optimizer.attachment import Attachment, check_usable, own_groups
+from muonfx.optimizer.attachment import Attachment, check_usable
 from muonfx.optimizer.edits import read_edits, warn_of_shared
-from muonfx.optimizer.groups import Group, complete_entries, distinct_routes
+from muonfx.optimizer.group_numbers import Group
+from muonfx.optimizer.groups import complete_entries
 from muonfx.optimizer.over_ranks import stepping_for
-from muonfx.optimizer.stepping import StateEntries, Stepping
+from muonfx.optimizer.owned_groups import own_groups
+from muonfx.optimizer.routes import distinct_routes
+from muonfx.optimizer.state_entries import StateEntries
+from muonfx.optimizer.stepping import Stepping
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings

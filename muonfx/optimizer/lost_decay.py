@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.visit import Visit
-from muonfx.optimizer.groups import BoundGroup
+from muonfx.optimizer.group_numbers import BoundGroup
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.transforms.average import master_params
 

@@ -17,16 +17,10 @@ from muonfx.core import Transform
 from muonfx.core.checks import is_frozen, is_usable
 from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
-from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import (
-    NamedParameters,
-    named_pairs,
-    names_in,
-    require_parameters,
-    resolve_groups,
-    scalar,
-)
-from muonfx.optimizer.over_ranks import constructed_together
+from muonfx.optimizer.constructing import constructed_together
+from muonfx.optimizer.group_numbers import scalar
+from muonfx.optimizer.named_parameters import NamedParameters, named_pairs, names_in, require_parameters, resolve_groups
+from muonfx.optimizer.transform_optimizer import TransformOptimizer
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.routing import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.visit import Visit, visit
-from muonfx.optimizer.groups import BoundGroup
-from muonfx.optimizer.state import Load, on_this_rank, shard_error
+from muonfx.optimizer.gathering import Gathering
+from muonfx.optimizer.group_numbers import BoundGroup
+from muonfx.optimizer.local_values import Load, on_this_rank, shard_error
 from muonfx.optimizer.stepping import Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import inner_of, store_of
@@ -24,7 +21,6 @@ from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
-from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.shards import FlatPiece, IntervalTensor
 from muonfx.sharding.state import (
@@ -36,17 +32,12 @@ from muonfx.sharding.state import (
     own_what_they_hold,
     state_to_dtensors,
 )
-from muonfx.sharding.transform import Sharded, bind, init_sharded, sharded_with, step_sharded
-from muonfx.sharding.waiting import construction, wait_for_all
+from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sharded
+from muonfx.sharding.waiting import wait_for_all
 from muonfx.tree import PyTree
-
-ALIGNED = 16
-"""The leaves of a gather are padded to a multiple of this many bytes, so that each can be viewed in its dtype."""
 
 SMALL_BUCKET = 1 << 22
 """The smallest default of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
-
-GATHERING = "gathering the optimizer's state from its owners"
 
 
 def stepping_for(
@@ -78,69 +69,6 @@ def stepping_for(
     if bucket_bytes is not None:
         settings = settings._replace(bucket_bytes=bucket_bytes)
     return SteppingOverRanks(tx, tuple(visit(inner_of(tx), layout.meta(list(params)))), layout, settings)
-
-
-Constructor = TypeVar("Constructor", bound=Callable[..., None])
-
-
-def constructed_together(constructor: Constructor) -> Constructor:
-    """Decorate the constructor of an optimizer: an error on one rank is raised on all ranks that construct it."""
-
-    @functools.wraps(constructor)
-    def construct(self: Any, *args: Any, **options: Any) -> None:
-        if args and isinstance(args[0], Iterator):
-            args = [*args[0]], *args[1:]  # an iterator can be read only once
-        with construction(lambda: _group_of(args, options)):
-            constructor(self, *args, **options)
-
-    return cast("Constructor", construct)
-
-
-def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that construct an optimizer with these arguments; None if it is alone."""
-    if not dist.is_initialized():
-        return None
-    layout = options.get("layout")
-    for argument in (*args, *options.values()):
-        if isinstance(argument, Sharded):
-            layout = argument.layout
-    if isinstance(layout, Layout):
-        return layout.group
-    if layout is not None:
-        group = getattr(layout, "keywords", {}).get("group")  # of a functools.partial
-        return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    params = args[0] if args else options.get("params")
-    leaves = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
-    meshes = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]
-    is_of_all = bool(meshes) and all(mesh.size() == dist.get_world_size() for mesh in meshes)
-    return dist.group.WORLD if is_of_all else None
-
-
-class Gathering:
-    """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix."""
-
-    def __init__(
-        self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
-    ) -> None:
-        # leaves: a dict from the index of a leaf in the state to its placement and this rank's part of it
-        sizes = [prod(what.shape) * what.dtype.itemsize for what, _ in leaves.values()]
-        padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-        # Each byte is written by one rank, and is zero on the others, so the sum has the exact bits of the owners.
-        buffer = torch.zeros(sum(padded), dtype=torch.uint8, device=device)
-        self._wholes: dict[int, Tensor] = {}
-        for (place, (what, leaf)), size, room in zip(leaves.items(), sizes, buffer.split(padded), strict=True):
-            whole = room[:size].view(what.dtype)
-            self._wholes[place] = whole.view(what.shape)
-            if leaf is not None and what.share is not None and (what.share.owner is not None or layout.rank == 0):
-                whole[slice(*interval_of(what, what.share))] = leaf.reshape(-1)
-        with collective(GATHERING):
-            self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
-
-    def wait(self) -> dict[int, Tensor]:
-        """Wait for the copy. Return a dict from the index of a tensor in the state to the full tensor."""
-        with collective(GATHERING):
-            self._work.wait()
-        return self._wholes
 
 
 class SteppingOverRanks(Stepping):

@@ -16,7 +16,7 @@ from muonfx.core import Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
 from muonfx.core.value import Recorded, dotted, part_names
-from muonfx.optimizer.groups import BoundGroup, Group, Hyperparam, fitted
+from muonfx.optimizer.group_numbers import BoundGroup, Group, Hyperparam, fitted
 
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to the code that creates it."""

@@ -27,8 +27,10 @@ from muonfx.engines.deepspeed.pieces import (
 from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.engines.deepspeed.tensor_parallel import tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.unit import Unit
-from muonfx.optimizer.attachment import GroupOwner
-from muonfx.optimizer.groups import GroupNumbers, defaults_for_schedulers, routes_of, split_by_route
+from muonfx.optimizer.group_numbers import GroupNumbers
+from muonfx.optimizer.groups import defaults_for_schedulers
+from muonfx.optimizer.owned_groups import GroupOwner
+from muonfx.optimizer.routes import routes_of, split_by_route
 
 
 class ZeroOptimizer(GroupOwner):

@@ -12,8 +12,8 @@ from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.engines.deepspeed.pieces import Pieces
-from muonfx.optimizer.groups import fitted
-from muonfx.optimizer.stepping import path_of
+from muonfx.optimizer.group_numbers import fitted
+from muonfx.optimizer.state_entries import path_of
 from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree

@@ -21,28 +21,25 @@ from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.renaming import Rename
-from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
+from muonfx.optimizer.attachment import Attachment, check_real, models_of
+from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.following import FollowingOptimizer
-from muonfx.optimizer.groups import (
-    Group,
+from muonfx.optimizer.group_numbers import Group, Number, equal, fitted
+from muonfx.optimizer.groups import defaults_for_schedulers, new_groups
+from muonfx.optimizer.lost_decay import warn_of_lost_decay
+from muonfx.optimizer.named_parameters import (
     NamedParameters,
-    Number,
     check_once,
-    defaults_for_schedulers,
-    equal,
-    fitted,
     named_pairs,
     names_in,
-    new_groups,
     require_parameters,
     resolve_groups,
-    warn_of_ascent,
-    warn_of_unread_rates,
 )
-from muonfx.optimizer.lost_decay import warn_of_lost_decay
-from muonfx.optimizer.over_ranks import constructed_together
+from muonfx.optimizer.owned_groups import own_groups
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
-from muonfx.optimizer.state import StateToLoad, read_state_dict
+from muonfx.optimizer.routes import warn_of_ascent
+from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
+from muonfx.optimizer.unread_keys import warn_of_unread_rates
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings

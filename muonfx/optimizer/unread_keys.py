@@ -1,0 +1,114 @@
+"""Warnings of keys in param groups that no transform reads."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from muonfx.core.checks import warn_caller
+from muonfx.optimizer.group_numbers import Group
+from muonfx.optimizer.routes import Route, group_hyperparams
+
+NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
+
+
+"""The keys that a group may have even if they are not hyperparameters of its transforms."""
+
+
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "beta": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+    "b1": "betas",
+    "b2": "betas",
+    "epsilon": "eps",
+}
+
+
+"""The names of torch's keys in other libraries."""
+
+
+_SIMILAR = 0.85
+
+
+"""From this ratio of `difflib` on, a key is a misspelling: "weight_dacay" has 0.92, "max_momentum" 0.8."""
+
+
+def meant(key: str, known: Iterable[str]) -> str | None:
+    """Return the hyperparameter that a key of a group is probably meant to be, or None if it is a key of the user's.
+
+    >>> meant("weight_dacay", ["lr", "weight_decay"]), meant("lr_scale", ["lr", "weight_decay"])
+    ('weight_decay', None)
+    """
+    # The last component, because "eps_root" is written for "scale_by_adam.eps_root".
+    full_names = {name.rpartition(".")[2]: name for name in known}
+    plain = key.lower().replace("-", "_")
+    plain = _SYNONYMS.get(plain, plain)
+    if plain in full_names:
+        return full_names[plain]
+    close = difflib.get_close_matches(plain, full_names, n=1, cutoff=_SIMILAR)
+    return full_names[close[0]] if close else None
+
+
+_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
+
+
+"""Keys of other optimizers that change their updates, and not ours."""
+
+
+def unread_key_warning(key: str, value: Any, of: str, own: Iterable[str], known: Iterable[str]) -> str | None:
+    """Return a warning if a key of a group looks like a hyperparameter and sets none, else None.
+
+    ``of`` is a parameter of the group, ``own`` are the hyperparameters of the group and ``known`` those of all groups.
+    """
+    own = set(own)
+    if key in own or key in NOT_HYPERPARAMS:
+        return None
+    name = meant(key, own) or meant(key, known)
+    if name is None and key in _OF_OTHERS and value:
+        return (
+            f"param_groups: {key!r} in the group of {of!r} is kept, but has no effect: the labels choose the "
+            "transform of a parameter, and the arguments of the transform choose its update"
+        )
+    if name is None:
+        return None
+    advice = f"did you mean {name!r}?" if name in own else f"the group has {', '.join(sorted(own)) or 'none'}"
+    return f"param_groups: {key!r} in the group of {of!r} is kept, but it is no hyperparameter of the group: {advice}"
+
+
+def warn_of_unread_keys(given: Group, of: str, members: Sequence[Route], routes: Mapping[str, Route]) -> None:
+    """Warn of keys of a new group that look like hyperparameters and set none."""
+    own = {hyperparam.key for hyperparam in group_hyperparams(members, given)}
+    own = own.union(*[read_keys(route) for route in members])
+    known = set[str]().union(*[read_keys(route) for route in set(routes.values())])
+    for key, value in given.items():
+        message = unread_key_warning(key, value, of, own, known)
+        if message is not None:
+            warn_caller(message)
+
+
+def read_keys(route: Route) -> set[str]:
+    """Return the keys of a new group from which a route takes its numbers."""
+    return {hyperparam.key for hyperparam in route.hyperparams if not hyperparam.is_mirror}
+
+
+def warn_of_unread_rates(groups: Sequence[Group]) -> bool:
+    """Warn of the first param group with an "lr" that no transform reads. Return True after a warning."""
+    for place, group in enumerate(groups):
+        if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
+            warnings.warn(
+                f"param_groups[{place}]: 'lr' is {group['lr']!r}, expected no value: the chain has a schedule or no "
+                "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
+                "learning rate",
+                UserWarning,
+                stacklevel=5,  # torch wraps `step`
+            )
+            return True
+    return False
