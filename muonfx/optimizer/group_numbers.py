@@ -62,37 +62,41 @@ class GroupNumbers:
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
         self.hyperparams = tuple(hyperparams)
-        self.keys = frozenset({one.key for one in hyperparams})
+        self.keys = frozenset({hyperparam.key for hyperparam in hyperparams})
         self._last: dict[str, Number] = {}
         self._entries: Group = {}
 
     @property
     def names(self) -> list[str]:
         """The dotted names of the hyperparameters in the transform, such as "momentum.decay"."""
-        return [name for one in self.hyperparams if not one.is_mirror for name in one.names]
+        return [name for hyperparam in self.hyperparams if not hyperparam.is_mirror for name in hyperparam.names]
 
     def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
         """Return a group's hyperparameters by dotted name. If two keys set the same one, the changed value counts."""
-        found: dict[str, Number] = {}
-        said: dict[str, str] = {}
-        for one in self.hyperparams:
-            if one.key not in values or (one.is_mirror and not mirrors):
+        numbers: dict[str, Number] = {}
+        key_of: dict[str, str] = {}
+        for hyperparam in self.hyperparams:
+            key = hyperparam.key
+            if key not in values or (hyperparam.is_mirror and not mirrors):
                 continue
-            for name, value in zip(one.names, one.numbers_in(values[one.key]), strict=True):
-                if name in found and not equal(found[name], value):
-                    if name in self._last and equal(value, self._last[name]):
-                        continue
-                    if name not in self._last or not equal(found[name], self._last[name]):
-                        raise ValueError(
-                            f"{said[name]!r} and {one.key!r} in a group both set {name}, to {found[name]!r} and "
-                            f"{value!r}: set one of them"
-                        )
-                found[name], said[name] = value, one.key
-        return found
+            for name, number in zip(hyperparam.names, hyperparam.numbers_in(values[key]), strict=True):
+                if name in numbers and not equal(numbers[name], number):
+                    if self._was_read(name, number):
+                        continue  # the other key has the new value
+                    if not self._was_read(name, numbers[name]):
+                        raise _set_twice(name, {key_of[name]: numbers[name], key: number})
+                numbers[name] = number
+                key_of[name] = key
+        return numbers
 
-    def complete(self, given: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
-        """Return a new group's hyperparameters by dotted name, from ``defaults`` if ``given`` lacks them."""
-        return {name: defaults[name] for name in self.names} | self.parse(given, mirrors=False)
+    def _was_read(self, name: str, number: Number) -> bool:
+        """Return True if a hyperparameter had this value when the group was last read."""
+        return name in self._last and equal(self._last[name], number)
+
+    def complete(self, entries: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
+        """Return a new group's hyperparameters by dotted name, from ``defaults`` if ``entries`` lacks them."""
+        numbers = {name: defaults[name] for name in self.names}
+        return numbers | self.parse(entries, mirrors=False)
 
     def entries(self, numbers: Mapping[str, Number]) -> Group:
         """Return the entries of a param group, such as ``lr`` and ``betas``, for numbers given by dotted name."""
@@ -108,24 +112,37 @@ class GroupNumbers:
         if may_skip and all(map(is_, map(group.get, self._entries), self._entries.values())):
             return self._last
         numbers = self.parse(group)
-        # torch.compile with dynamic=True cannot trace a comparison of sets.
-        missing = [one for one in self.hyperparams if any(name not in numbers for name in one.names)]
-        if missing:
-            last = self._entries.get(missing[0].key)
-            was = "" if last is None else f" (it was {last!r})"
-            raise ValueError(
-                f"param_groups: the group of {next(iter(group.get('param_names', ())), 'no parameter')!r} (label "
-                f"{group.get('label')!r}) has no {missing[0].key!r}, which its transforms read: set it{was}"
-            )
-        for one in self.hyperparams:
-            current = [numbers[name] for name in one.names]
-            if one.key not in group or not all(map(equal, one.numbers_in(group[one.key]), current)):
-                group[one.key] = one.value_of(numbers)
+        for hyperparam in self.hyperparams:
+            # torch.compile with dynamic=True cannot trace a comparison of sets.
+            if any(name not in numbers for name in hyperparam.names):
+                raise _missing(hyperparam.key, group, self._entries.get(hyperparam.key))
+        for hyperparam in self.hyperparams:
+            key = hyperparam.key
+            current = [numbers[name] for name in hyperparam.names]
+            if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
+                group[key] = hyperparam.value_of(numbers)
         last = self._last
-        if last.keys() != numbers.keys() or not all(equal(last[name], value) for name, value in numbers.items()):
+        if last.keys() != numbers.keys() or not all(equal(last[name], number) for name, number in numbers.items()):
             self._last = numbers
-        self._entries = {one.key: group[one.key] for one in self.hyperparams}
+        self._entries = {hyperparam.key: group[hyperparam.key] for hyperparam in self.hyperparams}
         return self._last
+
+
+def _set_twice(name: str, number_of: Mapping[str, Number]) -> ValueError:
+    """Return an error for two keys of a group that set one hyperparameter to different numbers."""
+    (first_key, first), (second_key, second) = number_of.items()
+    return ValueError(
+        f"{first_key!r} and {second_key!r} in a group both set {name}, to {first!r} and {second!r}: set one of them"
+    )
+
+
+def _missing(key: str, group: Group, last: object) -> ValueError:
+    name = next(iter(group.get("param_names", ())), "no parameter")
+    last_value = "" if last is None else f" (it was {last!r})"
+    return ValueError(
+        f"param_groups: the group of {name!r} (label {group.get('label')!r}) has no {key!r}, which its transforms "
+        f"read: set it{last_value}"
+    )
 
 
 class BoundGroup(NamedTuple):
@@ -173,8 +190,10 @@ def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]
     views: dict[int, Number] = {}
 
     def fit(name: str, value: Number) -> Number:
+        if isinstance(value, int | float):
+            return value
         if not isinstance(value, Tensor):
-            return value if isinstance(value, int | float) else float(value)
+            return float(value)
         default = defaults[name]
         if not isinstance(default, Tensor) or not default.ndim:
             return views.setdefault(id(value), scalar(name, value))
@@ -183,7 +202,10 @@ def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]
             raise ValueError(f"{name} must be a number or a tensor of shape {shapes}")
         return value
 
-    return [{name: fit(name, value) for name, value in own.items()} for own in values]
+    fitted_values: list[dict[str, Number]] = []
+    for group_values in values:
+        fitted_values.append({name: fit(name, value) for name, value in group_values.items()})
+    return fitted_values
 
 
 def equal(a: object, b: object) -> bool:

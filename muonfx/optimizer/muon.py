@@ -173,7 +173,7 @@ class Muon(TransformOptimizer):
             super().add_param_group(param_group)
 
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
-        models = [(model, dict(model.named_parameters())) for model in self._attachment.models]
+        models = [(model, dict(model.named_parameters())) for model in self._parameters.models]
         model = next((m for m, own in models if all(own.get(name) is param for name, param in new.items())), None)
         # A parameter that is added is trained: Lightning puts one into the groups before it is unfrozen again.
         with warnings.catch_warnings(), _as_trained(new.values()):  # a rule may match only earlier parameters

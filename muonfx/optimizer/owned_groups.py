@@ -15,7 +15,7 @@ _owners: WeakSet[Optimizer] = WeakSet()
 
 def own_groups(optimizer: Optimizer) -> None:
     """Make every other optimizer raise if it steps on this optimizer's param groups, unless it wraps this optimizer."""
-    _register()
+    _register_refusal()
     _owners.add(optimizer)
 
 
@@ -26,41 +26,30 @@ class OwnedGroup(dict[str, Any]):
     """
 
 
-class GroupOwner(Optimizer):
-    """Base class of optimizers whose param groups no other optimizer may step on, except a wrapper of this one."""
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        own_groups(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, marked so that another optimizer that steps on it raises."""
-        super().add_param_group(OwnedGroup(param_group))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, and mark its param groups as its own."""
-        super().__setstate__(state)
-        self.param_groups = [OwnedGroup(group) for group in self.param_groups]
-        own_groups(self)
-
-
 @cache
-def _register() -> None:
+def _register_refusal() -> None:
     register_optimizer_step_pre_hook(_refuse_exchanged)
 
 
 def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
+    """Raise if an optimizer steps on groups of a muonfx optimizer, and neither is one nor has one in an attribute."""
     if torch.compiler.is_compiling() or optimizer in _owners:
         return
+    group_ids = {id(group) for owner in _owners for group in owner.param_groups}
+    labels: list[str] = []
+    for group in optimizer.param_groups:
+        if id(group) in group_ids or isinstance(group, OwnedGroup):
+            labels.append(repr(group.get("label")))
+    if not labels:
+        return
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value in _owners:  # a wrapper, which calls our step
+            return
     # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
     # still have our labels, but our step never runs.
-    ours = {id(group) for owner in _owners for group in owner.param_groups}
-    owned = [group for group in optimizer.param_groups if id(group) in ours or isinstance(group, OwnedGroup)]
-    if owned and not any(isinstance(value, Optimizer) and value in _owners for value in vars(optimizer).values()):
-        labels = ", ".join(repr(group.get("label")) for group in owned)
-        raise RuntimeError(
-            f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({labels}), which itself never steps: "
-            "an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
-            'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
-            "pass plain copies: [dict(group) for group in optimizer.param_groups]"
-        )
+    raise RuntimeError(
+        f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
+        "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
+        'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
+        "pass plain copies: [dict(group) for group in optimizer.param_groups]"
+    )

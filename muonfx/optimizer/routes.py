@@ -48,12 +48,14 @@ def routes_of(visits: Sequence[Visit]) -> dict[str, Route]:
 
 
 def _route(name: str, places: tuple[int, ...], visits: Sequence[Visit]) -> Route:
+    """Return the route of a parameter from the visits of the transforms that update it."""
     labels = [visited.label for visited in visits if visited.label is not None]
     is_left_out = any(_leaves_out(visited, name) for visited in visits)
     hyperparams = hyperparams_of(visits)
-    by_matrix = [visited for visited in visits if needs_matrices(visited.tx)]
+    by_matrix = any(needs_matrices(visited.tx) for visited in visits)
     rank = _rank_of_group(is_left_out, {hyperparam.key for hyperparam in hyperparams})
-    return Route(places, "/".join(labels) or None, is_left_out, tuple(hyperparams), (rank, not by_matrix, places))
+    order = (rank, not by_matrix, places)
+    return Route(places, "/".join(labels) or None, is_left_out, tuple(hyperparams), order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
@@ -73,42 +75,54 @@ def _rank_of_group(is_left_out: bool, keys: Set[str]) -> int:
 
 def warn_of_ascent(root: Visit, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
     """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
-    trained = [name for name, param in params.items() if param.requires_grad and not routes[name].is_left_out]
-    # Check one parameter of each route: the same transforms update the others.
-    one_of = {routes[name].places: name for name in trained}
-    rising = {places for places, name in one_of.items() if 1 in _signs(root, name)}
-    if found := [name for name in trained if routes[name].places in rising]:
+    keeps_sign: dict[Route, bool] = {}  # checked for one parameter of each route, as the same transforms update others
+    ascending: list[str] = []
+    for name, param in params.items():
+        route = routes[name]
+        if route.is_left_out or not param.requires_grad:
+            continue
+        if route not in keeps_sign:
+            keeps_sign[route] = 1 in _signs(root, name)
+        if keeps_sign[route]:
+            ascending.append(name)
+    if ascending:
         warn_caller(
-            f"each step would increase the loss: the updates of {len(found)} of {len(params)} parameters, such as "
-            f"{found[0]!r}, have the sign of the gradient. Put scale_by_learning_rate(...) at the end of their chain. "
-            'If a transform of your own reverses the sign, declare position="learning_rate" for it'
+            f"each step would increase the loss: the updates of {len(ascending)} of {len(params)} parameters, such as "
+            f"{ascending[0]!r}, have the sign of the gradient. Put scale_by_learning_rate(...) at the end of their "
+            'chain. If a transform of your own reverses the sign, declare position="learning_rate" for it'
         )
 
 
 def _signs(visited: Visit, name: str) -> frozenset[int]:
     """Return the possible signs (1 same, -1 reversed, 0 unknown) of a parameter's update after a transform."""
-    inner = [_signs(call, name) for call in visited.calls if name in call.names]
-    return combine_signs(visited.tx, inner)
+    inner_signs = [_signs(call, name) for call in visited.calls if name in call.names]
+    return combine_signs(visited.tx, inner_signs)
 
 
-def hyperparams_of(visits: Iterable[Visit]) -> list[Hyperparam]:
-    """Return the hyperparameters of several transforms, each with its own key for a param group."""
-    owns = [visited.numbers for visited in visits]
-    claims = Counter(key for own in owns for key in own.short_names)
-    alike = Counter(key for own in owns for key in own.keys)
-    found: list[Hyperparam] = []
-    for own in owns:
-        named = set[str]()
-        for key, several in own.short_names.items():
-            if claims[key] == 1:
-                names = several if isinstance(several, tuple) else (several,)
-                is_mirror = named >= set(names)
-                named |= set(names)
-                found.append(Hyperparam(key, names, isinstance(several, tuple), is_mirror))
-        for name, key in zip(own.names, own.keys, strict=True):
-            if name not in named:
-                found.append(Hyperparam(key if alike[key] == 1 else name, (name,)))
-    return found
+def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
+    """Return the hyperparameters of several transforms, each with its own key for a param group.
+
+    The key is the short name, such as "lr", if only one of the transforms declares it; else the name without labels,
+    such as "momentum.decay", or the full name if two transforms have the same name without labels.
+    """
+    times_short = Counter(key for visited in visits for key in visited.numbers.short_names)
+    times = Counter(key for visited in visits for key in visited.numbers.keys)
+    hyperparams: list[Hyperparam] = []
+    for visited in visits:
+        numbers = visited.numbers
+        with_short_key = set[str]()
+        for key, target in numbers.short_names.items():
+            if times_short[key] > 1:
+                continue
+            is_tuple = isinstance(target, tuple)
+            names = target if isinstance(target, tuple) else (target,)
+            is_mirror = with_short_key.issuperset(names)
+            with_short_key.update(names)
+            hyperparams.append(Hyperparam(key, names, is_tuple, is_mirror))
+        for name, key in zip(numbers.names, numbers.keys, strict=True):
+            if name not in with_short_key:
+                hyperparams.append(Hyperparam(key if times[key] == 1 else name, (name,)))
+    return hyperparams
 
 
 def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route]) -> list[list[tuple[str, Tensor]]]:
@@ -151,30 +165,35 @@ def keys_by_label(routes: Sequence[Route]) -> set[str]:
 
 def holders_of(routes: Iterable[Route]) -> dict[str, dict[str, Hyperparam]]:
     """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the route of the label has."""
-    found: dict[str, dict[str, Hyperparam]] = {}
+    holders: dict[str, dict[str, Hyperparam]] = {}
     for route in routes:
         for hyperparam in route.hyperparams:
             # "momentum" would set Muon's momentum and repeat Adam's first beta: only the former.
             if hyperparam.is_mirror:
                 continue
-            labels = found.setdefault(hyperparam.key, {})
+            holders_of_key = holders.setdefault(hyperparam.key, {})
             label = str(route.label)
-            # Two routes may have one label, if a mask selects some of its parameters.
-            labels[label if label not in labels else hyperparam.names[0]] = hyperparam
-    return found
+            if label in holders_of_key:  # two routes have one label if a mask selects some of its parameters
+                label = hyperparam.names[0]
+            holders_of_key[label] = hyperparam
+    return holders
 
 
 def _merged(key: str, holders: Mapping[str, Hyperparam]) -> Hyperparam | None:
     """Return one `Hyperparam` that sets the numbers of several; None if their values have different forms."""
     first, *others = holders.values()
-    if any(other.is_tuple != first.is_tuple or other.length != first.length for other in others):
-        return None
-    targets = dict.fromkeys([hyperparam.names for hyperparam in holders.values()])
-    return Hyperparam(key, tuple(itertools.chain(*targets)), first.is_tuple, copies=len(targets))
+    for other in others:
+        if other.is_tuple != first.is_tuple or other.length != first.length:
+            return None
+    distinct_names = list(dict.fromkeys([hyperparam.names for hyperparam in holders.values()]))
+    names = tuple(itertools.chain(*distinct_names))
+    return Hyperparam(key, names, first.is_tuple, copies=len(distinct_names))
 
 
 def with_agreed(routes: Sequence[Route], group: Group, defaults: Mapping[str, Number]) -> Group:
     """Return a group with an entry for each key of several routes in whose numbers the routes agree."""
+    if len(routes) < 2:
+        return group
     agreed: Group = {}
     for key, holders in holders_of(routes).items():
         first, *others = [hyperparam.value_of(defaults) for hyperparam in holders.values()]

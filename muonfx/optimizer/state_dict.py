@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.internal.display import format_list
-from muonfx.internal.renaming import Rename, new_names
-from muonfx.internal.wrappers import unwrapped
-from muonfx.optimizer.edits import Take
+from muonfx.internal.renaming import Rename
 from muonfx.optimizer.group_numbers import BoundGroup, Group
-from muonfx.optimizer.local_values import Load, misfit
+from muonfx.optimizer.local_values import Load, Take, misfit
 from muonfx.optimizer.resuming import keys_of_schedules
+from muonfx.optimizer.saved_groups import groups_with_names, match_groups
 
-if TYPE_CHECKING:
-    pass
+_LISTED = 20
+"""The largest number of differences that an error lists."""
 
 
 class StateToLoad(NamedTuple):
-    """What `read_state_dict` has found in a state dict for an optimizer."""
+    """What to load from a state dict into an optimizer."""
 
     groups: list[Group | None]
     """For each group of the optimizer, the saved group, or None if no parameter of it was saved."""
@@ -33,191 +31,93 @@ class StateToLoad(NamedTuple):
 
 
 def read_state_dict(
-    given: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
     tx: Transform,
-    own: Sequence[BoundGroup],
+    groups: Sequence[BoundGroup],
     state: Mapping[Tensor, Group],
     places: Mapping[tuple[int, str], int],
     take: Take,
     rename: Rename | None,
     not_trained: Set[str],
 ) -> StateToLoad:
-    """Check a saved state dict (``given``) against an optimizer, and return what to load.
+    """Check a saved state dict against an optimizer, and return what to load.
 
-    ``own`` are the optimizer's groups and ``state`` is ``optimizer.state``. ``not_trained`` are names of parameters
+    ``groups`` are the optimizer's groups and ``state`` is ``optimizer.state``. ``not_trained`` are names of parameters
     whose saved state is not needed, because they are frozen now. Raise ValueError with all differences.
     """
-    given = _renamed_groups(own, _named_by_path(own, given), rename or {})
-    saved_groups = _saved_groups(own, given["param_groups"], not_trained)
-    wrong: list[str] = []
+    saved_groups = groups_with_names(state_dict, groups, rename or {})
+    matched_groups = match_groups(saved_groups, groups, not_trained)
+    problems: list[str] = []
     loads: list[Load] = []
     without_state: list[str] = []
-    for bound, saved in zip(own, saved_groups, strict=True):
+    for bound, saved in zip(groups, matched_groups, strict=True):
         index_of: dict[str, Any] = {}
         if saved is not None:
-            bound.numbers.parse(saved)  # raises if a value is not a number
-            # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
-            from_code = keys_of_schedules(tx, bound)
-            required = [x.key for x in bound.numbers.hyperparams if not x.key.startswith(from_code)]
-            wrong += [f"missing hyperparameter {key!r}" for key in required if key not in saved]
+            problems += _missing_hyperparams(tx, bound, saved)
             index_of = dict(zip(saved["param_names"], saved["params"], strict=True))
         for name, param in zip(bound.names, bound.group["params"], strict=True):
-            saved_entries, entries = given["state"].get(index_of.get(name)), state[param]
+            entries = state[param]
+            saved_entries = state_dict["state"].get(index_of.get(name))
             if saved_entries is None:
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
                 if entries and param.requires_grad:
                     without_state.append(name)
                 continue
-            wrong += [f"{name!r} has no {key!r}" for key in entries.keys() - saved_entries.keys()]
-            wrong += [f"{name!r} has an unexpected {key!r}" for key in saved_entries.keys() - entries.keys()]
+            problems += [f"{name!r} has no {key!r}" for key in entries.keys() - saved_entries.keys()]
+            problems += [f"{name!r} has an unexpected {key!r}" for key in saved_entries.keys() - entries.keys()]
             for key in entries.keys() & saved_entries.keys():
-                leaf, value = entries[key], saved_entries[key]
+                leaf = entries[key]
+                value = saved_entries[key]
                 if leaf is None and value is None:
                     continue
                 place = places[id(param), key]
-                taken = misfit(leaf, value) or take(place, leaf, value)
-                if isinstance(taken, str):
-                    wrong.append(f"{name!r}: {key!r} {taken}")
+                local_value = misfit(leaf, value) or take(place, leaf, value)
+                if isinstance(local_value, str):
+                    problems.append(f"{name!r}: {key!r} {local_value}")
                 else:
-                    loads.append((f"{key!r} of {name!r}", place, taken))
-    if wrong:
-        shown = "; ".join(sorted(wrong)[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-        raise ValueError(
-            f"the state does not fit this optimizer, nothing was loaded: {shown}. Load it into an optimizer for the "
-            "same model, with the same transform"
-        )
+                    loads.append((f"{key!r} of {name!r}", place, local_value))
+    if problems:
+        raise _does_not_fit(problems)
     loads.sort(key=lambda load: load[0])  # all ranks load in this order
-    return StateToLoad(saved_groups, loads, without_state, _warnings(own, given, without_state))
+    return StateToLoad(matched_groups, loads, without_state, _warnings(groups, saved_groups, without_state))
 
 
-def _warnings(own: Sequence[BoundGroup], given: Mapping[str, Any], without_state: Sequence[str]) -> list[str]:
+def _missing_hyperparams(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
+    """Return a line for each hyperparameter that a saved group lacks. Raise if a saved value is not a number."""
+    bound.numbers.parse(saved)
+    # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
+    from_code = keys_of_schedules(tx, bound)
+    missing: list[str] = []
+    for hyperparam in bound.numbers.hyperparams:
+        if hyperparam.key not in saved and not hyperparam.key.startswith(from_code):
+            missing.append(f"missing hyperparameter {hyperparam.key!r}")
+    return missing
+
+
+def _does_not_fit(problems: list[str]) -> ValueError:
+    shown = sorted(problems)[:_LISTED]
+    if len(problems) > _LISTED:
+        shown.append(f"and {len(problems) - _LISTED} more")
+    return ValueError(
+        f"the state does not fit this optimizer, nothing was loaded: {'; '.join(shown)}. Load it into an optimizer for "
+        "the same model, with the same transform"
+    )
+
+
+def _warnings(groups: Sequence[BoundGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
     """Return a warning if state was saved for parameters that are not trained now, or the other way round."""
-    trained = {name for bound in own for name in bound.names}
-    kept_out = [name for saved in given["param_groups"] for name in saved["param_names"] if name not in trained]
-    found: list[str] = []
-    if kept_out:
-        found.append(
-            f"load_state_dict: the state of {format_list(kept_out)} was not loaded, because this optimizer does not "
+    trained = {name for bound in groups for name in bound.names}
+    saved_names = [name for saved in saved_groups for name in saved["param_names"]]
+    not_loaded = [name for name in saved_names if name not in trained]
+    warnings: list[str] = []
+    if not_loaded:
+        warnings.append(
+            f"load_state_dict: the state of {format_list(not_loaded)} was not loaded, because this optimizer does not "
             "train them (frozen, or the label None). To train them again, call add_param_group before load_state_dict"
         )
     if without_state:
-        found.append(
+        warnings.append(
             f"load_state_dict: found no state of {format_list(without_state)}, as if they were frozen when it was "
             "saved. They keep the state that they have, which in a new optimizer is the initial one"
         )
-    return found
-
-
-def _named_by_path(own: Sequence[BoundGroup], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with "param_names", from the names in "params" that torch.distributed.checkpoint saves."""
-    # Paths are in the order of the loading optimizer, but "param_names" are in the order of the saving optimizer.
-    saved: list[Group] = list(given.get("param_groups", ()))
-    paths = [path for old in saved for path in old.get("params", ())]
-    if not paths or not all(isinstance(path, str) for path in paths):
-        return given
-    names = [one.names for one in own]
-    own_names = set(unwrapped(name for some in names for name in some).values())
-    if own_names <= set(unwrapped(paths).values()):
-        return {**given, "param_groups": [{**old, "param_names": list(old["params"])} for old in saved]}
-    theirs = [old.get("param_names", []) for old in saved]
-    if theirs != names and sorted(map(sorted, names)) == sorted(map(sorted, theirs)):
-        raise ValueError(
-            f"nothing was loaded: the state dict has paths such as {paths[0]!r}, and the optimizer has names such as "
-            f"{names[0][0]!r} in another order: create both optimizers from the model or its named_parameters()"
-        )
-    return given
-
-
-def _renamed_groups(own: Sequence[BoundGroup], given: Mapping[str, Any], rename: Rename) -> Mapping[str, Any]:
-    """Return a state dict with this optimizer's parameter names, after ``rename`` and without wrapper prefixes."""
-    if not {"state", "param_groups"} <= given.keys():
-        raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
-    saved: list[Group] = list(given["param_groups"])
-    if not all("param_names" in old for old in saved):
-        # Engines such as torchtitan drop the names and keep the order of this optimizer's parameters.
-        if rename or [len(old["params"]) for old in saved] != [len(one.names) for one in own]:
-            raise ValueError(
-                "nothing was loaded: the state dict has no 'param_names' to find parameters by, and "
-                + ("rename= needs names" if rename else "its groups have other sizes than this optimizer's")
-            )
-        saved = [{**old, "param_names": list(one.names)} for one, old in zip(own, saved, strict=True)]
-        return {**given, "param_groups": saved}
-    names, wrong = new_names(
-        unwrapped(name for old in saved for name in old["param_names"]), rename, level=".", what="parameter"
-    )
-    ours = {plain: name for name, plain in unwrapped(name for one in own for name in one.names).items()}
-    found = {written: ours.get(name, name) for written, name in names.items()}
-    for name, times in Counter(found.values()).items():
-        if times > 1:
-            both = " and ".join(repr(written) for written, new in found.items() if new == name)
-            wrong.append(f"{both} would both be {name!r}")
-    if wrong:
-        raise ValueError("nothing was loaded: rename: " + "; ".join(wrong[:10]))
-    renamed = [{**old, "param_names": [found[name] for name in old["param_names"]]} for old in saved]
-    return {**given, "param_groups": renamed}
-
-
-def _saved_groups(
-    own: Sequence[BoundGroup], saved_groups: Sequence[Group], not_trained: Set[str]
-) -> list[Group | None]:
-    """Match saved groups to this optimizer's groups by the names of parameters, and return them in its order.
-
-    A parameter that is in the optimizer and was not saved, or that was saved and is not trained now, is ignored.
-    """
-    own_names = {name for bound in own for name in bound.names}
-    saved_names = {name for saved in saved_groups for name in saved["param_names"]}
-    common = own_names & saved_names
-    _require_known(own_names, saved_names, not_trained)
-    saved_with: dict[frozenset[str], Group] = {}
-    saved_without: list[Group] = []
-    for saved in saved_groups:
-        names = common.intersection(saved["param_names"])
-        if names:
-            saved_with[frozenset(names)] = saved
-        else:
-            saved_without.append(saved)
-    if own_names == saved_names and len(saved_groups) != len(own):
-        raise ValueError(
-            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(own)}: create this "
-            "optimizer with the groups of the optimizer that was saved"
-        )
-    matched: list[Group | None] = []
-    empty_groups = iter(saved_without)
-    for bound in own:
-        names = frozenset(common.intersection(bound.names))
-        if names:
-            _require_same_group(names, saved_with)
-            matched.append(saved_with[names])
-        else:
-            matched.append(None if bound.names else next(empty_groups, None))
-    return matched
-
-
-def _require_known(own_names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
-    """Raise if a state dict is of another model: it has names that are unknown here, or none that is known."""
-    plain_not_trained = set(unwrapped(not_trained).values())
-    unknown = [name for name, plain in unwrapped(saved_names - own_names).items() if plain not in plain_not_trained]
-    if not unknown and (own_names & saved_names or not own_names or not saved_names):
-        return
-    lacking = sorted(own_names - saved_names)
-    differing = {"lacks": lacking, "also has": sorted(unknown)}
-    found = "; it ".join(f"{verb} {format_list(names)}" for verb, names in differing.items() if names)
-    raise ValueError(
-        f"nothing was loaded: the state dict {found}; expected parameters of this optimizer, or of its model: load it "
-        "into an optimizer for the model that was saved"
-        + ("; if only names differ: rename={saved name: name here}" if all(differing.values()) else "")
-    )
-
-
-def _require_same_group(names: frozenset[str], saved_with: Mapping[frozenset[str], Group]) -> None:
-    """Raise if the parameters of one group of this optimizer were in several saved groups, or with others."""
-    if names in saved_with:
-        return
-    name = min(names)
-    saved_with_name = next(saved for saved in saved_with if name in saved)
-    found, expected = (format_list(sorted(members - {name})) or "no other" for members in (saved_with_name, names))
-    raise ValueError(
-        f"nothing was loaded: the state dict has {name!r} in a group with {found}, expected with {expected}: "
-        "create this optimizer with the labels and groups of the one that was saved; to change labels, save "
-        "transform_state with muonfx.checkpoint and load it with allow_other_chain=True"
-    )
+    return warnings

@@ -43,6 +43,7 @@ class Stepping:
         self.visits = visits
         self.routes = routes_of(visits)
         self.left_out = {name for name, route in self.routes.items() if route.is_left_out}
+        self.defaults = hyperparams(tx)
         self._inner = inner_of(tx)
         self._read: tuple[Sequence[BoundGroup], list[dict[str, Number]]] | None = None
         self._common = CommonTensors(visits, ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -63,33 +63,38 @@ _OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad
 """Keys of other optimizers that change their updates, and not ours."""
 
 
-def unread_key_warning(key: str, value: Any, of: str, own: Iterable[str], known: Iterable[str]) -> str | None:
+def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> str | None:
     """Return a warning if a key of a group looks like a hyperparameter and sets none, else None.
 
-    ``of`` is a parameter of the group, ``own`` are the hyperparameters of the group and ``known`` those of all groups.
+    ``name`` is a parameter of the group. ``group_keys`` are the hyperparameters of the group, and ``all_keys`` those
+    of all groups.
     """
-    own = set(own)
-    if key in own or key in NOT_HYPERPARAMS:
+    if key in group_keys or key in NOT_HYPERPARAMS:
         return None
-    name = meant(key, own) or meant(key, known)
-    if name is None and key in _OF_OTHERS and value:
+    start = f"param_groups: {key!r} in the group of {name!r} is kept, but"
+    intended_key = meant(key, group_keys) or meant(key, all_keys)
+    if intended_key is None:
+        if key not in _OF_OTHERS or not value:
+            return None
         return (
-            f"param_groups: {key!r} in the group of {of!r} is kept, but has no effect: the labels choose the "
-            "transform of a parameter, and the arguments of the transform choose its update"
+            f"{start} has no effect: the labels choose the transform of a parameter, and the arguments of the "
+            "transform choose its update"
         )
-    if name is None:
-        return None
-    advice = f"did you mean {name!r}?" if name in own else f"the group has {', '.join(sorted(own)) or 'none'}"
-    return f"param_groups: {key!r} in the group of {of!r} is kept, but it is no hyperparameter of the group: {advice}"
+    advice = f"did you mean {intended_key!r}?"
+    if intended_key not in group_keys:
+        advice = f"the group has {', '.join(sorted(group_keys)) or 'none'}"
+    return f"{start} it is no hyperparameter of the group: {advice}"
 
 
-def warn_of_unread_keys(given: Group, of: str, members: Sequence[Route], routes: Mapping[str, Route]) -> None:
+def warn_of_unread_keys(entries: Group, name: str, members: Sequence[Route], routes: Mapping[str, Route]) -> None:
     """Warn of keys of a new group that look like hyperparameters and set none."""
-    own = {hyperparam.key for hyperparam in group_hyperparams(members, given)}
-    own = own.union(*[read_keys(route) for route in members])
-    known = set[str]().union(*[read_keys(route) for route in set(routes.values())])
-    for key, value in given.items():
-        message = unread_key_warning(key, value, of, own, known)
+    if not entries:
+        return
+    group_keys = {hyperparam.key for hyperparam in group_hyperparams(members, entries)}
+    group_keys = group_keys.union(*map(read_keys, members))
+    all_keys = set[str]().union(*map(read_keys, set(routes.values())))
+    for key, value in entries.items():
+        message = unread_key_warning(key, value, name, group_keys, all_keys)
         if message is not None:
             warn_caller(message)
 
