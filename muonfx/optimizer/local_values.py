@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -108,5 +108,5 @@ def shard_error(value: DTensor, mesh: DeviceMesh) -> str | None:
     )
 
 
-def _position_text(position: list[int] | None) -> str:
+def _position_text(position: Sequence[int] | None) -> str:
     return "no position" if position is None else f"position {tuple(position)}"
