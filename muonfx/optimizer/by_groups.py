@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
+from operator import is_
 from typing import Any
 
 import torch
@@ -77,19 +78,25 @@ def for_groups(
 
     If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`.
     """
-    agreed: dict[str, Number] = {}
-    for group in values:
-        agreed = {**group, **agreed}
-    conflicts = {name for group in values for name, value in group.items() if not equal(agreed[name], value)}
-    tx = with_hyperparams(tx, agreed)
-    return _in_versions(tx, visits[0], values, members, conflicts) if conflicts else tx
+    common: dict[str, Number] = {}
+    conflicts: set[str] = set()
+    for group_values in values:
+        for name, number in group_values.items():
+            if not equal(common.setdefault(name, number), number):
+                conflicts.add(name)
+    tx = with_hyperparams(tx, common)
+    if not conflicts:
+        return tx
+    return _in_versions(tx, visits[0], values, members, conflicts)
 
 
 def _keeps_a_number(visited: Visit) -> bool:
     """Return True if the state of a transform has a float tensor that belongs to no single parameter."""
     state = visited.tx.functions.init(visited.params)
-    pairs = zip(tree.leaves(state), parameters_of(state, visited.params), strict=True)
-    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
+    for leaf, name in zip(tree.leaves(state), parameters_of(state, visited.params), strict=True):
+        if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return True
+    return False
 
 
 def _has_common_numbers(visited: Visit) -> bool:
@@ -144,29 +151,56 @@ def _in_versions(
     members: Sequence[Sequence[str]],
     conflicts: Set[str],
 ) -> Transform:
+    """Replace each transform within ``tx`` that has a number in ``conflicts`` by `by_groups`."""
     own_conflicts = [name for name in visited.numbers.names if name in conflicts]
     if own_conflicts and _has_common_numbers(visited):
-        for name in own_conflicts:
-            numbers = [group[name] for group in values if name in group]
-            if not all(isinstance(number, Tensor) for number in numbers):
-                raise _different_values(visited, name)
-        own_conflicts = []  # `CommonTensors` compares the values of tensors, so the first group's are used
-    if own_conflicts:
-        agreed = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
-        runs: dict[tuple[object, ...], tuple[list[Number], list[str]]] = {}
-        for group, names in zip(values, members, strict=True):
-            own_numbers = [group.get(name, number) for name, number in agreed.items()]
-            key = tuple((id(number), None) if isinstance(number, Tensor) else number for number in own_numbers)
-            runs.setdefault(key, (own_numbers, []))[1].extend(names)
-        made = tuple(with_numbers(tx, iter(numbers)) for numbers, _ in runs.values())
-        return by_groups(made, tuple(tuple(names) for _, names in runs.values()))
+        _require_tensors(visited, own_conflicts, values)
+    elif own_conflicts:
+        return _versions(tx, visited, values, members)
     calls = iter(visited.calls)
-    parts = [
-        _in_versions(part, next(calls), values, members, conflicts) if isinstance(part, Transform) else part
-        for part in tx.parts
-    ]
-    if all(new is old for new, old in zip(parts, tx.parts, strict=True)):
+    parts: list[Any] = []
+    for part in tx.parts:
+        if isinstance(part, Transform):
+            part = _in_versions(part, next(calls), values, members, conflicts)
+        parts.append(part)
+    if all(map(is_, parts, tx.parts)):
         return tx
-    if (entries := chain_entries(tx)) is not None:
+    entries = chain_entries(tx)
+    if entries is not None:
         return as_chain(dict(zip(entries, parts, strict=True)))
     return Transform._from(dataclasses.replace(tx.structure, derived={}), parts)
+
+
+def _require_tensors(visited: Visit, names: Sequence[str], values: Sequence[Mapping[str, Number]]) -> None:
+    """Raise if groups differ in numbers of a transform that runs once, unless the numbers are tensors.
+
+    `CommonTensors` compares the values of tensors, so the tensor of the first group is used.
+    """
+    for name in names:
+        for group_values in values:
+            if name in group_values and not isinstance(group_values[name], Tensor):
+                raise _different_values(visited, name)
+
+
+def _versions(
+    tx: Transform, visited: Visit, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
+) -> Transform:
+    """Return `by_groups` with one version of a transform for all groups that have the same numbers."""
+    number_of = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
+    versions: dict[tuple[object, ...], Transform] = {}
+    members_of: dict[tuple[object, ...], list[str]] = {}
+    for group_values, names in zip(values, members, strict=True):
+        numbers = [group_values.get(name, number) for name, number in number_of.items()]
+        key = tuple([_identity(number) for number in numbers])
+        if key not in versions:
+            versions[key] = with_numbers(tx, iter(numbers))
+            members_of[key] = []
+        members_of[key].extend(names)
+    return by_groups(tuple(versions.values()), tuple([tuple(names) for names in members_of.values()]))
+
+
+def _identity(number: Number) -> object:
+    """Return a value that is equal for two numbers if they are equal, or are one tensor."""
+    if isinstance(number, Tensor):
+        return (id(number), None)  # a tuple, so that no float equals it
+    return number

@@ -153,6 +153,11 @@ class BoundGroup(NamedTuple):
     numbers: GroupNumbers
 
 
+def read_numbers(groups: Iterable[BoundGroup]) -> list[dict[str, Number]]:
+    """Return the current hyperparameters of each param group by dotted name, as `GroupNumbers.read` returns them."""
+    return [bound.numbers.read(bound.group) for bound in groups]
+
+
 def own_copy(value: Any) -> Any:
     """Return a copy of a tensor, so that a scheduler that writes into it changes one group; return others unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -21,7 +21,7 @@ from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.value import with_numbers
 from muonfx.core.visit import Visit, check_resolved_extras
 from muonfx.optimizer.by_groups import CommonTensors, for_groups
-from muonfx.optimizer.group_numbers import BoundGroup, Number, fitted, separate_tensors
+from muonfx.optimizer.group_numbers import BoundGroup, Number, fitted, read_numbers, separate_tensors
 from muonfx.optimizer.local_values import Load, on_this_rank
 from muonfx.optimizer.routes import routes_of
 from muonfx.placement.arguments import Arguments
@@ -45,7 +45,10 @@ class Stepping:
         self.left_out = {name for name, route in self.routes.items() if route.is_left_out}
         self.defaults = hyperparams(tx)
         self._inner = inner_of(tx)
-        self._read: tuple[Sequence[BoundGroup], list[dict[str, Number]]] | None = None
+        self._groups: Sequence[BoundGroup] | None = None
+        """The groups whose numbers `_placed` has."""
+        self._values: list[dict[str, Number]] = []
+        """These numbers, for each group."""
         self._common = CommonTensors(visits, ())
         self._has_branches = any(visited.tx.factory is accumulate for visited in visits)
         self._store = store_of(tx)
@@ -68,17 +71,20 @@ class Stepping:
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
         """Return ``state`` with the values of ``old``, the state of ``other``, for all paths that both have."""
-        before = dict(zip(tree.paths(old), enumerate(tree.leaves(old)), strict=True))
+        old_leaves = tree.leaves(old)
+        old_place_of = {path: old_place for old_place, path in enumerate(tree.paths(old))}
         leaves, treedef = tree.flatten(state)
         for place, path in enumerate(tree.paths(state)):
-            if path in before:
-                leaves[place] = self._kept(other, *before[path], place, leaves[place])
+            if path in old_place_of:
+                old_place = old_place_of[path]
+                old_value = other.whole(old_place, old_leaves[old_place])
+                if old_value is not None:
+                    leaves[place] = self._part_like(place, leaves[place], old_value)
         return tree.unflatten(treedef, leaves)
 
-    def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
-        """Return the tensor ``had`` of the old state if it has the shape of the new tensor ``leaf``, else ``leaf``."""
-        whole = other.whole(at, had)
-        return whole.to(leaf.device) if whole is not None and whole.shape == leaf.shape else leaf
+    def _part_like(self, place: int, leaf: Any, whole: Tensor) -> Any:
+        """Return this rank's part of a full state tensor to replace ``leaf``, or ``leaf`` if the shapes differ."""
+        return whole.to(leaf.device) if whole.shape == leaf.shape else leaf
 
     def whole(self, place: int, leaf: Any) -> Any:
         """Return the full state tensor with index ``place``. Over several ranks, all of them gather it together."""
@@ -126,54 +132,52 @@ class Stepping:
 
     def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
         """Raise if a gradient is sparse or complex."""
-        if not all_usable(updates.values()):
-            name, grad = next(
-                (name, grad) for name, grad in updates.items() if grad is not None and not is_usable(grad)
-            )
-            advice = ""
-            if grad.layout is not torch.strided:
-                advice = (
-                    ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"
-                )
-            raise TypeError(
-                f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}"
-            )
+        if all_usable(updates.values()):
+            return
+        for name, grad in updates.items():
+            if grad is not None and not is_usable(grad):
+                raise _not_dense_and_real(name, grad)
 
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them."""
-        values = [one.numbers.read(one.group) for one in groups]
-        if self._read is not None and self._read[0] is groups and all(map(is_, values, self._read[1])):
+        values = read_numbers(groups)
+        if self._groups is groups and all(map(is_, values, self._values)):
             self._common.check()
             return
         if not torch.compiler.is_compiling():
             separate_tensors(groups)
-            values = [one.numbers.read(one.group) for one in groups]
+            values = read_numbers(groups)
         self._common = CommonTensors(self.visits, values)
         self._common.check()
         self._prepare(self._with_numbers(groups, values), params)
-        self._read = groups, values
+        self._groups = groups
+        self._values = values
 
     def _with_numbers(self, groups: Sequence[BoundGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
         """Return the transform with the hyperparameters ``values`` of the param groups."""
-        fit = fitted(hyperparams(self.tx), values)
-        # Sort by name: the order of groups may differ between ranks, but the order of versions must not.
-        filled = sorted(
-            [(sorted(one.names), own) for one, own in zip(groups, fit, strict=True) if one.names],
-            key=lambda pair: pair[0],
-        )
-        made = for_groups(self._inner, self.visits, [own for _, own in filled], [names for names, _ in filled])
+        members_and_values: list[tuple[list[str], dict[str, Number]]] = []
+        for bound, group_values in zip(groups, fitted(self.defaults, values), strict=True):
+            if bound.names:
+                members_and_values.append((sorted(bound.names), group_values))
+        # The order of groups may differ between ranks, but the order of versions must not.
+        members_and_values.sort(key=lambda pair: pair[0])
+        members = [names for names, _ in members_and_values]
+        sorted_values = [group_values for _, group_values in members_and_values]
+        tx = for_groups(self._inner, self.visits, sorted_values, members)
         if torch.compiler.is_compiling() and self._has_branches:
-            made = as_tensors(made)  # torch.cond accepts no float that changes between calls
-        return made.prepare_all()
+            tx = as_tensors(tx)  # torch.cond accepts no float that changes between calls
+        return tx.prepare_all()
 
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
     ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
         """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
-        tx = self._with_numbers(groups, [one.numbers.read(one.group) for one in groups])
+        tx = self._with_numbers(groups, read_numbers(groups))
+        if self._inner is not self.tx:
+            tx = self.tx.replace(tx=tx)  # `offload` around it
         leaves, treedef = tree.flatten(state)
-        whole = tree.unflatten(treedef, [self.whole(place, leaf) for place, leaf in enumerate(leaves)])
-        return (tx if self._inner is self.tx else self.tx.replace(tx=tx)), whole, params, grads
+        whole_leaves = [self.whole(place, leaf) for place, leaf in enumerate(leaves)]
+        return tx, tree.unflatten(treedef, whole_leaves), params, grads
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
@@ -189,7 +193,8 @@ class Stepping:
         if problem is not None:
             raise problem
         self.tx.check_extras(call.extras)
-        check_resolved_extras(self.visits, call.extras)
+        if call.extras:
+            check_resolved_extras(self.visits, call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))
         else:
@@ -198,6 +203,13 @@ class Stepping:
         require_room(self._store, call.state, call.params, call.donate)
         extras = {**call.extras, "apply_to_params": add_in_place}
         return self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)[1]
+
+
+def _not_dense_and_real(name: str, grad: Tensor) -> TypeError:
+    advice = ""
+    if grad.layout is not torch.strided:
+        advice = ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"
+    return TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}")
 
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:

@@ -33,7 +33,7 @@ from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.edits import read_edits, warn_of_shared
 from muonfx.optimizer.following import FollowedParameters, check_real, check_usable, models_of
 from muonfx.optimizer.gradients import GradientCheck
-from muonfx.optimizer.group_numbers import Group, Number, equal, fitted
+from muonfx.optimizer.group_numbers import Group, Number, equal, fitted, read_numbers
 from muonfx.optimizer.groups import complete_entries, defaults_for_schedulers, new_groups
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
@@ -378,10 +378,9 @@ class TransformOptimizer(Optimizer):
 
         It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
         """
-        values = [bound.numbers.read(bound.group) for bound in self._bound_groups.groups]
         numbers: dict[str, Number] = {}
         differing = set[str]()
-        for group_numbers in fitted(self._stepping.defaults, values):
+        for group_numbers in fitted(self._stepping.defaults, read_numbers(self._bound_groups.groups)):
             for name, number in group_numbers.items():
                 if name in numbers and not equal(numbers[name], number):
                     differing.add(name)
@@ -637,8 +636,7 @@ class TransformOptimizer(Optimizer):
             ShardingError: all ranks must call this together, and a rank did not.
         """
         self._rebind("save")
-        for bound in self._bound_groups.groups:
-            bound.numbers.read(bound.group)  # so that all keys of a number agree
+        read_numbers(self._bound_groups.groups)  # so that all keys of a number agree
         saved = super().state_dict()
         # By identity: torch's own tests list the groups twice.
         schedules_of = {id(bound.group): schedule_texts(self.tx, bound) for bound in self._bound_groups.groups}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -106,14 +105,13 @@ def read_keys(route: Route) -> set[str]:
 
 def warn_of_unread_rates(groups: Sequence[Group]) -> bool:
     """Warn of the first param group with an "lr" that no transform reads. Return True after a warning."""
-    for place, group in enumerate(groups):
-        if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
-            warnings.warn(
-                f"param_groups[{place}]: 'lr' is {group['lr']!r}, expected no value: the chain has a schedule or no "
+    for index, group in enumerate(groups):
+        is_set = not isinstance(group["lr"], Tensor) and group["lr"] != 0.0
+        if is_set or "initial_lr" in group:  # a scheduler adds the latter
+            warn_caller(
+                f"param_groups[{index}]: 'lr' is {group['lr']!r}, expected no value: the chain has a schedule or no "
                 "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
-                "learning rate",
-                UserWarning,
-                stacklevel=5,  # torch wraps `step`
+                "learning rate"
             )
             return True
     return False
