@@ -65,7 +65,7 @@ class Stepping:
         """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
         check_params(params)
         warn_of_unmatched(self.tx.name_patterns, params)
-        state = self._placed_transforms(self._inner, params).functions.init(params)
+        state = self._placed_transforms(self._inner, params, self.visits[0]).functions.init(params)
         self.refresh(params, groups)
         return state
 
