@@ -34,13 +34,15 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
         check_real(named)
     if layout is not None and layout.is_flat:
         return  # the caller's layout describes these shards
-    views = [name for name, param in named.items() if getattr(param, "_fsdp_flattened", False)]
-    flat = [name for name, param in named.items() if getattr(param, "_is_flat_param", False) and name not in views]
+    views: list[str] = []
+    for name, param in named.items():
+        if getattr(param, "_fsdp_flattened", False):
+            views.append(name)
+        elif getattr(param, "_is_flat_param", False):
+            raise errors.flattened(name, param)
     # On one rank, and with NO_SHARD, the original parameters keep their shapes.
-    if not flat and all(named[name].ndim < 2 for name in views):
-        flat = views
-    if flat:
-        raise errors.flattened(flat[0], named[flat[0]])
+    if views and all(named[name].ndim < 2 for name in views):
+        raise errors.flattened(views[0], named[views[0]])
 
 
 def check_real(named: Mapping[str, Tensor]) -> None:

@@ -24,35 +24,50 @@ def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
 
 def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> list[Group]:
     """Convert the argument `params` of an optimizer to a list of groups whose "params" are (name, tensor) pairs."""
-    items: list[Any] = [{"params": params}] if isinstance(params, nn.Module | Mapping) else list(params)
-    if not items or not all(isinstance(item, dict) for item in items):
-        items = [{"params": items}]
-    groups: list[Group] = [{**item, "params": named_pairs(item["params"], known)} for item in items]
-    check_once(pair for group in groups for pair in group["params"])
-    return groups
+    groups: list[Group]
+    if isinstance(params, nn.Module | Mapping):
+        groups = [{"params": params}]
+    else:
+        items: list[Any] = list(params)
+        are_groups = bool(items) and all(isinstance(item, dict) for item in items)
+        groups = items if are_groups else [{"params": items}]
+    named_groups: list[Group] = []
+    all_pairs: list[tuple[str, Tensor]] = []
+    for group in groups:
+        pairs = named_pairs(group["params"], known)
+        named_groups.append({**group, "params": pairs})
+        all_pairs += pairs
+    check_once(all_pairs)
+    return named_groups
 
 
 def require_parameters(params: object) -> None:
     """Raise TypeError unless an argument can be the parameters of an optimizer."""
     if isinstance(params, nn.Module | Mapping | Iterable) and not isinstance(params, str):
         return
-    wanted = "a model, model.named_parameters(), or a dict from names to tensors"
-    advice = "; the model comes first, then the transform" if isinstance(params, Transform) else ""
-    if isinstance(params, Real):
+    advice = ""
+    if isinstance(params, Transform):
+        advice = "; the model comes first, then the transform"
+    elif isinstance(params, Real):
         advice = f"; the model comes first: Muon(model, lr={params})"
-    raise TypeError(f"params must be {wanted}, found {type(params).__name__}{advice}")
+    raise TypeError(
+        "params must be a model, model.named_parameters(), or a dict from names to tensors, found "
+        f"{type(params).__name__}{advice}"
+    )
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if two parameters have the same name, or if one tensor is given under two names."""
-    seen = set[str]()
+    names = set[str]()
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
-        if name in seen:
+        if name in names:
             raise ValueError(f"two parameters are named {name!r}: give each parameter of all groups another name")
-        seen.add(name)
-        if (first := name_of.setdefault(param, name)) != name:
+        if param in name_of:
+            first = name_of[param]
             raise ValueError(f"{first!r} and {name!r} are one tensor, which would be stepped on twice: give it once")
+        names.add(name)
+        name_of[param] = name
 
 
 def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:

@@ -37,7 +37,7 @@ from muonfx.sharding.waiting import wait_for_all
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DeviceMesh, DTensor
+    from torch.distributed.tensor import DeviceMesh
 
 SMALL_BUCKET = 1 << 22
 """The smallest default of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
@@ -269,7 +269,7 @@ def _interval(placement: LeafPlacement, whole: Tensor) -> Tensor:
     return flat[start:stop]
 
 
-def _evenly_sharded(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+def _evenly_sharded(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a full tensor as a DTensor that is sharded over the last dim of a mesh."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

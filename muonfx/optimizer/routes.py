@@ -49,19 +49,28 @@ def routes_of(visits: Sequence[Visit]) -> dict[str, Route]:
 
 def _route(name: str, places: tuple[int, ...], visits: Sequence[Visit]) -> Route:
     """Return the route of a parameter from the visits of the transforms that update it."""
-    labels = [visited.label for visited in visits if visited.label is not None]
-    is_left_out = any(_leaves_out(visited, name) for visited in visits)
-    hyperparams = hyperparams_of(visits)
-    by_matrix = any(needs_matrices(visited.tx) for visited in visits)
+    labels: list[str] = []
+    is_left_out = False
+    has_matrices = False
+    for visited in visits:
+        if visited.label is not None:
+            labels.append(visited.label)
+        is_left_out = is_left_out or _leaves_out(visited, name)
+        has_matrices = has_matrices or needs_matrices(visited.tx)
+    hyperparams = tuple(hyperparams_of(visits))
     rank = _rank_of_group(is_left_out, {hyperparam.key for hyperparam in hyperparams})
-    order = (rank, not by_matrix, places)
-    return Route(places, "/".join(labels) or None, is_left_out, tuple(hyperparams), order)
+    order = (rank, not has_matrices, places)
+    return Route(places, "/".join(labels) or None, is_left_out, hyperparams, order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
     """Return True if a transform is a partition that gives a parameter the label None."""
-    is_partition = any(call.label is not None for call in visited.calls)
-    return is_partition and not any(name in call.names for call in visited.calls)
+    is_partition = False
+    for call in visited.calls:
+        if name in call.names:
+            return False
+        is_partition = is_partition or call.label is not None
+    return is_partition
 
 
 def _rank_of_group(is_left_out: bool, keys: Set[str]) -> int:
@@ -196,9 +205,9 @@ def with_agreed(routes: Sequence[Route], group: Group, defaults: Mapping[str, Nu
         return group
     agreed: Group = {}
     for key, holders in holders_of(routes).items():
-        first, *others = [hyperparam.value_of(defaults) for hyperparam in holders.values()]
-        if others and all(equal(first, other) for other in others):
-            agreed[key] = first
+        values = [hyperparam.value_of(defaults) for hyperparam in holders.values()]
+        if len(values) > 1 and all(equal(values[0], value) for value in values):
+            agreed[key] = values[0]
     return {**agreed, **group}
 
 

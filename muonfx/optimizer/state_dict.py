@@ -20,7 +20,7 @@ _LISTED = 20
 
 
 class StateToLoad(NamedTuple):
-    """What to load from a state dict into an optimizer."""
+    """The values to load from a state dict into an optimizer."""
 
     groups: list[Group | None]
     """For each group of the optimizer, the saved group, or None if no parameter of it was saved."""

@@ -114,8 +114,8 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **more:
     ValueError: config: its optimizer has the type 'Adam', expected 'muonfx.Muon'; for others call deepspeed.initialize
     """
     if not isinstance(config, Mapping):
-        config = json.loads(Path(config).read_text())
-    options = dict(config)
+        return initialize(model, json.loads(Path(config).read_text()), **more)
+    options: dict[str, Any] = dict(config)
     entry: dict[str, Any] = options.pop("optimizer", {})
     if entry.get("type") != CONFIG_TYPE:
         raise ValueError(

@@ -74,8 +74,7 @@ class Unit:
             if leaf is None:
                 self._leaves.append(None)
                 continue
-            is_like_parameter = name in local and leaf.shape == local[name].shape
-            if not is_like_parameter:
+            if name is None or name not in local or leaf.shape != local[name].shape:
                 key = path_of(path)
                 self._leaves.append((key, None))
                 for tensor in self.pieces.flat:
