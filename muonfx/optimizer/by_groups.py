@@ -116,7 +116,8 @@ class CommonTensors:
     """Tensors of several groups that must have the same value, because one transform reads them for all parameters."""
 
     def __init__(self, visits: Sequence[Visit], values: Sequence[Mapping[str, Number]]) -> None:
-        self._tensors: list[tuple[Visit, str, list[Tensor]]] = []
+        self.tensors: list[tuple[Visit, str, list[Tensor]]] = []
+        """The transform that reads a number, the name of the number, and its tensor in each group."""
         self._versions: list[int] = []  # of all tensors when they were compared
         tensors_of: dict[str, list[Tensor]] = {}
         for numbers in values:
@@ -129,17 +130,17 @@ class CommonTensors:
         for visited in visits:
             names = [name for name in visited.numbers.names if name in repeated]
             if names and _has_common_numbers(visited):
-                self._tensors += [(visited, name, tensors_of[name]) for name in names]
+                self.tensors += [(visited, name, tensors_of[name]) for name in names]
 
     def check(self) -> None:
         """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
-        if not self._tensors or torch.compiler.is_compiling():
+        if not self.tensors or torch.compiler.is_compiling():
             return
-        versions = [tensor._version for _, _, tensors in self._tensors for tensor in tensors]
+        versions = [tensor._version for _, _, tensors in self.tensors for tensor in tensors]
         if versions == self._versions:
             return
-        for visited, name, (first, *others) in self._tensors:
-            if not all(torch.equal(first, other) for other in others):
+        for visited, name, tensors in self.tensors:
+            if not all(torch.equal(tensors[0], tensor) for tensor in tensors[1:]):
                 raise _different_values(visited, name)
         self._versions = versions
 

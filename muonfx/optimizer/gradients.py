@@ -25,7 +25,7 @@ class GradientCheck:
         self._is_alone = is_alone
         """True in one process, where no other rank has the gradients that are missing here."""
         self._last: object = None
-        """The missing gradients and counts of changes at the last step; the models are searched again if they differ."""
+        """The missing gradients and counts of changes at the last step: the models are searched if they differ."""
         self._outside: dict[str, Tensor] = {}
         """The models' parameters that are not in the optimizer."""
         self._reported: dict[str, Tensor] = {}

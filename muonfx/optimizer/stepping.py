@@ -28,6 +28,7 @@ from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import PlacedTransforms, Where
+from muonfx.placement.store import IN_MEMORY
 from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
 
@@ -142,7 +143,8 @@ class Stepping:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them."""
         values = read_numbers(groups)
         if self._groups is groups and all(map(is_, values, self._values)):
-            self._common.check()
+            if self._common.tensors:
+                self._common.check()
             return
         if not torch.compiler.is_compiling():
             separate_tensors(groups)
@@ -200,7 +202,8 @@ class Stepping:
         else:
             donate, updates, state = unshared(call.donate, call.updates, call.state, call.params)
             call = call._replace(donate=donate, updates=updates, state=state)
-        require_room(self._store, call.state, call.params, call.donate)
+        if self._store != IN_MEMORY:
+            require_room(self._store, call.state, call.params, call.donate)
         extras = {**call.extras, "apply_to_params": add_in_place}
         return self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)[1]
 

@@ -28,12 +28,11 @@ from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.renaming import Rename
 from muonfx.optimizer import errors
 from muonfx.optimizer.bound_groups import BoundGroups
-from muonfx.optimizer.callers_tensors import CallersTensors
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.edits import read_edits, warn_of_shared
 from muonfx.optimizer.following import FollowedParameters, check_real, check_usable, models_of
 from muonfx.optimizer.gradients import GradientCheck
-from muonfx.optimizer.group_numbers import Group, Number, equal, fitted, read_numbers
+from muonfx.optimizer.group_numbers import CallersTensors, Group, Number, equal, fitted, read_numbers
 from muonfx.optimizer.groups import complete_entries, defaults_for_schedulers, new_groups
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay

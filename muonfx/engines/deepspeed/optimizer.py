@@ -138,11 +138,17 @@ class ZeroOptimizer(Optimizer):
 
     def _is_initialization(self) -> bool:
         """Return whether this is the step with zero gradients that DeepSpeed takes only to allocate the state."""
-        if any(unit.pieces.is_flat for unit in self._units.values()):
-            return False
-        stepped_params = [param for group in self.param_groups for param in group["params"]]
-        are_copies = set(self._params.values()).isdisjoint(stepped_params)
-        return are_copies and all(param.grad is not None and not param.grad.any() for param in stepped_params)
+        for unit in self._units.values():
+            if unit.pieces.is_flat:
+                return False
+        model_params = set(self._params.values())
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in model_params:  # not a copy in fp32, into which DeepSpeed would have put zeros
+                    return False
+                if param.grad is None or param.grad.any():
+                    return False
+        return True
 
     def _require_same_trained(self) -> None:
         """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed."""
