@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from muonfx._other_libraries import ARGUMENTS_HERE, ARGUMENTS_OF_PARTS
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,79 +40,6 @@ _DTYPE_NAMES = {
     "double": "float64",
 }
 _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
-
-NAMES_HERE = {
-    name: here
-    for here, names in {
-        "transform": "GradientTransformation GradientTransformationExtraArgs",
-        "TransformOptimizer": "Optimizer",
-        "Muon": "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam SingleDeviceMuon",
-        "TransformOptimizer(model, muonfx.adamw())": "Adam AdamW",
-        "TransformOptimizer(model, muonfx.lion())": "Lion",
-        "TransformOptimizer(model, muonfx.chain(muonfx.momentum(heavy_ball=True), "
-        "muonfx.scale_by_learning_rate(0.1)))": "SGD",
-        "chain": "named_chain",
-        "partition": "multi_transform",
-        "accumulate": "MultiSteps",
-        "skip_nonfinite": "apply_if_finite zero_nans",
-        "scale(muonfx.linear_schedule(1.0, 0.0, 10))": "scale_by_schedule",
-        "with_hyperparams": "inject_hyperparams",
-        "momentum(heavy_ball=True)": "trace sgd",
-        "momentum(nesterov=False)": "ema",
-        "adamw(weight_decay=0.0)": "adam",
-        "adamw(nesterov=True)": "nadam nadamw",
-        "clip_by_value": "clip clip_grad_value_",
-        "clip_by_global_norm": "clip_grad_norm_",
-        "ema_params": "incremental_update AveragedModel",
-        "contrib.scale_by_factored_rms": "adafactor Adafactor",
-        "contrib.match_weight_norms": "lamb lars scale_by_trust_ratio",
-        "scale_by_rms": "rmsprop RMSprop",
-        "muon": "scale_by_muon",
-        "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
-        "join_schedules": "piecewise_constant_schedule piecewise_interpolate_schedule cosine_onecycle_schedule "
-        "linear_onecycle_schedule sgdr_schedule",
-        "schedule": "polynomial_schedule",
-        "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
-        "tree": "tree_utils",
-        "tree.norm": "global_norm tree_norm",
-        "tree.map": "tree_map tree_add tree_scale tree_vdot",
-        **{f"tree.{name}": f"tree_{name}" for name in ("get", "map_params", "set")},
-    }.items()
-    for name in names.split()
-}
-"""A dict from names in Optax, ``torch.optim`` and the first Muon implementation to the muonfx code for the same."""
-
-_ARGUMENTS_HERE = {
-    "beta": ("decay", "momentum"),
-    "momentum": ("momentum", "decay"),
-    "decay": ("decay", "momentum"),
-    "betas": ("betas", "b1", "b2"),
-    "b1": ("b1", "betas"),
-    "b2": ("b2", "betas"),
-    "nesterov": ("nesterov", "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not"),
-    "ns_steps": ("steps",),
-    "ns_coefficients": ("coefficients",),
-    "ns_coeffs": ("coefficients",),
-    "adjust_lr_fn": ("lr_scaling",),
-    "adam_b1": ("b1", "betas"),
-    "adam_b2": ("b2", "betas"),
-    "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
-    "weight_decay_mask": ("mask",),
-    "maximize": ("maximize", "minimize -loss, or put muonfx.scale(-1.0) first in a chain"),
-    "foreach": ("foreach", "leave it out, tensors are always updated together"),
-    "fused": ("fused", "leave it out, tensors are always updated together"),
-    "capturable": ("capturable", "leave it out, counts are always tensors on the device"),
-    "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
-}
-"""A dict from arguments in Optax or ``torch.optim`` to their names in muonfx; the last item may be advice instead."""
-
-_PARTS = (
-    ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),
-    ("view", ("pattern",), "muonfx.MatrixView({}=...)"),
-    ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
-    ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
-)
-"""Rows for misplaced arguments: the argument that takes an object, the arguments of the object, and the code."""
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
@@ -265,10 +194,10 @@ def close_names(wanted: str, names: Iterable[str], level: str = ".") -> list[str
 def hint(wrong: str, known: Iterable[str]) -> str:
     """Return advice for an error about an unknown argument: the same argument in muonfx, or similar names."""
     known = list(known)
-    here = _ARGUMENTS_HERE.get(wrong, ())
+    here = ARGUMENTS_HERE.get(wrong, ())
     if found := [name for name in here if name in known]:
         return f" (did you mean {' or '.join(map(repr, found))}?)"
-    for argument, inner, code in _PARTS:
+    for argument, inner, code in ARGUMENTS_OF_PARTS:
         if argument in known and (found := [name for name in (wrong, *here) if name in inner]):
             return f" (here: {argument}={code.format(found[0])})"
     return f" (here: {here[-1]})" if here and not here[-1].isidentifier() else did_you_mean(wrong, known)
