@@ -274,8 +274,8 @@ def _donated(xs: Sequence[torch.Tensor]) -> list[bool]:
 class _Piece(NamedTuple):
     """Matrices of one input that are in one batch: the whole input, or a part of a stack that exceeds the batch."""
 
-    position: int
-    """The index of the input."""
+    input_index: int
+    """The position of the input in the list of inputs."""
     matrices: torch.Tensor
     """The matrices `(b, short, long)`, or `(b, long, short)` in a tall batch."""
     destination: torch.Tensor | None
@@ -319,10 +319,10 @@ def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, copi
     targets: list[torch.Tensor] = []
     for piece, part in zip(batch, y.split([piece.matrices.shape[0] for piece in batch]), strict=True):
         if piece.destination is None:
-            x = results[piece.position]
+            x = results[piece.input_index]
             oriented = part if part.shape[-2] == x.shape[-2] else part.mT
             result = oriented.to(job.kind.dtype).reshape(x.shape)
-            results[piece.position] = _new_contiguous(result, copies)
+            results[piece.input_index] = _new_contiguous(result, copies)
         elif part.data_ptr() != piece.destination.data_ptr():  # else the iteration ran in the destination
             sources.append(part)
             targets.append(piece.destination)
@@ -478,4 +478,4 @@ def _split(piece: _Piece, limit: int) -> list[_Piece]:
     assert piece.destination is not None  # a new result of a split input needs memory beforehand
     matrices = piece.matrices.split(limit)
     destinations = piece.destination.split(limit)
-    return [_Piece(piece.index, *tensors) for tensors in zip(matrices, destinations, strict=True)]
+    return [_Piece(piece.input_index, *tensors) for tensors in zip(matrices, destinations, strict=True)]
