@@ -95,10 +95,10 @@ IN_ONE_PROCESS = Where()
 ApplyToParams = Callable[[PyTree, PyTree], None]
 """A function ``(params, updates)`` that adds updates to parameters."""
 
-Kind = Literal["leaves", "matrices", "other"]
+Unit = Literal["leaves", "matrices", "other"]
 
 
-def _kind(tx: Transform, where: Where) -> Kind:
+def _unit_of(tx: Transform, where: Where) -> Unit:
     """Return what a transform must receive at a time: any leaves or shards, whole matrices, or something else."""
     if not where.is_sharded:
         return "leaves" if tx.locality <= Locality.LEAF else "other"
@@ -143,8 +143,8 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS) -> Tran
       elementwise: momentum                           ELEMENT   2       momentum             momentum
       matrix stage: orthogonalize, normalize_neurons  LEAF      2       orthogonalize        orthogonalize
     """
-    like = meta_like(params)
-    rewritten = _place(tx, like, where, applies=True)
+    meta_params = meta_like(params)
+    rewritten = _place(tx, meta_params, where, applies=True)
     if list(map(id, tree.leaves(rewritten))) != list(map(id, tree.leaves(tx))):
         raise TypeError(
             f"{tx.name}: found other numbers after `resolve`, expected the numbers of the transform in their order: "
@@ -153,7 +153,7 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS) -> Tran
     extras: dict[str, Any] = {"workspace": Workspace()}
     if where.ranks is not None:
         extras |= where.ranks.extras
-    return _with_extras(rewritten, extras, lambda: report(tx, like))
+    return _with_extras(rewritten, extras, lambda: report(tx, meta_params))
 
 
 class Placed(Transform):
@@ -178,24 +178,24 @@ def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], 
     return tx.functions.init, update
 
 
-def _place(tx: Transform, like: PyTree, where: Where, *, applies: bool = False) -> Transform:
+def _place(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool = False) -> Transform:
     """Rewrite a transform. With ``applies``, it also adds its updates to the parameters, if it is given a function."""
     # Resolved first: a function that chooses labels or a mask runs once, and gives its warnings once.
-    tx = tx.resolve(like)
-    kind = _kind(tx, where)
-    if kind != "other":
-        return _place_unit(tx, kind, like, where, applies=applies)
+    tx = tx.resolve(meta_params)
+    unit = _unit_of(tx, where)
+    if unit != "other":
+        return _place_unit(tx, unit, meta_params, where, applies=applies)
     entries = chain_entries(tx)
     if entries is not None:
-        return _place_chain(entries, like, where, applies=applies)
-    result = _place_other(tx, like, where)
+        return _place_chain(entries, meta_params, where, applies=applies)
+    result = _place_other(tx, meta_params, where)
     return applying(result, is_last=True) if applies else result
 
 
-def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applies: bool) -> Transform:
+def _place_unit(tx: Transform, unit: Unit, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
     """Rewrite a transform, or a chain, that runs on some leaves at a time, on shards, or on whole matrices."""
-    fixed = resolve_within(tx, like)
-    if kind == "matrices":
+    fixed = resolve_within(tx, meta_params)
+    if unit == "matrices":
         assert where.ranks is not None
         result = where.ranks.on_owners(fixed)
         return applying(result, is_last=True) if applies else result
@@ -204,14 +204,14 @@ def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applie
     if where.store != IN_MEMORY:
         return in_store(fixed, where.store)
     if where.bucket_bytes is not None:
-        return in_buckets(fixed, where.bucket_bytes, buckets_by_shape(like, where.bucket_bytes))
+        return in_buckets(fixed, where.bucket_bytes, buckets_by_shape(meta_params, where.bucket_bytes))
     return fixed
 
 
-def _place_other(tx: Transform, like: PyTree, where: Where) -> Transform:
+def _place_other(tx: Transform, meta_params: PyTree, where: Where) -> Transform:
     """Rewrite a wrapper, or a transform that needs all leaves or sums over them."""
     if is_wrapper(tx):
-        return _place_wrapper(tx, like, where)
+        return _place_wrapper(tx, meta_params, where)
     runs_on_shards = works_on_pieces(tx) and not tx.children
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
@@ -219,9 +219,9 @@ def _place_other(tx: Transform, like: PyTree, where: Where) -> Transform:
     return tx if where.store == IN_MEMORY else at_once(tx, where.store)
 
 
-def _place_wrapper(tx: Transform, like: PyTree, where: Where) -> Transform:
+def _place_wrapper(tx: Transform, meta_params: PyTree, where: Where) -> Transform:
     """Rewrite the inner transforms of a wrapper, each for the parameters that it receives."""
-    calls = iter(calls_of(tx, like))
+    calls = iter(calls_of(tx, meta_params))
 
     def place_next(inner: Transform) -> Transform:
         result = _place(inner, next(calls).params, where)
@@ -230,39 +230,44 @@ def _place_wrapper(tx: Transform, like: PyTree, where: Where) -> Transform:
     rewritten = tx.with_children(place_next)
     if where.store == IN_MEMORY:
         return rewritten
-    return with_own_state_in_store(rewritten, StateDivision.of(tx, like), where.store)
+    return with_own_state_in_store(rewritten, StateDivision.of(tx, meta_params), where.store)
 
 
-def _place_chain(members: Mapping[str, Transform], like: PyTree, where: Where, *, applies: bool) -> Transform:
+def _place_chain(members: Mapping[str, Transform], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
     """Rewrite a chain as a chain of groups of members that run together."""
-    resolved = {name: tx.resolve(like) for name, tx in members.items()}
+    resolved = {name: tx.resolve(meta_params) for name, tx in members.items()}
     groups = _groups(resolved, where)
     rewritten: dict[str, Transform] = {}
-    for index, (kind, names) in enumerate(groups):
-        tx = resolved[names[0]]
-        if len(names) > 1:
-            tx = as_chain({name: resolved[name] for name in names})
-        is_to_apply = applies and index == len(groups) - 1
-        if kind == "other":
-            result = _place(tx, like, where, applies=is_to_apply)
+    for index, (unit, names) in enumerate(groups):
+        tx = _group_of(resolved, names)
+        is_last = index == len(groups) - 1
+        if unit == "other":
+            result = _place(tx, meta_params, where, applies=applies and is_last)
         else:
-            result = _place_unit(tx, kind, like, where, applies=is_to_apply)
-        if applies and not is_to_apply and result.extras.takes_all:
+            result = _place_unit(tx, unit, meta_params, where, applies=applies and is_last)
+        if applies and not is_last and result.extras.takes_all:
             result = applying(result, is_last=False)
         rewritten[str(index)] = result
     return in_groups(as_chain(rewritten), tuple([names for _, names in groups]))
 
 
-def _groups(members: Mapping[str, Transform], where: Where) -> list[tuple[Kind, list[str]]]:
-    """Divide the names of a chain's members into neighbours of one kind, which can run together."""
-    groups: list[tuple[Kind, list[str]]] = []
+def _group_of(members: Mapping[str, Transform], names: list[str]) -> Transform:
+    """Return the only member of a group, or a chain of its members."""
+    if len(names) == 1:
+        return members[names[0]]
+    return as_chain({name: members[name] for name in names})
+
+
+def _groups(members: Mapping[str, Transform], where: Where) -> list[tuple[Unit, list[str]]]:
+    """Divide the names of a chain's members into neighbours that run on the same unit, and so together."""
+    groups: list[tuple[Unit, list[str]]] = []
     for name, tx in members.items():
-        kind = _kind(tx, where)
-        previous_kind = groups[-1][0] if groups else None
-        if kind == previous_kind and kind != "other":
+        unit = _unit_of(tx, where)
+        previous_unit = groups[-1][0] if groups else None
+        if unit == previous_unit and unit != "other":
             groups[-1][1].append(name)
         else:
-            groups.append((kind, [name]))
+            groups.append((unit, [name]))
     return groups
 
 
@@ -365,23 +370,23 @@ class PlacedTransforms:
     def _add(self, key: Any, tx: Transform, params: PyTree) -> _Entry:
         if sum(map(len, self._entries.values())) >= self.LIMIT:
             self._entries.clear()
-        like = meta_like(params) if self._global_like is None else self._global_like(params)
-        entry = _Entry(like, tx, placed(tx, like, self.where))
+        meta_params = meta_like(params) if self._global_like is None else self._global_like(params)
+        entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where))
         self._entries.setdefault(key, []).append(entry)
         return entry
 
 
 class _Entry:
-    def __init__(self, like: PyTree, original: Transform, placed: Transform) -> None:
-        self.like = like
+    def __init__(self, meta_params: PyTree, original: Transform, placed: Transform) -> None:
+        self.meta_params = meta_params
         self.original = original
         """The transform whose numbers `placed` has."""
         self.placed = placed
 
     def fits(self, params: PyTree) -> bool:
-        """Return True if parameters have the shapes of `like`. A leaf that is None fits any shape."""
-        for leaf, like in zip(tree.leaves(params), tree.leaves(self.like), strict=True):
-            if leaf is not None and (like is None or like.shape != leaf.shape):
+        """Return True if parameters have the shapes of `meta_params`. A leaf that is None fits any shape."""
+        for leaf, meta_leaf in zip(tree.leaves(params), tree.leaves(self.meta_params), strict=True):
+            if leaf is not None and (meta_leaf is None or meta_leaf.shape != leaf.shape):
                 return False
         return True
 
@@ -389,25 +394,27 @@ class _Entry:
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
-def report(tx: Transform, like: PyTree) -> Report:
+def report(tx: Transform, meta_params: PyTree) -> Report:
     """Return a table of how each transform runs: one row for each, or for several that run together."""
     titles = ("node", "locality", "leaves", "state", "numbers")
-    return Report((Table(titles, [_row([root_visit(tx, like)])]),))
+    return Report((Table(titles, [_row([root_visit(tx, meta_params)])]),))
 
 
 def _row(visits: list[Visit]) -> Row:
     """Return the row of one transform, or of neighbours in a chain that need whole matrices."""
-    first = visits[0]
+    visited = visits[0]
+    names_of_transforms = ", ".join([neighbour.tx.name for neighbour in visits])
+    path = ".".join(map(str, visited.state or ()))
     cells = (
-        f"{execution_of(first)}: {', '.join(visited.tx.name for visited in visits)}",
-        first.tx.locality.name,
-        str(len(first.names)),
-        ".".join(map(str, first.state or ())) or "-",
-        first.name or "-",
+        f"{execution_of(visited)}: {names_of_transforms}",
+        visited.tx.locality.name,
+        str(len(visited.names)),
+        path or "-",
+        visited.name or "-",
     )
-    if not delegates(first.tx):
-        return Row(cells, ())
-    return Row(cells, tuple(_row(group) for group in grouped(first)))
+    if not delegates(visited.tx):
+        return Row(cells)
+    return Row(cells, tuple([_row(group) for group in grouped(visited)]))
 
 
 def grouped(outer: Visit) -> list[list[Visit]]:
