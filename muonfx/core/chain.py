@@ -19,7 +19,9 @@ from muonfx.tree.elementwise import wide_dtype
 
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
     """Return a dict from name to member if a transform is a `chain`; otherwise return None."""
-    return dict(zip(part_names(tx), tx.children, strict=True)) if tx.declaration.combinator.in_sequence else None
+    if not tx.declaration.combinator.in_sequence:
+        return None
+    return dict(zip(part_names(tx), tx.children, strict=True))
 
 
 def widest(transforms: Any) -> Locality:
@@ -27,12 +29,12 @@ def widest(transforms: Any) -> Locality:
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
-def is_new(new: PyTree, old: PyTree) -> bool:
-    """Return True if the trees ``new`` and ``old`` have no tensor object in common."""
+def is_new(outputs: PyTree, updates: PyTree) -> bool:
+    """Return True if the outputs of a transform and its incoming updates have no tensor object in common."""
     if torch.compiler.is_compiling():
         # The identities of gradients would be guards, which fail at each step. A compiler reuses memory by itself.
         return False
-    return tree.ids(old).isdisjoint(tree.ids(new))
+    return tree.ids(updates).isdisjoint(tree.ids(outputs))
 
 
 @transform(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from typing import (
     Literal,
     NamedTuple,
     ParamSpec,
-    TypeVar,
     cast,
     get_args,
     overload,
@@ -173,29 +173,31 @@ class Declaration:
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
     def __post_init__(self) -> None:
-        functions = ("resolve", "name_patterns", "check_extras")
-        position = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
-        accepted: dict[str, tuple[bool, str]] = {
-            "locality": (isinstance(self.locality, Locality), "a Locality, such as Locality.MATRIX, or a function"),
-            "reads_params": (isinstance(self.reads_params, bool), "True, False or a function of the arguments"),
-            "position": (self.position is None or self.position in get_args(Position), position),
-            **{option: (getattr(self, option) is None, "a function or None") for option in functions},
-        }
-        for option, (fits, words) in accepted.items():
-            value = getattr(self, option)
-            if not (fits or callable(value)):
-                wrong = ValueError if isinstance(value, str) and option == "position" else TypeError
-                raise wrong(f"transform: {option} must be {words}, found {value!r}")
-        if not isinstance(self.combinator, Combinator):
-            raise TypeError(f"transform: combinator must be a Combinator, found {self.combinator!r}")
-        if not isinstance(self.matrices, MatrixWork):
-            raise TypeError(f"transform: matrices must be a MatrixWork, found {self.matrices!r}")
+        positions = get_args(Position)
+        valid_positions = f"one of {', '.join(map(repr, positions))}, None or a function of the arguments"
+        self._require(
+            "locality", "a Locality, such as Locality.MATRIX, or a function", isinstance(self.locality, Locality)
+        )
+        self._require("combinator", "a Combinator", isinstance(self.combinator, Combinator))
+        self._require("matrices", "a MatrixWork", isinstance(self.matrices, MatrixWork))
+        self._require("reads_params", "True, False or a function of the arguments", isinstance(self.reads_params, bool))
+        self._require("position", valid_positions, self.position is None or self.position in positions)
+        for option in ("resolve", "name_patterns", "check_extras"):
+            self._require(option, "a function or None", getattr(self, option) is None)
+
+    def _require(self, option: str, expected: str, is_valid: bool) -> None:
+        """Raise unless the value of an option is valid, or is a function where functions are accepted."""
+        value = getattr(self, option)
+        if is_valid or (callable(value) and option not in ("combinator", "matrices")):
+            return
+        error = ValueError if option == "position" and isinstance(value, str) else TypeError
+        raise error(f"transform: {option} must be {expected}, found {value!r}")
 
 
 # ------------------------------------------------------------------------------------ the signatures of init and update
 
 
-V = TypeVar("V")
+_shape_of = operator.attrgetter("shape")
 
 
 class EmptyState(NamedTuple):
@@ -234,7 +236,7 @@ class Transform(Recorded):
     @Lazy
     def children(self) -> tuple[Transform, ...]:
         """The transforms among the arguments of this transform, in order: for a chain, its members."""
-        return tuple([part for part in self.parts if isinstance(part, Transform)])
+        return tuple([value for value in self.parts if isinstance(value, Transform)])
 
     def tree(self) -> Report:
         """Return a table of this transform and all transforms that it calls, with their arguments.
@@ -257,28 +259,27 @@ class Transform(Recorded):
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the names of the numbers and transforms within one argument, such as the members of a chain."""
-        given = self.factory.definition.parameters[argument]
-        if given.kind is given.VAR_POSITIONAL:
+        parameter = self.factory.definition.parameters[argument]
+        if parameter.kind is parameter.VAR_POSITIONAL:
             return list(entries_of(self.arguments[argument], self.factory.__name__))
         return super()._names_of_parts(argument)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """Return a copy in which each transform ``t`` among the arguments is replaced by ``function(t)``."""
-        return self._from(
-            self._new_structure(), [function(part) if isinstance(part, Transform) else part for part in self.parts]
-        )
+        values = [function(value) if isinstance(value, Transform) else value for value in self.parts]
+        return self._from(self._new_structure(), values)
 
     @Lazy
     def _schedules(self) -> dict[str, Schedule]:
         """A dict from argument name to `Schedule`, for arguments with a schedule in place of a number."""
-        if not [part for part in self.parts if isinstance(part, Schedule)]:
-            return {}
-        kinds = self.factory.definition.plain
-        return {
-            name: value
-            for name, value in self.arguments.items()
-            if isinstance(value, Schedule) and "float" in kinds[name] and "Schedule" not in kinds[name]
-        }
+        schedules: dict[str, Schedule] = {}
+        if not any(isinstance(value, Schedule) for value in self.parts):
+            return schedules
+        for name, types in self.factory.definition.plain.items():
+            value = self.arguments[name]
+            if isinstance(value, Schedule) and "float" in types and "Schedule" not in types:
+                schedules[name] = value
+        return schedules
 
     def _build(self) -> Any:
         """Call the decorated function and return its ``(init, update)``; with schedules, at every update again."""
@@ -289,35 +290,44 @@ class Transform(Recorded):
 
     def _check_schedules(self) -> None:
         """Raise if a schedule has an invalid value at one of the steps 0, 1, 10, ..., 1,000,000."""
-        for count in (0, *(10**power for power in range(7))) if self._schedules else ():
-            arguments = arguments_at(self, count)
-            if count and any(math.isinf(arguments[name]) for name in self._schedules):
+        if not self._schedules:
+            return
+        for step in (0, *(10**power for power in range(7))):
+            arguments = arguments_at(self, step)
+            is_infinite = any(math.isinf(arguments[name]) for name in self._schedules)
+            if is_infinite and step > 0:
                 return  # a rate that grows until a run ends, as in a search for the best one, overflows if continued
             try:
                 self._build_for(arguments)
             except ValueError as error:
-                raise ValueError(f"{self.name}: at step {count}, {error}") from error
+                raise ValueError(f"{self.name}: at step {step}, {error}") from error
 
     @of_structure
     def locality(self) -> Locality:
         """How much of the tree one element of an update depends on: the element, its matrix, its leaf or all leaves."""
         declared = self.declaration.locality
-        found = declared if isinstance(declared, Locality) else self._call(declared, arguments_at(self, 0))
-        if not isinstance(found, Locality):
-            raise TypeError(f"{self.name}: the declared locality must be a Locality, found {found!r}")
-        return found
+        if isinstance(declared, Locality):
+            return declared
+        locality = self._call(declared, arguments_at(self, 0))
+        if not isinstance(locality, Locality):
+            raise TypeError(f"{self.name}: the declared locality must be a Locality, found {locality!r}")
+        return locality
 
     @property
     def reads_params(self) -> bool:
         """True if ``init`` or ``update`` reads the values of the parameters, and not only their names and shapes."""
         declared = self.declaration.reads_params
-        return declared if isinstance(declared, bool) else self._call(declared, arguments_at(self, 0))
+        if isinstance(declared, bool):
+            return declared
+        return self._call(declared, arguments_at(self, 0))
 
     @property
     def position(self) -> Position | None:
         """The place in a chain that the transform requires, such as "before_learning_rate". None: any place."""
         declared = self.declaration.position
-        return self._call(declared, self.arguments) if callable(declared) else declared
+        if callable(declared):
+            return self._call(declared, self.arguments)
+        return declared
 
     def resolve(self, params: PyTree) -> Transform:
         """Return an equal transform that does not need the full shapes of the parameters, so that it can run on shards.
@@ -326,7 +336,9 @@ class Transform(Recorded):
         shapes. The transforms among the arguments stay as they are.
         """
         declared = self.declaration.resolve
-        return self if declared is None else cast("Transform", declared(self, params))
+        if declared is None:
+            return self
+        return cast("Transform", declared(self, params))
 
     @Lazy
     def functions(self) -> Functions:
@@ -338,7 +350,7 @@ class Transform(Recorded):
     def extras(self) -> Extras:
         """The extra arguments, such as ``value=loss``, that ``update`` of this or an inner transform accepts."""
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
-        return extras_of(self.functions.update, [part.extras for part in self.children], calls_none=calls_none)
+        return extras_of(self.functions.update, [child.extras for child in self.children], calls_none=calls_none)
 
     @of_structure
     def _keeps_donation_promise(self) -> bool:
@@ -420,65 +432,72 @@ class Transform(Recorded):
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
-        given = NOTHING if donate is False else Donation.of(donate)
-        if given != NOTHING:
-            given, updates, state = unshared(given, updates, state, params)
+        donation = NOTHING if donate is False else Donation.of(donate)
+        if donation != NOTHING:
+            donation, updates, state = unshared(donation, updates, state, params)
         try:
-            out, new_state = self.run(updates, state, params, donate=given, **extras)
+            new_updates, new_state = self.run(updates, state, params, donate=donation, **extras)
         except RuntimeError as error:
-            if problem := checks.mixed_devices(updates=updates, params=params, state=state):
-                raise ValueError(f"{self.name}: {problem}") from error
-            raise
-        if given.state or torch.compiler.is_compiling():
-            return out, new_state
-        return out, tree.copy_shared(new_state, state)
+            problem = checks.mixed_devices(updates=updates, params=params, state=state)
+            if problem is None:
+                raise
+            raise ValueError(f"{self.name}: {problem}") from error
+        if donation.state or torch.compiler.is_compiling():
+            return new_updates, new_state
+        return new_updates, tree.copy_shared(new_state, state)
 
     def _expected_state(
         self, leaves: list[Any], treedef: Structure, specs: list[checks.LeafSpec]
     ) -> checks.ExpectedState | None:
         """Return the structure, shapes and dtypes that the state must have; None if one of ``specs`` is None."""
         # A state may contain copies of numeric arguments, so their shapes matter.
-        numbers = tuple([part.shape for part in self.tensors]) if self.tensors else ()
-        if any(numbers):
+        number_shapes = tuple(map(_shape_of, self.tensors))
+        if any(number_shapes):
             check_numbers(self)
-        key = treedef, tuple(specs), numbers
-        known: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
-        found = known.get(key)
-        if found is None:
-            if None in specs:  # without params, a leaf with a None gradient may still have a parameter and a state
-                return None
-            on_meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-            meta = tree.unflatten(treedef, on_meta)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # init has already issued these warnings
-                found = known[key] = checks.ExpectedState.of(self.functions.init(meta))
-        return found
+        expected_states: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
+        key = treedef, tuple(specs), number_shapes
+        if key in expected_states:
+            return expected_states[key]
+        if None in specs:  # without params, a leaf with a None gradient may still have a parameter and a state
+            return None
+        meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # init has already issued these warnings
+            state = self.functions.init(tree.unflatten(treedef, meta_leaves))
+        expected_states[key] = checks.ExpectedState.of(state)
+        return expected_states[key]
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the ``update`` function without checks, with only the extra arguments that it accepts."""
         names, takes_all, *_ = self.extras
-        given = extras
+        accepted = extras
         if extras and not takes_all:
-            given = {}
+            accepted = {}
             for name in extras:  # no comprehension, which is a call: this runs for each transform of a step
                 if name in names:
-                    given[name] = extras[name]
+                    accepted[name] = extras[name]
         if takes_all or "donate" in names:
-            given["donate"] = donate
+            accepted["donate"] = donate
         if "sum_over_leaves" in names:
-            given.setdefault("sum_over_leaves", sum_over_leaves)
+            accepted.setdefault("sum_over_leaves", sum_over_leaves)
         _, update = self._built
         if autocast_is_on():
-            found = outside_autocast(update, updates, state, params, **given)
+            result = outside_autocast(update, updates, state, params, **accepted)
         else:
-            found = update(updates, state, params, **given)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise TypeError(f"{self.name}: its update must return (updates, state), found {type(found).__name__}")
+            result = update(updates, state, params, **accepted)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"{self.name}: its update must return (updates, state), found {type(result).__name__}")
         if not (self.structure.factory.definition.is_ours or torch.compiler.is_compiling()):
-            # Without this, a missing leaf would raise in the next transform or leave a parameter without an update.
-            for what, own, old in (("updates", found[0], updates), ("state", found[1], state)):
-                checks.check_structure(f"{self.name}: the {what} that it returns", own, f"the {what} given to it", old)
-        return found
+            self._check_result(result, updates, state)
+        return result
+
+    def _check_result(self, result: tuple[PyTree, PyTree], updates: PyTree, state: PyTree) -> None:
+        """Raise if another structure is returned: a leaf would be missing in the next transform, or not be updated."""
+        new_updates, new_state = result
+        checks.check_structure(
+            f"{self.name}: the updates that it returns", new_updates, "the updates given to it", updates
+        )
+        checks.check_structure(f"{self.name}: the state that it returns", new_state, "the state given to it", state)
 
 
 class Outermost(Transform):
@@ -524,7 +543,10 @@ def left_out(tx: Transform, params: PyTree) -> set[str]:
     declared = tx.declaration.combinator.leaves_out
     if declared is not None:
         return declared(tx, params)
-    return set[str]().union(*[left_out(part, params) for part in tx.children])
+    names: set[str] = set()
+    for child in tx.children:
+        names |= left_out(child, params)
+    return names
 
 
 def without_left_out(tx: Transform, params: PyTree) -> PyTree:
@@ -569,49 +591,63 @@ def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Trans
 def within(tx: Transform) -> Iterator[Transform]:
     """Yield a transform, then every transform that it calls, directly or indirectly."""
     yield tx
-    for part in tx.children:
-        yield from within(part)
+    for child in tx.children:
+        yield from within(child)
 
 
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
     """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2"."""
     entries: dict[str, Transform] = {}
-    for place, entry in enumerate(transforms):
-        explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
-        if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
-            called = getattr(entry, "__name__", None) if callable(entry) else None
-            raise TypeError(
-                f"{of}: argument {place} is {entry!r}, expected a Transform or a pair (name, Transform)"
-                + (f": call it, as in {called}()" if called else "")
-                + (f": unpack the list, {of}(*transforms)" if isinstance(entry, list) else "")
-            )
-        name = explicit or tx.name
-        if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
+    for index, entry in enumerate(transforms):
+        name = None
+        tx = entry
+        if isinstance(entry, tuple) and len(entry) == 2:
+            name, tx = entry
+        if not isinstance(tx, Transform) or not isinstance(name, str | None):
+            raise _wrong_entry(of, index, entry)
+        if name is None:
+            name = tx.name
+            count = 1
+            while name in entries:
+                count += 1
+                name = f"{tx.name}_{count}"
+        elif name in entries or not name or "." in name or "/" in name:
             expected = "expected a nonempty name without '.' or '/' that no other transform of the chain has"
-            raise ValueError(f"{of}: found the name {explicit!r}, {expected}: choose another")
-        count = 1
-        while name in entries:
-            count += 1
-            name = f"{tx.name}_{count}"
+            raise ValueError(f"{of}: found the name {name!r}, {expected}: choose another")
         entries[name] = tx
     return entries
 
 
+def _wrong_entry(of: str, index: int, entry: object) -> TypeError:
+    advice = ""
+    if isinstance(entry, list):
+        advice = f": unpack the list, {of}(*transforms)"
+    elif callable(entry) and hasattr(entry, "__name__"):
+        advice = f": call it, as in {entry.__name__}()"
+    return TypeError(f"{of}: argument {index} is {entry!r}, expected a Transform or a pair (name, Transform){advice}")
+
+
 def require_transform(name: str, value: object) -> None:
     """Raise TypeError unless an argument is a `Transform`. The message has advice for a model or a factory."""
-    if isinstance(value, Transform):
-        return
-    kind = type(value).__name__
-    found = repr(value) if len(repr(value)) < 80 else kind
+    if not isinstance(value, Transform):
+        raise TypeError(f"{name} must be a muonfx.Transform, found {_described(value)}")
+
+
+def _described(value: object) -> str:
+    """Return a text for a value that is not a transform, with advice: "the function muon; call it to get ..."."""
+    class_name = type(value).__name__
     if isinstance(value, torch.nn.Module):
-        found = f"the model {kind}; the model comes first, then the transform"
-    elif isinstance(value, type):
-        found = f"the class {value.__name__}"
-    elif callable(value) and hasattr(value, "__name__"):
-        found = f"the function {value.__name__}; call it to get a transform: {value.__name__}(...)"
-    elif isinstance(value, str):
-        found += "; call the function of this name, or pass the option to it, as in muonfx.orthogonalize(...)"
-    raise TypeError(f"{name} must be a muonfx.Transform, found {found}")
+        return f"the model {class_name}; the model comes first, then the transform"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}; call it to get a transform: {value.__name__}(...)"
+    text = repr(value)
+    if len(text) >= 80:
+        text = class_name
+    if isinstance(value, str):
+        text += "; call the function of this name, or pass the option to it, as in muonfx.orthogonalize(...)"
+    return text
 
 
 P = ParamSpec("P")

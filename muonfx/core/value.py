@@ -85,56 +85,66 @@ class Factory(Protocol):
 
 
 def make_factory(
-    kind: Any,
+    recorded_class: Any,
     constructor: Callable[..., Any],
     declaration: object = None,
     *,
     name: str | None = None,
     transparent: bool = False,
 ) -> Any:
-    """Turn a constructor into a factory: a function with the same signature that returns values of class ``kind``."""
+    """Turn a constructor into a factory: a function with the same signature whose results are ``recorded_class``."""
 
     @functools.wraps(constructor)
     def call(*args: object, **kwargs: object) -> Any:
-        return prepared(kind._record(factory, *args, **kwargs))
+        return prepared(recorded_class._record(factory, *args, **kwargs))
 
-    if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
-        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
+    if name is not None:
+        _check_public_name(name)
     parameters = dict(inspect.signature(constructor).parameters)
-    accepted = kinds_of(parameters, constructor)
+    accepted: dict[str, frozenset[str]] = {}
+    for argument, types in kinds_of(parameters, constructor).items():
+        is_scalar_or_schedule = _BY_STEP <= types <= _SCALAR
+        accepted[argument] = types - _BY_STEP if is_scalar_or_schedule else types
     factory = cast("Factory", call)
     factory.definition = Definition(
-        constructor,
-        parameters,
-        tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
-        {argument: own - _BY_STEP if _BY_STEP <= own <= _SCALAR else own for argument, own in accepted.items()},
-        name,
-        getattr(constructor, "takes_memory", False),
-        transparent,
-        (constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
-        declaration,
+        constructor=constructor,
+        parameters=parameters,
+        kinds=tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
+        plain=accepted,
+        name=name,
+        remembers=getattr(constructor, "takes_memory", False),
+        transparent=transparent,
+        is_ours=(constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
+        declaration=declaration,
     )
     return factory
+
+
+def _check_public_name(name: object) -> None:
+    if not (isinstance(name, str) and all(map(str.isidentifier, name.split(".")))):
+        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
 
 
 class Lazy(Generic[V]):
     """A property that is computed at the first read and then cached. Nothing is cached while torch.compile traces."""
 
     def __init__(self, compute: Callable[[Any], V]) -> None:
-        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+        self._compute = compute
+        self._name = compute.__name__
+        self.__doc__ = compute.__doc__
 
-    def __get__(self, value: Any, kind: type | None = None) -> V:
+    def __get__(self, value: Any, owner: type | None = None) -> V:
         if value is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        found = self._compute(value)
+        result = self._compute(value)
         # Objects created while tracing must not be stored on an object that outlives the trace.
         if not torch.compiler.is_compiling():
-            value.__dict__[self._name] = found
-        return found
+            value.__dict__[self._name] = result
+        return result
 
 
 class _OfStructure(Lazy[V]):
-    def __get__(self, value: Any, kind: type | None = None) -> V:
+    def __get__(self, value: Any, owner: type | None = None) -> V:
         if value is None:
             return cast("V", self)
         shared: dict[str, Any] = value.structure.attributes
@@ -162,9 +172,9 @@ def with_memory(constructor: Callable[Concatenate[Memory, P], Any]) -> Callable[
     Callers of the factory do not pass the cache. It holds results that depend on names, shapes and dtypes only. All
     transforms that differ only in numbers share it, also if ``torch.func`` or `with_hyperparams` rebuilds them.
     """
-    _, *rest = inspect.signature(constructor).parameters.values()
+    parameters = list(inspect.signature(constructor).parameters.values())
     marked: Any = constructor
-    marked.__signature__ = inspect.Signature(rest)
+    marked.__signature__ = inspect.Signature(parameters[1:])
     marked.takes_memory = True
     return cast("Callable[P, Any]", constructor)
 
@@ -182,49 +192,70 @@ class _Hole:
 _HOLE = _Hole()
 
 
-def _map(value: Any, function: Callable[[str, Any], object], name: str = "") -> Any:
-    if type(value) in (tuple, list):
-        return type(value)([_map(item, function, f"{name}.{index}") for index, item in enumerate(value)])
-    if type(value) is dict:
-        items = list(value.items())
-        if items and all(isinstance(item, Recorded) for _, item in items):
-            # The order of a dict of transforms has no meaning, so it is normalized; the order of patterns has one.
-            items.sort(key=lambda pair: str(pair[0]))
-        return {key: _map(item, function, f"{name}.{key}") for key, item in items}
-    return function(name, value)
-
-
-def _split(value: Any, parts: list[object]) -> object:
-    """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``parts``."""
-
-    def keep(name: str, item: object) -> object:
-        if not isinstance(item, Recorded | Tensor):
-            return item
-        parts.append(item)
-        return _HOLE
-
+def _split(value: Any, values: list[object]) -> object:
+    """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``values``."""
     if isinstance(value, float | Tensor | Recorded):
-        parts.append(value)
+        values.append(value)
         return _HOLE
-    return _map(value, keep) if type(value) in (tuple, list, dict) else value
+    if type(value) in (tuple, list, dict):
+        return _split_item(value, values)
+    return value
 
 
-def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Replace the placeholders in an argument by ``parts``, in order. This is the inverse of `_split`."""
+def _split_item(item: Any, values: list[object]) -> object:
+    """Split a container among the arguments, or an item of it. A float in a container is fixed structure."""
+    if isinstance(item, Recorded | Tensor):
+        values.append(item)
+        return _HOLE
+    if type(item) in (tuple, list):
+        return type(item)([_split_item(inner, values) for inner in item])
+    if type(item) is dict:
+        return {key: _split_item(inner, values) for key, inner in _ordered_items(item)}
+    return item
+
+
+def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the items of a dict, those of a dict of transforms in the order of its keys.
+
+    The order of a dict of transforms has no meaning, so it is normalized; the order of patterns has one.
+    """
+    items = list(mapping.items())
+    if all(isinstance(value, Recorded) for value in mapping.values()):
+        items.sort(key=lambda item: str(item[0]))
+    return items
+
+
+def _join(skeleton: Any, values: Iterator[object]) -> Any:
+    """Replace the placeholders in an argument by ``values``, in order. This is the inverse of `_split`."""
     if skeleton is _HOLE:
-        return next(parts)
+        return next(values)
     if type(skeleton) in (tuple, list):
-        return type(skeleton)([_join(item, parts) for item in skeleton])
+        return type(skeleton)([_join(item, values) for item in skeleton])
     if type(skeleton) is dict:
-        return {key: _join(item, parts) for key, item in skeleton.items()}
+        return {key: _join(item, values) for key, item in skeleton.items()}
     return skeleton
 
 
-def _names_in(skeleton: Any, *, holes: bool = True) -> list[str]:
-    """Return the dotted names of an argument's placeholders (see `_split`); with ``holes=False``, of all leaves."""
-    found: list[str] = []
-    _map(skeleton, lambda name, item: found.append(name.removeprefix(".")) if item is _HOLE or not holes else None)
-    return found
+def _named_leaves(skeleton: Any, name: str = "") -> list[tuple[str, object]]:
+    """Return (dotted name, leaf) pairs for an argument with placeholders; the argument itself is called ``name``.
+
+    >>> _named_leaves({"muon": _HOLE, "adamw": [_HOLE, 2]}, "transforms")
+    [('transforms.muon', *), ('transforms.adamw.0', *), ('transforms.adamw.1', 2)]
+    """
+    if type(skeleton) is dict:
+        items = list(skeleton.items())
+    elif type(skeleton) in (tuple, list):
+        items = list(enumerate(skeleton))
+    else:
+        return [(name, skeleton)]
+    leaves: list[tuple[str, object]] = []
+    for key, item in items:
+        leaves += _named_leaves(item, f"{dotted(name)}{key}")
+    return leaves
+
+
+def _names_of_leaves(skeleton: Any) -> list[str]:
+    return [name for name, _ in _named_leaves(skeleton)]
 
 
 R = TypeVar("R", bound="Recorded")
@@ -250,13 +281,19 @@ class Structure:
             return NotImplemented
         if self is other:  # as for values that differ only in numbers
             return True
-        same_call = (self.kind, self.factory) == (other.kind, other.factory)
+        if self.kind is not other.kind or self.factory != other.factory:
+            return False
         # Parts are stored in the order of the skeleton, so skeletons with another order of a dict are not equal.
-        same_order = _names_in(self.skeleton, holes=False) == _names_in(other.skeleton, holes=False)
-        return same_call and self.skeleton == other.skeleton and same_order
+        same_order = _names_of_leaves(self.skeleton) == _names_of_leaves(other.skeleton)
+        return same_order and self.skeleton == other.skeleton
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))
+
+
+def _wrong_dataclass(owner: str, name: str, value: object, expected: type) -> TypeError:
+    advice = f": pass {expected.__name__}({value!r})" if isinstance(value, str) else ""
+    return TypeError(f"{owner}: {name} must be a {expected.__name__}, found {value!r}{advice}")
 
 
 class Recorded:
@@ -274,43 +311,54 @@ class Recorded:
     def _record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
         """Check the arguments of a factory call against its annotations, and return a value that stores them."""
         definition = factory.definition
-        parameters = definition.parameters
-        bound = bind(factory.__name__, inspect.Signature(list(parameters.values())), args, kwargs)
+        signature = inspect.Signature(list(definition.parameters.values()))
+        bound = bind(factory.__name__, signature, args, kwargs)
         bound.apply_defaults()
-        parts: list[object] = []
+        values: list[object] = []
         skeleton: dict[str, object] = {}
-        for name, value in bound.arguments.items():
-            kinds, default = definition.plain[name], parameters[name].default
-            if value is not default and not ("float" in kinds and isinstance(value, cls._number_types)):
-                value = check_plain(factory.__name__, name, value, kinds)
-            if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
-                text = f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}"
-                raise TypeError(text + f": pass {type(default).__name__}({value!r})" * isinstance(value, str))
-            skeleton[name] = _split(definition.as_float(name, value), parts)
-        return cls._from(Structure(cls, factory, skeleton), parts)
+        for name, argument in bound.arguments.items():
+            if argument is not definition.parameters[name].default:
+                argument = cls._checked(factory, name, argument)
+            skeleton[name] = _split(definition.as_float(name, argument), values)
+        return cls._from(Structure(cls, factory, skeleton), values)
+
+    @classmethod
+    def _checked(cls, factory: Factory, name: str, argument: Any) -> Any:
+        """Return an argument of a factory call. Raise an error if its annotation does not accept it."""
+        default = factory.definition.parameters[name].default
+        if dataclasses.is_dataclass(default) and not isinstance(argument, type(default)):
+            raise _wrong_dataclass(factory.__name__, name, argument, type(default))
+        types = factory.definition.plain[name]
+        if "float" in types and isinstance(argument, cls._number_types):
+            return argument
+        return check_plain(factory.__name__, name, argument, types)
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the dotted names of the numbers and recorded values (such as transforms) within one argument."""
         skeleton = self.structure.skeleton[argument]
+        if skeleton is _HOLE:
+            return [argument]
         if type(skeleton) not in (tuple, list, dict):
-            return [argument] if skeleton is _HOLE else []
-        return _names_in(skeleton if type(skeleton) is dict else {argument: skeleton})
+            return []
+        # The items of a dict have its keys as names: "muon", not "transforms.muon".
+        prefix = "" if type(skeleton) is dict else argument
+        return [name for name, leaf in _named_leaves(skeleton, prefix) if leaf is _HOLE]
 
     def _parts_in(self, argument: str) -> list[Any]:
         """Return the numbers and recorded values (such as transforms) within one argument, in order."""
-        found: list[Any] = []
-        _split(self.arguments[argument], found)
-        return found
+        values: list[Any] = []
+        _split(self.arguments[argument], values)
+        return values
 
     @classmethod
-    def _from(cls, context: Structure, parts: Iterable[object]) -> Self:
-        value = cast("Self", object.__new__(context.kind))
-        object.__setattr__(value, "structure", context)
-        object.__setattr__(value, "factory", context.factory)
-        object.__setattr__(value, "parts", tuple(parts))
+    def _from(cls, structure: Structure, values: Iterable[object]) -> Self:
+        recorded = cast("Self", object.__new__(structure.kind))
+        object.__setattr__(recorded, "structure", structure)
+        object.__setattr__(recorded, "factory", structure.factory)
+        object.__setattr__(recorded, "parts", tuple(values))
         if not torch.compiler.is_compiling():
-            value.__dict__.update(context.attributes)
-        return value
+            recorded.__dict__.update(structure.attributes)
+        return recorded
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Register the subclass as a pytree node with optree and ``torch.utils._pytree``."""
@@ -336,13 +384,14 @@ class Recorded:
     @property
     def arguments(self) -> dict[str, Any]:
         """A dict with all arguments of the call that created this value, by name, including defaults."""
-        parts, found = iter(self.parts), dict(self.structure.skeleton)
-        for name, skeleton in found.items():
+        values = iter(self.parts)
+        arguments = dict(self.structure.skeleton)
+        for name, skeleton in arguments.items():
             if skeleton is _HOLE:
-                found[name] = next(parts)
+                arguments[name] = next(values)
             elif type(skeleton) in (tuple, list, dict):
-                found[name] = _join(skeleton, parts)
-        return found
+                arguments[name] = _join(skeleton, values)
+        return arguments
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function that has the factory's signature, with arguments from a dict by name."""
@@ -378,8 +427,13 @@ class Recorded:
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The numeric arguments of this and of inner transforms that are tensors, in the order of pytree leaves."""
-        inner = [part.tensors if isinstance(part, Recorded) else (part,) for part in self.parts]
-        return tuple([number for numbers in inner for number in numbers if isinstance(number, Tensor)])
+        tensors: list[Tensor] = []
+        for value in self.parts:
+            if isinstance(value, Recorded):
+                tensors += value.tensors
+            elif isinstance(value, Tensor):
+                tensors.append(value)
+        return tuple(tensors)
 
     @functools.cached_property
     def treedef(self) -> PyTreeSpec:
@@ -405,31 +459,38 @@ class Recorded:
         Raises:
             TypeError: the factory has no argument of this name. The message lists its arguments.
         """
-        if unknown := changes.keys() - self.arguments.keys():
-            wrong, known = min(unknown), ", ".join(self.arguments)
-            inside = [name for name, _ in parts_of(self) if name.endswith(f".{wrong}")]
-            advice = f"{hint(wrong, self.arguments)}; it has {known}"
-            advice += f". To change {inside[0]}: with_hyperparams(tx, {{{inside[0]!r}: ...}})" if inside else ""
-            raise TypeError(f"{self.factory.__name__} has no argument {wrong}{advice}")
+        unknown = changes.keys() - self.arguments.keys()
+        if unknown:
+            raise self._unknown_argument(min(unknown))
         return self._call(self.factory, {**self.arguments, **changes})
+
+    def _unknown_argument(self, name: str) -> TypeError:
+        advice = f"{hint(name, self.arguments)}; it has {', '.join(self.arguments)}"
+        inner_numbers = [number for number, _ in parts_of(self) if number.endswith(f".{name}")]
+        if inner_numbers:
+            advice += f". To change {inner_numbers[0]}: with_hyperparams(tx, {{{inner_numbers[0]!r}: ...}})"
+        return TypeError(f"{self.factory.__name__} has no argument {name}{advice}")
 
     def __repr__(self) -> str:
         """Return Python code that creates an equal value. Arguments that equal their defaults are left out."""
-        written: list[str] = []
-        named = False
+        texts: list[str] = []
+        has_keyword = False
         for name, parameter in self.factory.definition.parameters.items():
             value = self.arguments[name]
             if parameter.kind is parameter.VAR_POSITIONAL:
-                written.extend(code_of_value(item) for item in value)
+                texts += map(code_of_value, value)
             elif parameter.kind is parameter.VAR_KEYWORD:
-                written.extend(f"{key}={code_of_value(item)}" for key, item in value.items())
+                texts += [f"{key}={code_of_value(item)}" for key, item in value.items()]
             elif not same(value, parameter.default):
                 # Write numbers as keywords, and the transforms and labels of a combinator as positional arguments.
-                required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-                by_place = required and not isinstance(value, int | float | Tensor) and not named
-                named = named or not by_place
-                written.append(code_of_value(value) if by_place else f"{name}={code_of_value(value)}")
-        return f"{self.factory.__name__}({', '.join(written)})"
+                is_required = parameter.default is parameter.empty
+                can_be_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and not has_keyword
+                if is_required and can_be_positional and not isinstance(value, int | float | Tensor):
+                    texts.append(code_of_value(value))
+                else:
+                    texts.append(f"{name}={code_of_value(value)}")
+                    has_keyword = True
+        return f"{self.factory.__name__}({', '.join(texts)})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recorded):
@@ -453,36 +514,49 @@ class Recorded:
         return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
 
 
-def prepared(value: R) -> R:
+def prepared(recorded: R) -> R:
     """Build the functions of a transform and of its inner transforms and schedules now, and return the transform.
 
     Bad arguments then raise before the first use.
     """
-    if "_is_prepared" in value.__dict__:
-        return value
-    for part in value.parts:
-        if isinstance(part, Recorded):
-            prepared(part)
-    value._prepare()
+    if "_is_prepared" in recorded.__dict__:
+        return recorded
+    for value in recorded.parts:
+        if isinstance(value, Recorded):
+            prepared(value)
+    recorded._prepare()
     if not torch.compiler.is_compiling():
-        value.__dict__["_is_prepared"] = True
-    return value
+        recorded.__dict__["_is_prepared"] = True
+    return recorded
 
 
-def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted name, number) pairs for the numeric arguments of a transform and of its inner transforms."""
-    found: list[tuple[str, Any]] = []
-    for name, part in zip(part_names(value), value.parts, strict=True):
-        found += parts_of(part, prefix + dotted(name)) if isinstance(part, Recorded) else [(prefix + name, part)]
-    return found
+def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
+    """Return (dotted name, number) pairs for the numeric arguments of a transform and of its inner transforms.
+
+    The names begin with ``name``, the dotted name of the transform, such as "muon.momentum".
+    """
+    numbers: list[tuple[str, Any]] = []
+    prefix = dotted(name)
+    for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
+        full_name = prefix + argument if argument else name
+        if isinstance(value, Recorded):
+            numbers += parts_of(value, full_name)
+        else:
+            numbers.append((full_name, value))
+    return numbers
 
 
-def with_numbers(value: R, numbers: Iterator[object]) -> R:
+def with_numbers(recorded: R, numbers: Iterator[object]) -> R:
     """Return a copy of a transform or schedule with new numeric arguments, in the order of its pytree leaves."""
-    parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value.parts]
-    if all(map(operator.is_, parts, value.parts)):
-        return value
-    return cast("R", Recorded._from(value.structure, parts))
+    values: list[object] = []
+    for value in recorded.parts:
+        if isinstance(value, Recorded):
+            values.append(with_numbers(value, numbers))
+        else:
+            values.append(next(numbers))
+    if all(map(operator.is_, values, recorded.parts)):
+        return recorded
+    return cast("R", Recorded._from(recorded.structure, values))
 
 
 def strip_transparent(value: Any) -> Any:
@@ -502,44 +576,52 @@ def joined_name(name: str, argument: str) -> str:
     return dotted(name) + argument if argument else name
 
 
-def walk(value: Recorded, name: str = "") -> Iterator[tuple[str, Recorded]]:
+def walk(recorded: Recorded, name: str = "") -> Iterator[tuple[str, Recorded]]:
     """Yield (dotted name, value) for a transform or schedule, and then for each one within it, at any depth.
 
     >>> import muonfx as mfx
     >>> [name for name, _ in walk(mfx.chain(mfx.cautious(mfx.momentum()), mfx.scale(-0.1)))]
     ['', 'cautious', 'cautious.inner', 'scale']
     """
-    yield name, value
-    for argument, inner in zip(part_names(value), value.parts, strict=True):
-        if isinstance(inner, Recorded):
-            yield from walk(inner, joined_name(name, argument))
+    yield name, recorded
+    for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
+        if isinstance(value, Recorded):
+            yield from walk(value, joined_name(name, argument))
 
 
-def part_names(value: Recorded) -> tuple[str, ...]:
+def part_names(recorded: Recorded) -> tuple[str, ...]:
     """Return the dotted names of a transform's own numbers and inner transforms, in order."""
-    derived = value.structure.derived
+    derived = recorded.structure.derived
     if "part_names" not in derived:
-        skeleton, is_transparent = value.structure.skeleton, value.factory.definition.transparent
-        names = [""] if is_transparent else [n for argument in skeleton for n in value._names_of_parts(argument)]
+        names: list[str] = []
+        if recorded.factory.definition.transparent:
+            names.append("")
+        else:
+            for argument in recorded.structure.skeleton:
+                names += recorded._names_of_parts(argument)
         derived["part_names"] = tuple(names)
     return derived["part_names"]
 
 
-def _structure(value: Recorded) -> str:
+def _structure(recorded: Recorded) -> str:
     """Return the text whose hash is the fingerprint: public names and arguments, without numbers and defaults."""
-    value = strip_transparent(value)
-    parts = iter(value.parts)
-    written = {name: _text(item, parts) for name, item in value.structure.skeleton.items()}
-    definition = value.factory.definition
-    changed = [f"{name}={text}" for name, text in written.items() if text != _default_text(definition, name)]
-    return f"{public_name(value.factory)}({','.join(changed)})"
+    recorded = strip_transparent(recorded)
+    definition = recorded.factory.definition
+    remaining = iter(recorded.parts)
+    changed: list[str] = []
+    for name, skeleton in recorded.structure.skeleton.items():
+        text = _text(skeleton, remaining)
+        if text != _default_text(definition, name):
+            changed.append(f"{name}={text}")
+    return f"{public_name(recorded.factory)}({','.join(changed)})"
 
 
-def _text(skeleton: object, parts: Iterator[object]) -> str:
+def _text(skeleton: object, remaining: Iterator[object]) -> str:
+    """Return an argument as text for the fingerprint; ``remaining`` yields the values of its placeholders."""
     if skeleton is _HOLE:
-        part = next(parts)
-        return _structure(part) if isinstance(part, Recorded) else _NUMBER
-    return text_of(skeleton, lambda item: _text(item, parts))
+        value = next(remaining)
+        return _structure(value) if isinstance(value, Recorded) else _NUMBER
+    return text_of(skeleton, lambda item: _text(item, remaining))
 
 
 _NUMBER = "*"
@@ -554,6 +636,6 @@ def _default_text(definition: Definition, name: str) -> str:
         return "{}"
     if parameter.default is parameter.empty:
         return _NUMBER
-    parts: list[object] = []
-    skeleton = _split(definition.as_float(name, parameter.default), parts)
-    return _text(skeleton, iter(parts))
+    values: list[object] = []
+    skeleton = _split(definition.as_float(name, parameter.default), values)
+    return _text(skeleton, iter(values))

@@ -7,6 +7,7 @@ transform, and what its numbers are called. Nothing depends on values, so meta t
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,11 +90,11 @@ class Visit:
 def _own_numbers(tx: Transform) -> list[str]:
     """Return the names of a transform's numbers that belong to no inner transform, such as "schedule.peak"."""
     names: list[str] = []
-    for name, part in zip(part_names(tx), tx.parts, strict=True):
-        if isinstance(part, Transform):
+    for name, value in zip(part_names(tx), tx.parts, strict=True):
+        if isinstance(value, Transform):
             continue
-        if isinstance(part, Recorded):  # a schedule
-            names += [number for number, _ in parts_of(part, dotted(name))]
+        if isinstance(value, Recorded):  # a schedule
+            names += [number for number, _ in parts_of(value, name)]
         else:
             names.append(name)
     return names
@@ -185,21 +186,22 @@ class Call:
 
 def calls_of(tx: Transform, params: PyTree) -> list[Call]:
     """Return the transforms that ``tx`` calls, in order. ``tx`` is resolved for ``params``."""
-    names = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
-    entries = chain_entries(tx)
-    if entries is not None:
-        members = zip(entries.items(), names, strict=True)
-        return [Call(member, argument, params, (name,), None) for (name, member), argument in members]
     if not tx.children:
         return []
+    named = [
+        (name, value) for name, value in zip(part_names(tx), tx.parts, strict=True) if isinstance(value, Transform)
+    ]
+    if chain_entries(tx) is not None:
+        return [Call(member, name, params, state=(name,), label=None) for name, member in named]
     state, params_of = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(state)
-    received = [params_of.get(index, params) for index in range(len(names))]
-    labels = _labels(tx, names, received)
-    return [
-        Call(inner, names[index], received[index], path_of.get(index), labels[index])
-        for index, inner in enumerate(tx.children)
-    ]
+    received = [params_of.get(index, params) for index in range(len(named))]
+    labels = _labels(tx, received)
+    calls: list[Call] = []
+    for index, (name, inner) in enumerate(named):
+        label = name if name in labels else None
+        calls.append(Call(inner, name, received[index], path_of.get(index), label))
+    return calls
 
 
 def _placeholder_paths(state: PyTree) -> dict[int, Path]:
@@ -216,10 +218,12 @@ def is_wrapper(tx: Transform) -> bool:
 
     The inner transforms then run where their own localities allow, and the state of each is one subtree.
     """
-    own_locality = tx.declaration.combinator.own_locality
-    if not tx.children or chain_entries(tx) is not None:
+    combinator = tx.declaration.combinator
+    if not tx.children or combinator.in_sequence:
         return False
-    return own_locality is Locality.ELEMENT or (own_locality is Locality.TREE and sums_over_leaves(tx))
+    if combinator.own_locality is Locality.TREE:
+        return sums_over_leaves(tx)
+    return combinator.own_locality is Locality.ELEMENT
 
 
 def delegates(tx: Transform) -> bool:
@@ -237,16 +241,21 @@ def works_on_pieces(tx: Transform) -> bool:
     return not ON_PIECES.isdisjoint(tx.extras.named)
 
 
-def _labels(tx: Transform, names: Sequence[str], received: Sequence[PyTree]) -> list[str | None]:
-    """Return the label of each inner transform, such as "muon"; None if ``tx`` does not divide its parameters."""
-    leaves = [name for params in received for name in tree.names(params)]
+def _labels(tx: Transform, received: Sequence[PyTree]) -> set[str]:
+    """Return the names of inner transforms that are labels, such as "muon"; none if leaves are not divided by label.
+
+    ``received`` are the parameters that each inner transform receives.
+    """
+    leaves: list[str] = []
+    for params in received:
+        leaves += tree.names(params)
     if len(leaves) > len(set(leaves)):  # some leaf is passed to several inner transforms
-        return [None] * len(names)
+        return set()
     labels: set[str] = set()
     for argument in tx.arguments.values():
         if type(argument) is dict:
             labels |= {str(label) for label, value in argument.items() if isinstance(value, Transform)}
-    return [name if name in labels else None for name in names]
+    return labels
 
 
 @dataclass(frozen=True)
@@ -295,14 +304,15 @@ def resolve_within(tx: Transform, params: PyTree) -> Transform:
 
 def fixed(visited: Visit) -> Transform:
     """Return the transform of a visit with the resolved transforms of its calls inside."""
-    inner = [fixed(call) for call in visited.calls]
-    if all(new is old for new, old in zip(inner, visited.tx.children, strict=True)):
-        return visited.tx
-    entries = chain_entries(visited.tx)
+    tx = visited.tx
+    resolved = [fixed(call) for call in visited.calls]
+    if all(map(operator.is_, resolved, tx.children)):
+        return tx
+    entries = chain_entries(tx)
     if entries is not None:
-        return as_chain(dict(zip(entries, inner, strict=True)))
-    remaining = iter(inner)
-    return visited.tx.with_children(lambda _: next(remaining))
+        return as_chain(dict(zip(entries, resolved, strict=True)))
+    remaining = iter(resolved)
+    return tx.with_children(lambda _: next(remaining))
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:

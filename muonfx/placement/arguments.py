@@ -30,13 +30,15 @@ class Arguments(NamedTuple):
         return self.updates if self.params is None else self.params
 
 
-def device_of(*values: PyTree) -> torch.device:
+def device_of(*trees: PyTree) -> torch.device:
     """Return the device of the first real (not meta) tensor in some trees; without one, the default device."""
-    devices = (leaf.device for some in values if some is not None for leaf in tree.tensors(some))
-    first = next(devices, None)
-    if first is None:
-        return tree.device_of(None)
-    return first if first.type != "meta" else next((device for device in devices if device.type != "meta"), first)
+    meta_device: torch.device | None = None
+    for values in trees:
+        for leaf in tree.tensors(values):
+            if leaf.device.type != "meta":
+                return leaf.device
+            meta_device = leaf.device
+    return meta_device or tree.device_of(None)
 
 
 def meta_like(values: PyTree) -> PyTree:

@@ -77,8 +77,8 @@ def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int, buckets: list[
 def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
     """Split parameter names into lists of at most `limit` bytes. Equal shapes are neighbours, to form batches."""
     present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
-    by_shape = sorted(present, key=lambda pair: tuple(pair[1].shape))
-    return cut_into_buckets({name: leaf.nbytes for name, leaf in by_shape}, limit)
+    present.sort(key=lambda pair: tuple(pair[1].shape))
+    return cut_into_buckets({name: leaf.nbytes for name, leaf in present}, limit)
 
 
 @stand_in
@@ -170,30 +170,34 @@ def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivis
         device = device_of(params)
         if device.type == "meta":
             return state
-        own, inner = division.split(state)
-        return division.merge(store_away(store, device, own, parameters_of(own, params)), inner)
+        wrapper_state, inner_states = division.split(state)
+        stored = store_away(store, device, wrapper_state, parameters_of(wrapper_state, params))
+        return division.merge(stored, inner_states)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        own, inner = division.split(state)
+        wrapper_state, inner_states = division.split(state)
         device = device_of(updates, params)
-        new_inner: list[PyTree] = []
+        new_inner_states: list[PyTree] = []
         caller_donation = donate
 
         def run_with_loaded(
-            updates: PyTree, loaded_own: PyTree, params: PyTree, *, donate: Donation, **extras: Any
+            updates: PyTree, loaded_state: PyTree, params: PyTree, *, donate: Donation, **extras: Any
         ) -> tuple[PyTree, PyTree]:
             # The loaded copies may be overwritten, but the states of inner transforms belong to the caller.
             inner_donation = Donation(donate.updates, caller_donation.state)
-            out, new_state = tx.run(updates, division.merge(loaded_own, inner), params, donate=inner_donation, **extras)
-            new_own, returned = division.split(new_state)
-            for old, new in zip(inner, returned, strict=True):
-                new_inner.append(stored_again(store, device, old, new, caller_donation))
-            return out, new_own
+            whole_state = division.merge(loaded_state, inner_states)
+            out, new_state = tx.run(updates, whole_state, params, donate=inner_donation, **extras)
+            new_wrapper_state, returned_states = division.split(new_state)
+            for inner_state, returned in zip(inner_states, returned_states, strict=True):
+                new_inner_states.append(stored_again(store, device, inner_state, returned, caller_donation))
+            return out, new_wrapper_state
 
-        parameters = remembered_parameters(_memory, own, updates)
+        parameters = remembered_parameters(_memory, wrapper_state, updates)
         all_leaves = [tree.names(updates)]
-        out, own = _run_in_buckets(store, run_with_loaded, all_leaves, parameters, updates, own, params, donate, extras)
-        return out, division.merge(own, new_inner)
+        out, wrapper_state = _run_in_buckets(
+            store, run_with_loaded, all_leaves, parameters, updates, wrapper_state, params, donate, extras
+        )
+        return out, division.merge(wrapper_state, new_inner_states)
 
     return init, update
 
@@ -213,21 +217,24 @@ class StateDivision(NamedTuple):
 
     def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
         """Split a wrapper's state. Return its own part, and a list with the state of each inner transform."""
-        own: list[PyTree] = []
-        inner: list[PyTree] = []
-        for part, is_inner in zip(tree.subtrees(self.structure, state), self.is_inner, strict=True):
-            own.append(EmptyState() if is_inner else part)
+        wrapper_state: list[PyTree] = []
+        inner_states: list[PyTree] = []
+        for subtree, is_inner in zip(tree.subtrees(self.structure, state), self.is_inner, strict=True):
             if is_inner:
-                inner.append(part)
-        return tree.unflatten(self.structure, own), inner
+                inner_states.append(subtree)
+                wrapper_state.append(EmptyState())
+            else:
+                wrapper_state.append(subtree)
+        return tree.unflatten(self.structure, wrapper_state), inner_states
 
-    def merge(self, own: PyTree, inner: Sequence[PyTree]) -> PyTree:
+    def merge(self, wrapper_state: PyTree, inner_states: Sequence[PyTree]) -> PyTree:
         """Build a wrapper's state from its own part and the states of its inner transforms; it undoes `split`."""
-        remaining = iter(inner)
-        parts: list[PyTree] = []
-        for part, is_inner in zip(tree.subtrees(self.structure, own), self.is_inner, strict=True):
-            parts.append(next(remaining) if is_inner else part)
-        return tree.unflatten(self.structure, parts)
+        remaining = iter(inner_states)
+        subtrees = tree.subtrees(self.structure, wrapper_state)
+        for index, is_inner in enumerate(self.is_inner):
+            if is_inner:
+                subtrees[index] = next(remaining)
+        return tree.unflatten(self.structure, subtrees)
 
 
 def remembered_parameters(memory: Memory, state: PyTree, updates: PyTree) -> list[str | None]:
@@ -254,11 +261,11 @@ def _run_in_buckets(
     names = tree.names(updates)
     results: dict[str, Any] = {}
     with BucketedState(store, device_of(updates, params), state, parameters, buckets, donate) as bucketed:
-        for turn, bucket in enumerate(buckets):
+        for bucket_index, bucket in enumerate(buckets):
             members = set(bucket)
             bucket_leaves = [leaf if name in members else None for name, leaf in zip(names, leaves, strict=True)]
             bucket_updates = tree.unflatten(treedef, bucket_leaves)
-            out = bucketed.run(turn, run, bucket_updates, params, extras, may_write=donate.updates)
+            out = bucketed.run(bucket_index, run, bucket_updates, params, extras, may_write=donate.updates)
             for name, leaf in zip(names, tree.leaves(out), strict=True):
                 if name in members:
                     results[name] = leaf

@@ -28,16 +28,20 @@ K = TypeVar("K")
 
 
 def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
-    """Split the keys of a dict of sizes, in order, into lists of at most `limit` bytes. A larger item is alone."""
-    found: list[list[K]] = []
-    room = 0
+    """Split the keys of a dict of sizes, in order, into lists of at most `limit` bytes. A larger item is alone.
+
+    >>> cut_into_buckets({"q": 4, "k": 4, "mlp": 20, "norm": 1}, limit=10)
+    [['q', 'k'], ['mlp'], ['norm']]
+    """
+    buckets: list[list[K]] = []
+    free_bytes = 0
     for name, size in sizes.items():
-        if not found or size > room:
-            found.append([])
-            room = limit
-        found[-1].append(name)
-        room -= size
-    return found
+        if not buckets or size > free_bytes:
+            buckets.append([])
+            free_bytes = limit
+        buckets[-1].append(name)
+        free_bytes -= size
+    return buckets
 
 
 def moves(leaf: object, parameter: str | None) -> bool:
@@ -47,10 +51,10 @@ def moves(leaf: object, parameter: str | None) -> bool:
 
 def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]) -> bool:
     """Return True if each tensor of a state, 0-d tensors excepted, belongs to a parameter. Buckets require this."""
-    return all(
-        own is not None or not (isinstance(leaf, Tensor) and leaf.ndim)
-        for leaf, own in zip(leaves, parameters, strict=True)
-    )
+    for leaf, parameter in zip(leaves, parameters, strict=True):
+        if parameter is None and isinstance(leaf, Tensor) and leaf.ndim > 0:
+            return False
+    return True
 
 
 def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
@@ -68,38 +72,38 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
     0-d tensors, and tensors that belong to no parameter, stay on the device.
     """
     leaves, treedef = tree.flatten(state)
-    places = [
-        place
-        for place, (leaf, name) in enumerate(zip(leaves, parameters, strict=True))
-        if moves(leaf, name) and not leaf.is_meta and not store.has(leaf, device)
-    ]
-    return tree.unflatten(treedef, _copied(store, device, leaves, places))
+    indices: list[int] = []
+    for index, (leaf, parameter) in enumerate(zip(leaves, parameters, strict=True)):
+        if moves(leaf, parameter) and not leaf.is_meta and not store.has(leaf, device):
+            indices.append(index)
+    return tree.unflatten(treedef, _copied(store, device, leaves, indices))
 
 
-def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, donate: Donation) -> PyTree:
+def stored_again(store: Store, device: torch.device, state: PyTree, new_state: PyTree, donate: Donation) -> PyTree:
     """Return the new state, with copies in host memory or on disk where the old state was stored there.
 
     A wrapper, which is a transform that calls others, may return new tensors. These are copied to the store. If the
     wrapper returns a tensor of the old state, it is copied too, because the caller may keep the old state; a donated
     state is not copied.
     """
-    leaves, treedef = tree.flatten(new)
+    new_leaves, treedef = tree.flatten(new_state)
+    indices: list[int] = []
+    for index, (old_leaf, new_leaf) in enumerate(zip(tree.leaves(state), new_leaves, strict=True)):
+        was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
+        is_unchanged = new_leaf is old_leaf
+        if not was_stored or (is_unchanged and donate.state):
+            continue
+        if is_unchanged or not store.has(new_leaf, device):
+            indices.append(index)
+    return tree.unflatten(treedef, _copied(store, device, new_leaves, indices))
 
-    def is_to_copy(leaf: Any, was: Any) -> bool:
-        if not isinstance(was, Tensor) or was.ndim == 0 or not store.has(was, device):
-            return False
-        return not donate.state if leaf is was else not store.has(leaf, device)
 
-    pairs = zip(leaves, tree.leaves(old), strict=True)
-    places = [place for place, pair in enumerate(pairs) if is_to_copy(*pair)]
-    return tree.unflatten(treedef, _copied(store, device, leaves, places))
-
-
-def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[int]) -> list[Any]:
-    rooms = store.allocate([tree.spec(leaves[place]) for place in places], device)
-    for place, room in zip(places, rooms, strict=True):
-        leaves[place] = room.copy_(leaves[place])
-        release(room)
+def _copied(store: Store, device: torch.device, leaves: list[Any], indices: list[int]) -> list[Any]:
+    """Replace the leaves with the given indices by copies in a store, and return all leaves."""
+    targets = store.allocate([tree.spec(leaves[index]) for index in indices], device)
+    for index, target in zip(indices, targets, strict=True):
+        leaves[index] = target.copy_(leaves[index])
+        release(target)
     return leaves
 
 
@@ -107,8 +111,8 @@ def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree
     """Build the initial state of a transform bucket by bucket, in host memory or on disk. Return the state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        shown = init(meta_like(params))
-    sizes = sizes_of(tree.names(params), shown, parameters_of(shown, params))
+        meta_state = init(meta_like(params))
+    sizes = sizes_of(tree.names(params), meta_state, parameters_of(meta_state, params))
     buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
     # Parameters of other buckets are meta tensors, so that decisions by names and shapes use the whole tree.
     return init_in_buckets(store, buckets, params, init, outside="meta")
@@ -126,36 +130,48 @@ def init_in_buckets(
 
     A call receives the parameters of other buckets as empty tensors on the device `outside`; None: as None.
     """
-    leaves, treedef = tree.flatten(params)
-    names = tree.names(params)
     device = device_of(params)
-    found: list[Any] = []
-    structure: Any = None
-
-    def at(leaf: Any, name: str, bucket: Sequence[str]) -> Any:
-        if leaf is None or name in bucket:
-            return leaf
-        return None if outside is None else torch.empty_like(leaf, device=outside)
-
-    for turn, bucket in enumerate(buckets):
-        some = [at(leaf, name, bucket) for name, leaf in zip(names, leaves, strict=True)]
+    merged: list[Any] = []
+    treedef: Any = None
+    for bucket_index, bucket in enumerate(buckets):
         with warnings.catch_warnings():
-            if turn:  # the first call has issued the warnings
+            if bucket_index > 0:  # the first call has issued the warnings
                 warnings.simplefilter("ignore")
-            made = init(tree.unflatten(treedef, some))
-        own, structure = tree.flatten(made)
-        parameters = parameters_of(made, params)
-        own = [leaf if name is None or name in bucket else None for leaf, name in zip(own, parameters, strict=True)]
-        state = store_away(store, device, tree.unflatten(structure, own), parameters)
-        del made, own  # free it before the next bucket
-        new, structure = tree.flatten(state)
-        found = [_real(a, b) for a, b in zip(found or [None] * len(new), new, strict=True)]
-    return tree.unflatten(structure, found)
+            state = init(_params_of_bucket(params, bucket, outside))
+        parameters = parameters_of(state, params)
+        leaves, treedef = tree.flatten(state)
+        for index, parameter in enumerate(parameters):
+            if parameter is not None and parameter not in bucket:
+                leaves[index] = None
+        stored = store_away(store, device, tree.unflatten(treedef, leaves), parameters)
+        del state, leaves  # free them before the next bucket
+        stored_leaves, treedef = tree.flatten(stored)
+        if merged:
+            _fill_in(merged, stored_leaves)
+        else:
+            merged = stored_leaves
+    return tree.unflatten(treedef, merged)
 
 
-def _real(one: object, other: object) -> object:
-    """Return ``other`` if ``one`` is None or a meta tensor, else ``one``."""
-    return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
+def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None) -> PyTree:
+    """Return parameters with None, or an empty tensor on the device `outside`, for each one outside of a bucket."""
+    leaves, treedef = tree.flatten(params)
+    for index, name in enumerate(tree.names(params)):
+        if name in bucket or leaves[index] is None:
+            continue
+        leaves[index] = torch.empty_like(leaves[index], device=outside) if outside else None
+    return tree.unflatten(treedef, leaves)
+
+
+def _fill_in(leaves: list[Any], bucket_leaves: list[Any]) -> None:
+    """Replace each leaf that is None or a meta tensor by the leaf that a further bucket has."""
+    for index, leaf in enumerate(leaves):
+        if leaf is None or (isinstance(leaf, Tensor) and leaf.is_meta):
+            leaves[index] = bucket_leaves[index]
+
+
+_NO_BUCKET = -1
+"""In place of the number of a bucket, for a leaf whose parameter is in no bucket."""
 
 
 class BucketedState:
@@ -173,36 +189,50 @@ class BucketedState:
         buckets: Sequence[Sequence[str]],
         donate: Donation,
     ) -> None:
-        self._store, self._device, self._donate = store, device, donate
-        self._old, self._treedef = tree.flatten(state)
-        self._new = list(self._old)
-        of = {name: turn for turn, names in enumerate(buckets) for name in names}
-        self._turn_of = [None if name is None else of.get(name, -1) for name in parameters]
-        self._last = max(len(buckets), 1) - 1
+        self._store = store
+        self._device = device
+        self._donate = donate
+        self._leaves, self._treedef = tree.flatten(state)
+        self._new_leaves = list(self._leaves)
+        self._bucket_of = _bucket_of_leaves(parameters, buckets)
+        self._last_bucket = max(len(buckets), 1) - 1
         self._transfer: BucketTransfer | None = None
-        self._places: list[list[int]] = [[] for _ in buckets]
+        self._moving: list[list[int]] = [[] for _ in buckets]
+        """For each bucket, the indices of the leaves that are loaded and written back."""
         self._targets: dict[int, Tensor] = {}
+        """By the index of a moving leaf, the tensor in the store to which its new value is written."""
         if store == IN_MEMORY or store.is_direct(device):
             return
-        moving = [place for place, leaf in enumerate(self._old) if moves(leaf, parameters[place])]
-        self._places = [[p for p in moving if self._turn_of[p] == turn] for turn in range(len(buckets))]
-        self._make_room([place for places in self._places for place in places], moving)
-        if any(self._places):
-            leaves = [[self._old[p] for p in places] for places in self._places]
-            self._transfer = BucketTransfer(device, leaves, filed=store.on_disk)
+        moving = [index for index, leaf in enumerate(self._leaves) if moves(leaf, parameters[index])]
+        for index in moving:
+            bucket_index = self._bucket_of[index]
+            if bucket_index is not None and bucket_index != _NO_BUCKET:
+                self._moving[bucket_index].append(index)
+        self._allocate_targets(moving)
+        if any(self._moving):
+            leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]
+            self._transfer = BucketTransfer(device, leaves_of_buckets, filed=store.on_disk)
 
-    def _make_room(self, taken: list[int], moving: list[int]) -> None:
-        # Leaves loaded from a checkpoint are not in the store yet: allocate room for them too.
-        needed = [p for p in moving if not (self._donate.state and self._store.has(self._old[p], self._device))]
-        rooms = self._store.allocate([tree.spec(self._old[place]) for place in needed], self._device)
-        self._targets = {place: self._old[place] for place in moving} | dict(zip(needed, rooms, strict=True))
-        for place in set(needed) - set(taken):
-            self._new[place] = self._targets[place].copy_(self._old[place])
-            release(self._targets[place])
+    def _allocate_targets(self, moving: list[int]) -> None:
+        """Allocate new tensors for moving leaves, except for donated leaves in the store, which are overwritten."""
+        missing: list[int] = []
+        for index in moving:
+            leaf = self._leaves[index]
+            self._targets[index] = leaf
+            # Leaves loaded from a checkpoint are not in the store yet.
+            is_overwritten = self._donate.state and self._store.has(leaf, self._device)
+            if not is_overwritten:
+                missing.append(index)
+        specs = [tree.spec(self._leaves[index]) for index in missing]
+        for index, target in zip(missing, self._store.allocate(specs, self._device), strict=True):
+            self._targets[index] = target
+            if self._bucket_of[index] == _NO_BUCKET:  # no bucket will write it
+                self._new_leaves[index] = target.copy_(self._leaves[index])
+                release(target)
 
     def run(
         self,
-        turn: int,
+        bucket_index: int,
         run: Callable[..., tuple[PyTree, PyTree]],
         updates: PyTree,
         params: PyTree,
@@ -210,57 +240,77 @@ class BucketedState:
         *,
         may_write: bool,
     ) -> PyTree:
-        """Call `run` (a transform's update) with the state of bucket number `turn`. Return the bucket's updates."""
-        own = self._donate.state if self._transfer is None else True
-        out, after = run(
+        """Call `run` (a transform's update) with the state of one bucket. Return the bucket's updates."""
+        # A loaded leaf is a copy, so it may be overwritten. Then all leaves must be copies.
+        may_write_state = self._donate.state or self._transfer is not None
+        leaves = self._load(bucket_index, may_write=may_write_state)
+        bucket_updates, new_state = run(
             updates,
-            tree.unflatten(self._treedef, self._given(turn, own=own)),
+            tree.unflatten(self._treedef, leaves),
             params,
-            donate=Donation(may_write, own),
+            donate=Donation(may_write, may_write_state),
             **extras,
         )
-        self._take(turn, tree.leaves(after))
-        if (transfer := self._transfer) is None:
-            return out
+        self._write_back(bucket_index, tree.leaves(new_state))
+        transfer = self._transfer
+        if transfer is None:
+            return bucket_updates
         # The next bucket overwrites the transfer buffers.
-        return tree.map(lambda update: update.clone() if transfer.holds(update) else update, out)
+        return tree.map(lambda update: update.clone() if transfer.holds(update) else update, bucket_updates)
 
     def end(self) -> PyTree:
         """Wait until all buckets are written back to host memory or disk, and return the whole next state."""
         if self._transfer is not None:
             self._transfer.finish()
-        return tree.unflatten(self._treedef, self._new)
+        return tree.unflatten(self._treedef, self._new_leaves)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and self._transfer is not None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None and self._transfer is not None:
             self._transfer.abandon()
 
-    def _given(self, turn: int, *, own: bool) -> list[Any]:
-        fetched: dict[int, Tensor] = {}
+    def _load(self, bucket_index: int, *, may_write: bool) -> list[Any]:
+        """Return the leaves of the state for the update of one bucket, which overwrites them if it `may_write`."""
+        loaded: dict[int, Tensor] = {}
         if self._transfer is not None:
-            fetched = dict(zip(self._places[turn], self._transfer.fetch(turn), strict=True))
+            loaded = dict(zip(self._moving[bucket_index], self._transfer.fetch(bucket_index), strict=True))
+        leaves = list(self._leaves)
+        for index, leaf in enumerate(leaves):
+            leaf_bucket = self._bucket_of[index]
+            if index in loaded:
+                leaves[index] = loaded[index]
+            elif leaf_bucket not in (None, bucket_index):
+                continue  # not updated in this bucket; a wrapper may read its shape
+            elif may_write and isinstance(leaf, Tensor):
+                # Every bucket starts from the same counters, so only the last bucket may overwrite them.
+                is_last_use = leaf_bucket is not None or bucket_index == self._last_bucket
+                if not (self._donate.state and is_last_use):
+                    leaves[index] = leaf.clone()
+        return leaves
 
-        def at(place: int) -> Any:
-            old, whose = self._old[place], self._turn_of[place]
-            if place in fetched:
-                return fetched[place]
-            if whose not in (None, turn):
-                return old  # not updated in this bucket; a wrapper may read its shape
-            is_free = self._donate.state and (whose is not None or turn == self._last)
-            return old.clone() if own and not is_free and isinstance(old, Tensor) else old
+    def _write_back(self, bucket_index: int, new_leaves: list[Any]) -> None:
+        """Take over the new leaves of one bucket, and start to write those that move to the store."""
+        for index, leaf in enumerate(new_leaves):
+            if self._bucket_of[index] in (None, bucket_index):
+                self._new_leaves[index] = leaf
+        if self._transfer is None:
+            return
+        indices = self._moving[bucket_index]
+        targets = [self._targets[index] for index in indices]
+        self._transfer.put(bucket_index, _take(new_leaves, indices), targets)
+        for index, target in zip(indices, targets, strict=True):
+            self._new_leaves[index] = target
 
-        return [at(place) for place in range(len(self._old))]
 
-    def _take(self, turn: int, after: list[Any]) -> None:
-        for place, leaf in enumerate(after):
-            if self._turn_of[place] in (None, turn):
-                self._new[place] = leaf
-        if self._transfer is not None:
-            places = self._places[turn]
-            targets = [self._targets[place] for place in places]
-            self._transfer.put(turn, [after[place] for place in places], targets)
-            for place, target in zip(places, targets, strict=True):
-                self._new[place] = target
+def _take(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [leaves[index] for index in indices]
+
+
+def _bucket_of_leaves(parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]) -> list[int | None]:
+    """Return, for each leaf of a state, the number of its parameter's bucket; None for a counter."""
+    bucket_of: dict[str, int] = {}
+    for index, names in enumerate(buckets):
+        bucket_of |= dict.fromkeys(names, index)
+    return [None if name is None else bucket_of.get(name, _NO_BUCKET) for name in parameters]

@@ -31,13 +31,13 @@ class Offloaded(Transform):
     def _record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
         """Build the result of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``."""
         bound = bind("offload", inspect.Signature(list(factory.definition.parameters.values())), args, kwargs)
-        given = bound.arguments
-        if isinstance(given.get("to"), os.PathLike):
-            given["to"] = os.fspath(given["to"])
-        outer = given["tx"]
-        if not (isinstance(outer, Outermost)):
+        arguments = bound.arguments
+        if isinstance(arguments.get("to"), os.PathLike):
+            arguments["to"] = os.fspath(arguments["to"])
+        outer = arguments["tx"]
+        if not isinstance(outer, Outermost):
             return super()._record(factory, *bound.args, **bound.kwargs)
-        given["tx"] = outer.arguments["tx"]
+        arguments["tx"] = outer.arguments["tx"]
         return outer.replace(tx=factory(*bound.args, **bound.kwargs))
 
     @property
@@ -114,9 +114,9 @@ def offload(
 
     @torch.no_grad()
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        like = updates if params is None else params
-        require_room(store, state, like, donate)
-        return placed(tx, like).run(updates, state, params, donate=donate, **extras)
+        shaped_like_params = updates if params is None else params
+        require_room(store, state, shaped_like_params, donate)
+        return placed(tx, shaped_like_params).run(updates, state, params, donate=donate, **extras)
 
     return init, update
 

@@ -94,10 +94,10 @@ IN_ONE_PROCESS = Where()
 ApplyToParams = Callable[[PyTree, PyTree], None]
 """A function ``(params, updates)`` that adds updates to parameters."""
 
-Kind = Literal["leaves", "matrices", "other"]
+Unit = Literal["leaves", "matrices", "other"]
 
 
-def _kind(tx: Transform, where: Where) -> Kind:
+def _unit_of(tx: Transform, where: Where) -> Unit:
     """Return what a transform must receive at a time: any leaves or shards, whole matrices, or something else."""
     if not where.is_sharded:
         return "leaves" if tx.locality <= Locality.LEAF else "other"
@@ -181,18 +181,18 @@ def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], 
 
 def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     """Rewrite a transform. With ``applies``, it also adds its updates to the parameters, if it is given a function."""
-    kind = _kind(visited.tx, where)
-    if kind != "other":
-        return _place_unit(fixed(visited), kind, visited.params, where, applies=applies)
+    unit = _unit_of(visited.tx, where)
+    if unit != "other":
+        return _place_unit(fixed(visited), unit, visited.params, where, applies=applies)
     if chain_entries(visited.tx) is not None:
         return _place_chain(visited, where, applies=applies)
     result = _place_other(visited, where)
     return applying(result, is_last=True) if applies else result
 
 
-def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applies: bool) -> Transform:
+def _place_unit(tx: Transform, unit: Unit, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
     """Rewrite a transform, or a chain, that runs on some leaves at a time, on shards, or on whole matrices."""
-    if kind == "matrices":
+    if unit == "matrices":
         assert where.ranks is not None
         result = where.ranks.on_owners(tx)
         return applying(result, is_last=True) if applies else result
@@ -201,7 +201,7 @@ def _place_unit(tx: Transform, kind: Kind, like: PyTree, where: Where, *, applie
     if where.store != IN_MEMORY:
         return in_store(tx, where.store)
     if where.bucket_bytes is not None:
-        return in_buckets(tx, where.bucket_bytes, buckets_by_shape(like, where.bucket_bytes))
+        return in_buckets(tx, where.bucket_bytes, buckets_by_shape(meta_params, where.bucket_bytes))
     return tx
 
 
@@ -238,31 +238,31 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     members = dict(zip(entries, visited.calls, strict=True))
     groups = _groups(members, where)
     rewritten: dict[str, Transform] = {}
-    for index, (kind, names) in enumerate(groups):
+    for index, (unit, names) in enumerate(groups):
         is_to_apply = applies and index == len(groups) - 1
-        if kind == "other":
+        if unit == "other":
             result = _place(members[names[0]], where, applies=is_to_apply)
         else:
             tx = fixed(members[names[0]])
             if len(names) > 1:
                 tx = as_chain({name: fixed(members[name]) for name in names})
-            result = _place_unit(tx, kind, visited.params, where, applies=is_to_apply)
+            result = _place_unit(tx, unit, visited.params, where, applies=is_to_apply)
         if applies and not is_to_apply and result.extras.takes_all:
             result = applying(result, is_last=False)
         rewritten[str(index)] = result
     return in_groups(as_chain(rewritten), tuple([names for _, names in groups]))
 
 
-def _groups(members: Mapping[str, Visit], where: Where) -> list[tuple[Kind, list[str]]]:
-    """Divide the names of a chain's members into neighbours of one kind, which can run together."""
-    groups: list[tuple[Kind, list[str]]] = []
+def _groups(members: Mapping[str, Visit], where: Where) -> list[tuple[Unit, list[str]]]:
+    """Divide the names of a chain's members into neighbours that receive the same unit, and so can run together."""
+    groups: list[tuple[Unit, list[str]]] = []
     for name, visited in members.items():
-        kind = _kind(visited.tx, where)
-        previous_kind = groups[-1][0] if groups else None
-        if kind == previous_kind and kind != "other":
+        unit = _unit_of(visited.tx, where)
+        previous_unit = groups[-1][0] if groups else None
+        if unit == previous_unit and unit != "other":
             groups[-1][1].append(name)
         else:
-            groups.append((kind, [name]))
+            groups.append((unit, [name]))
     return groups
 
 
@@ -365,23 +365,23 @@ class PlacedTransforms:
     def _add(self, key: Any, tx: Transform, params: PyTree, visited: Visit | None) -> _Entry:
         if sum(map(len, self._entries.values())) >= self.LIMIT:
             self._entries.clear()
-        like = meta_like(params) if self._global_like is None else self._global_like(params)
-        entry = _Entry(like, tx, placed(tx, like, self.where, visited=visited))
+        meta_params = meta_like(params) if self._global_like is None else self._global_like(params)
+        entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
         self._entries.setdefault(key, []).append(entry)
         return entry
 
 
 class _Entry:
-    def __init__(self, like: PyTree, original: Transform, placed: Transform) -> None:
-        self.like = like
+    def __init__(self, meta_params: PyTree, original: Transform, placed: Transform) -> None:
+        self.meta_params = meta_params
         self.original = original
         """The transform whose numbers `placed` has."""
         self.placed = placed
 
     def fits(self, params: PyTree) -> bool:
-        """Return True if parameters have the shapes of `like`. A leaf that is None fits any shape."""
-        for leaf, like in zip(tree.leaves(params), tree.leaves(self.like), strict=True):
-            if leaf is not None and (like is None or like.shape != leaf.shape):
+        """Return True if parameters have the shapes of `meta_params`. A leaf that is None fits any shape."""
+        for leaf, meta_leaf in zip(tree.leaves(params), tree.leaves(self.meta_params), strict=True):
+            if leaf is not None and (meta_leaf is None or meta_leaf.shape != leaf.shape):
                 return False
         return True
 
@@ -397,17 +397,19 @@ def report(visited: Visit) -> Report:
 
 def _row(visits: list[Visit]) -> Row:
     """Return the row of one transform, or of neighbours in a chain that need whole matrices."""
-    first = visits[0]
+    visited = visits[0]
+    names_of_transforms = ", ".join([neighbour.tx.name for neighbour in visits])
+    path = ".".join(map(str, visited.state or ()))
     cells = (
-        f"{execution_of(first)}: {', '.join(visited.tx.name for visited in visits)}",
-        first.tx.locality.name,
-        str(len(first.names)),
-        ".".join(map(str, first.state or ())) or "-",
-        first.name or "-",
+        f"{execution_of(visited)}: {names_of_transforms}",
+        visited.tx.locality.name,
+        str(len(visited.names)),
+        path or "-",
+        visited.name or "-",
     )
-    if not delegates(first.tx):
-        return Row(cells, ())
-    return Row(cells, tuple(_row(group) for group in grouped(first)))
+    if not delegates(visited.tx):
+        return Row(cells)
+    return Row(cells, tuple([_row(group) for group in grouped(visited)]))
 
 
 def grouped(outer: Visit) -> list[list[Visit]]:

@@ -45,16 +45,21 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     length = 0
     for spec in specs:
         starts.append(length)
-        length += -(-spec.nbytes // PAGE) * PAGE
+        length += _whole_pages(spec.nbytes)
     if not length:
         return []
     mapped = _mapped(folder, length)
-    made = [
-        torch.frombuffer(mapped, dtype=spec.dtype, count=torch.Size(spec.shape).numel(), offset=start).view(spec.shape)
-        for spec, start in zip(specs, starts, strict=True)
-    ]
-    _MAPPED[mapped] = _Where(folder, made[0].data_ptr(), length)
-    return made
+    tensors: list[Tensor] = []
+    for spec, start in zip(specs, starts, strict=True):
+        numel = torch.Size(spec.shape).numel()
+        tensors.append(torch.frombuffer(mapped, dtype=spec.dtype, count=numel, offset=start).view(spec.shape))
+    _MAPPED[mapped] = _Where(folder, tensors[0].data_ptr(), length)
+    return tensors
+
+
+def _whole_pages(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of the page size."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 def _mapped(folder: str, length: int) -> mmap.mmap:
@@ -95,7 +100,8 @@ def _explained(error: OSError, folder: str, nbytes: int) -> OSError:
     return type(error)(error.errno, f"offload: to={folder!r} cannot take {nbytes / 2**20:.1f} MiB of state: {why}")
 
 
-def _place_of(tensor: Tensor) -> tuple[Any, _Where] | None:
+def _mapping_of(tensor: Tensor) -> tuple[Any, _Where] | None:
+    """Return the mapped file in which a tensor is stored, and where it is; None for tensors in memory."""
     address = tensor.data_ptr()
     for mapped, where in _MAPPED.items():
         if where.start <= address < where.start + where.length:
@@ -105,8 +111,10 @@ def _place_of(tensor: Tensor) -> tuple[Any, _Where] | None:
 
 def folder_of(tensor: Tensor) -> str | None:
     """Return the folder of the file in which an offloaded tensor is stored; None for tensors in memory."""
-    found = _place_of(tensor)
-    return None if found is None else found[1].folder
+    mapping = _mapping_of(tensor)
+    if mapping is None:
+        return None
+    return mapping[1].folder
 
 
 def release(tensor: Tensor) -> None:
@@ -120,12 +128,12 @@ def read_ahead(tensor: Tensor) -> None:
 
 
 def _advise(tensor: Tensor, advice: str) -> None:
-    found = _place_of(tensor)
-    if found is None or not hasattr(mmap, advice):
+    mapping = _mapping_of(tensor)
+    if mapping is None or not hasattr(mmap, advice):
         return
-    mapped, where = found
-    begin = tensor.untyped_storage().data_ptr() - where.start
-    mapped.madvise(getattr(mmap, advice), begin, -(-tensor.untyped_storage().nbytes() // PAGE) * PAGE)
+    mapped, where = mapping
+    storage = tensor.untyped_storage()
+    mapped.madvise(getattr(mmap, advice), storage.data_ptr() - where.start, _whole_pages(storage.nbytes()))
 
 
 class Store(NamedTuple):
@@ -155,12 +163,15 @@ class Store(NamedTuple):
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
         """Return new tensors where this store keeps state. Host memory is pinned if `device` is a CUDA device."""
+        pin_memory = device.type == "cuda"
         mapped = iter(in_file([spec for spec in specs if self._in_file(spec)], str(self.to)))
-        pin = device.type == "cuda"
-        return [
-            next(mapped) if self._in_file(x) else torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pin)
-            for x in specs
-        ]
+        tensors: list[Tensor] = []
+        for spec in specs:
+            if self._in_file(spec):
+                tensors.append(next(mapped))
+            else:
+                tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pin_memory))
+        return tensors
 
     def require(self, specs: Sequence[Spec]) -> None:
         """Raise OSError if the store is on a disk without room for tensors of the given shapes and dtypes."""

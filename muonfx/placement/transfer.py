@@ -29,7 +29,12 @@ def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
 
 def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
     """Return how many bytes of a buffer some tensors need, including the padding between them."""
-    return sum(-(-leaf.nbytes // ALIGNED) * ALIGNED for leaf in leaves)
+    return sum(_aligned(leaf.nbytes) for leaf in leaves)
+
+
+def _aligned(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of `ALIGNED`."""
+    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 class BucketTransfer:
@@ -52,26 +57,26 @@ class BucketTransfer:
         self._coming: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
         self._ask_for(0)
 
-    def fetch(self, turn: int) -> list[Tensor]:
-        """Return the state of bucket number `turn` on the device, and start to load the next. It may be overwritten."""
-        leaves, ready = self._coming.pop(turn).result()
+    def fetch(self, bucket_index: int) -> list[Tensor]:
+        """Return the state of one bucket on the device, and start to load the next. It may be overwritten."""
+        leaves, ready = self._coming.pop(bucket_index).result()
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
-        self._ask_for(turn + 1)
+        self._ask_for(bucket_index + 1)
         return leaves
 
-    def put(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Start to copy the new state of bucket number `turn`, in `leaves`, into the stored tensors `targets`."""
-        done: torch.cuda.Event | None = None
+    def put(self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Start to copy the new state of one bucket, in `leaves`, into the stored tensors `targets`."""
+        computed: torch.cuda.Event | None = None
         if self._stream is not None:
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(self._device))
-        self._do(lambda: self._write(turn, leaves, targets, done))
+            computed = torch.cuda.Event()
+            computed.record(torch.cuda.current_stream(self._device))
+        self._do(lambda: self._write(bucket_index, leaves, targets, computed))
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a tensor uses the memory of one of the two buffers, which the next bucket overwrites."""
         storage = tensor.untyped_storage().data_ptr()
-        return any(room.untyped_storage().data_ptr() == storage for room in self._buffers)
+        return any(memory.untyped_storage().data_ptr() == storage for memory in self._buffers)
 
     def finish(self) -> None:
         """Wait until the new state of all buckets is written to host memory or disk."""
@@ -98,46 +103,46 @@ class BucketTransfer:
         self._under_way.append(future)
         return future
 
-    def _ask_for(self, turn: int) -> None:
-        if turn < len(self._buckets):
-            self._coming[turn] = self._do(lambda: self._read(turn))
+    def _ask_for(self, bucket_index: int) -> None:
+        if bucket_index < len(self._buckets):
+            self._coming[bucket_index] = self._do(lambda: self._read(bucket_index))
 
-    def _read(self, turn: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        sources = self._buckets[turn]
-        buffers = _cut(self._buffers[turn % 2], sources)
+    def _read(self, bucket_index: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        sources = self._buckets[bucket_index]
+        views = _cut(self._buffers[bucket_index % 2], sources)
         for source in sources:
             read_ahead(source)
         if self._stream is None:
-            for room, source in zip(buffers, sources, strict=True):
-                room.copy_(source)
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source)
                 release(source)
-            return buffers, None
+            return views, None
         if self._staging:
             # The staging buffer was used two buckets ago: wait until the copies from it are complete.
-            staged = _cut(self._staging[turn % 2], sources)
+            staged = _cut(self._staging[bucket_index % 2], sources)
             self._stream.synchronize()
-            for room, source in zip(staged, sources, strict=True):
-                room.copy_(source)
+            for view, source in zip(staged, sources, strict=True):
+                view.copy_(source)
                 release(source)
             sources = staged
         with torch.cuda.stream(self._stream):
-            for room, source in zip(buffers, sources, strict=True):
-                room.copy_(source, non_blocking=True)
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record(self._stream)
-        return buffers, ready
+        return views, ready
 
     def _write(
-        self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], done: torch.cuda.Event | None
+        self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], computed: torch.cuda.Event | None
     ) -> None:
-        if self._stream is None or done is None:
+        if self._stream is None or computed is None:
             for leaf, target in zip(leaves, targets, strict=True):
                 target.copy_(leaf)
                 release(target)
             return
-        landing = _cut(self._staging[turn % 2], targets) if self._staging else targets
+        landing = _cut(self._staging[bucket_index % 2], targets) if self._staging else targets
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(done)
+            self._stream.wait_event(computed)
             for leaf, target in zip(leaves, landing, strict=True):
                 target.copy_(leaf, non_blocking=True)
                 if leaf.is_cuda:
@@ -149,14 +154,14 @@ class BucketTransfer:
                 release(target)
 
 
-def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Split a buffer into consecutive tensors, which are views with the shapes and dtypes of `likes`."""
-    found: list[Tensor] = []
+def _cut(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Split a buffer into consecutive tensors, which are views with the shapes and dtypes of `leaves`."""
+    views: list[Tensor] = []
     start = 0
-    for like in likes:
-        found.append(room[start : start + like.nbytes].view(like.dtype).view(like.shape))
-        start += -(-like.nbytes // ALIGNED) * ALIGNED
-    return found
+    for leaf in leaves:
+        views.append(memory[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape))
+        start += _aligned(leaf.nbytes)
+    return views
 
 
 @functools.cache
