@@ -197,7 +197,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         leaves: dict[str, Tensor] = {}
         for name, leaf in reader.index.leaves.items():
             leaves[name] = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
-        reader.read_into(leaves)
+        reader.read(reader.transfers_to(leaves))
         return leaves
 
     return with_reader(folder_named(path), read_all)
