@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -158,7 +158,7 @@ class Orthogonalizer:
         resolved = polynomials(coefficients, steps)
         self._polynomials = resolved
         self._plan = functools.partial(plan, method=method, dtype=dtype, products=products)
-        self._traced_fields = called_once(lambda: tuple(resolved))
+        self._traced_fields: Callable[[], tuple[Any, ...]] = called_once(lambda: tuple(resolved))
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
