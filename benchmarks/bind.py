@@ -32,8 +32,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import muonfx as mfx
 from benchmarks.simulator.models import Kind, model
 from muonfx.sharding import transform as sharded_transform
-from muonfx.sharding.cut import OnMesh, Places
 from muonfx.sharding.plan.assignment import RunPlan
+from muonfx.sharding.shards.cut import OnMesh, Places
 
 CASES: tuple[dict[str, Any], ...] = (
     {"layout": "from_dtensors", "mesh": [64, 8]},

@@ -24,7 +24,7 @@ import muonfx as mfx
 from benchmarks import world
 from benchmarks.measure import summary
 from muonfx.polar.many import Orthogonalizer
-from muonfx.sharding import messages
+from muonfx.sharding.communication import messages
 
 RATE = "learning_rate"
 

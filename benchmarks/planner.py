@@ -27,7 +27,7 @@ from benchmarks.simulator.models import Kind, Model
 from benchmarks.simulator.report import Cluster, rows
 from benchmarks.simulator.tally import OURS
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.sharding.messages import Exchange
+from muonfx.sharding.communication.messages import Exchange
 
 Call = Callable[[], object]
 

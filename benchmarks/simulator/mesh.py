@@ -21,11 +21,11 @@ from benchmarks.simulator.models import Kind, Model
 from muonfx.core import Transform
 from muonfx.core.partition import partition
 from muonfx.polar.cost import Cost, newton_schulz_cost
-from muonfx.sharding.cut import Cut, OnMesh, Places, Whole
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import Partition, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
-from muonfx.sharding.shard_table import specs_of
+from muonfx.sharding.shards.cut import Cut, OnMesh, Places, Whole
+from muonfx.sharding.shards.table import specs_of
 from muonfx.transforms.moments import scale_by_adam
 from muonfx.transforms.orthogonalize import orthogonalize
 

@@ -20,7 +20,7 @@ from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.load import load, load_params, read, verify
 from muonfx.checkpoint.save import save, save_async
 from muonfx.checkpoint.spec import StateSpec, spec
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatPiece
 
 # fmt: off
 __all__ = [

@@ -31,8 +31,8 @@ from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.files import fresh_file, open_regular
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.shards import shards_of
-from muonfx.sharding.boxes import Box, intersection
-from muonfx.sharding.shards import part
+from muonfx.sharding.shards.boxes import Box, intersection
+from muonfx.sharding.shards.position import part
 from muonfx.tree.dtypes import SAFETENSORS_NAMES
 
 crc32_of: Callable[[Any], int] = zlib.crc32

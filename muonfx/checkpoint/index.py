@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.files import no_collection, read_regular
 from muonfx.internal.display import Report, Shown, Table, format_bytes, printable
-from muonfx.sharding.boxes import Box, cover
+from muonfx.sharding.shards.boxes import Box, cover
 from muonfx.tree import Spec
 from muonfx.tree.dtypes import DTYPES, NAMES
 

@@ -13,7 +13,7 @@ from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.target import Target
 from muonfx.checkpoint.together import Alone, Together, require_same
-from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.errors import ShardingError
 from muonfx.tree import PyTree
 
 

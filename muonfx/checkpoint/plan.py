@@ -17,10 +17,10 @@ from muonfx.checkpoint.data import bytes_of, crc32_of
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.shards import Shard, is_sharded, shards_of, slices_of
 from muonfx.checkpoint.spec import described
-from muonfx.sharding.boxes import Box, cover
-from muonfx.sharding.differences import listed
-from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.replicas import checksum
+from muonfx.sharding.communication.differences import listed
+from muonfx.sharding.digests import checksum
+from muonfx.sharding.shards.boxes import Box, cover
+from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.tree import Spec
 
 

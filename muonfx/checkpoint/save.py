@@ -25,8 +25,8 @@ from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
 from muonfx.core.value import strip_transparent
-from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.flat_shard import FlatPiece
 from muonfx.sharding.transform import Sharded, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import NAMES

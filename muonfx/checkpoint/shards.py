@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx.sharding.boxes import Box
-from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.boxes import Box
+from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.flat_shard import FlatPiece
 
 
 class Shard(NamedTuple):

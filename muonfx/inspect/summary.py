@@ -15,9 +15,9 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, format_shape
 from muonfx.optimizer import TransformOptimizer
-from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.dtensors import local_of
+from muonfx.sharding.shards.flat_shard import FlatPiece
 from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, without_dtensors
 from muonfx.sharding.transform import Sharded, binding_of, check_local, is_global
 from muonfx.tree import PyTree

@@ -34,8 +34,8 @@ from muonfx.optimizer.groups import (
     unread_key_warning,
 )
 from muonfx.optimizer.stepping import Stepping
-from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.shards.dtensors import is_dtensor
 
 CAUSES = (
     "was the model sharded, loaded or converted after the optimizer was created (fully_shard, load_state_dict(assign="

@@ -18,9 +18,9 @@ from muonfx.optimizer.edits import read_edits, warn_of_shared
 from muonfx.optimizer.groups import Group, complete_entries, distinct_routes
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.stepping import StateEntries, Stepping
-from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
+from muonfx.sharding.shards.dtensors import is_dtensor
 
 
 class FollowingOptimizer(Optimizer):

@@ -19,14 +19,15 @@ from muonfx.optimizer.state import Load, on_this_rank, shard_error
 from muonfx.optimizer.stepping import Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import inner_of, store_of
-from muonfx.sharding.agree import agree
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
+from muonfx.sharding.communication.agree import agree
+from muonfx.sharding.communication.messages import collective
+from muonfx.sharding.communication.waiting import construction, wait_for_all
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
-from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.shards import FlatPiece, IntervalTensor
+from muonfx.sharding.shards.dtensors import dtensor_of, is_dtensor, local_of
+from muonfx.sharding.shards.flat_shard import FlatPiece, IntervalTensor
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
@@ -37,7 +38,6 @@ from muonfx.sharding.state import (
     state_to_dtensors,
 )
 from muonfx.sharding.transform import Sharded, bind, init_sharded, sharded_with, step_sharded
-from muonfx.sharding.waiting import construction, wait_for_all
 from muonfx.tree import PyTree
 
 ALIGNED = 16

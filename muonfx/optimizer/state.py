@@ -14,8 +14,8 @@ from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.groups import BoundGroup, Group
 from muonfx.optimizer.resuming import keys_of_schedules
-from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.shards import IntervalTensor
+from muonfx.sharding.shards.dtensors import is_dtensor, local_of
+from muonfx.sharding.shards.flat_shard import IntervalTensor
 from muonfx.tree.dtypes import widens
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ runs on these shards. See the page "Sharding" of the documentation.
 """
 
 from muonfx.placement.offload import offload
+from muonfx.sharding.communication.replicas import broadcast
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
-from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Plan, plan_for
-from muonfx.sharding.replicas import broadcast
-from muonfx.sharding.shards import Piece
+from muonfx.sharding.shards.position import Piece
 from muonfx.sharding.transform import from_global, sharded, to_global
 
 __all__ = [

@@ -23,16 +23,17 @@ from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
-from muonfx.sharding.agree import warn_together
-from muonfx.sharding.collectives import gathered
-from muonfx.sharding.dtensors import map_named
+from muonfx.sharding.communication.agree import warn_together
+from muonfx.sharding.communication.collectives import gathered
+from muonfx.sharding.communication.matrix_stage import init_run, update_run
+from muonfx.sharding.communication.messages import collective
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.matrix_stage import init_run, update_run
-from muonfx.sharding.messages import ShardingError, collective
-from muonfx.sharding.once import Once
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.shares import on_stacks
+from muonfx.sharding.shards.dtensors import map_named
+from muonfx.sharding.shards.once import Once
 from muonfx.tree import PyTree
 
 

@@ -26,8 +26,8 @@ from muonfx.placement.arguments import Arguments
 from muonfx.placement.placed import execution_of
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.differences import Facts
-from muonfx.sharding.messages import digest
+from muonfx.sharding.communication.differences import Facts
+from muonfx.sharding.digests import digest
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
 

@@ -14,12 +14,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.sharding.collectives import gathered, reduce_scattered
-from muonfx.sharding.dtensors import global_piece, is_dtensor, map_named
-from muonfx.sharding.local_leaves import outside_transforms
-from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.shard_table import ShardTable
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.communication.collectives import gathered, reduce_scattered
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.dtensors import global_piece, is_dtensor, map_named
+from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.local_leaves import outside_transforms
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 T = TypeVar("T")

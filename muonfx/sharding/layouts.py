@@ -13,7 +13,14 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import did_you_mean, plain_arguments
 from muonfx.internal.display import format_list
-from muonfx.sharding.cut import (
+from muonfx.sharding.communication.messages import all_objects
+from muonfx.sharding.communication.waiting import CONSTRUCTING, wait_for_all
+from muonfx.sharding.digests import digest
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.plan.balance import assign_by_bytes
+from muonfx.sharding.plan.cost import costs_of
+from muonfx.sharding.shards.cut import (
     Cut,
     Intervals,
     OnMesh,
@@ -23,13 +30,8 @@ from muonfx.sharding.cut import (
     equal_parts,
     one_behind_another,
 )
-from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import ShardingError, all_objects, digest
-from muonfx.sharding.plan.balance import assign_by_bytes
-from muonfx.sharding.plan.cost import costs_of
-from muonfx.sharding.shard_table import specs_of
-from muonfx.sharding.waiting import CONSTRUCTING, wait_for_all
+from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:

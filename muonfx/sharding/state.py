@@ -24,7 +24,11 @@ from muonfx.core.visit import Placeholder, Visit, fixed, is_wrapper, record_call
 from muonfx.placement.arguments import meta_like
 from muonfx.placement.placed import execution_of, matrix_stages
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import (
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.plan.assignment import RunPlan
+from muonfx.sharding.plan.cost import run_of
+from muonfx.sharding.plan.shares import Share
+from muonfx.sharding.shards.dtensors import (
     PLAIN,
     dtensor_of,
     global_piece,
@@ -33,11 +37,7 @@ from muonfx.sharding.dtensors import (
     local_tree,
     parameter_like,
 )
-from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.assignment import RunPlan
-from muonfx.sharding.plan.cost import run_of
-from muonfx.sharding.plan.shares import Share
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatPiece
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 

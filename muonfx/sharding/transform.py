@@ -22,15 +22,16 @@ from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
 from muonfx.placement.store import IN_MEMORY, Store
-from muonfx.sharding.agreed_call import agreed_call, next_serial, verify_ranks
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.dtensors import PLAIN, local_tree, to_dtensors
+from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks
+from muonfx.sharding.communication.replicas import verify_params
+from muonfx.sharding.communication.waiting import construction
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, require_layout
-from muonfx.sharding.local_leaves import outside_transforms
-from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.replicas import verify_params
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors
+from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.local_leaves import outside_transforms
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
@@ -39,7 +40,6 @@ from muonfx.sharding.state import (
     state_to_dtensors,
     without_dtensors,
 )
-from muonfx.sharding.waiting import construction
 from muonfx.tree import PyTree
 
 P = ParamSpec("P")

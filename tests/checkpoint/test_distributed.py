@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import muonfx as mfx
 from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data
 from muonfx.checkpoint.draft import Draft
-from muonfx.sharding import waiting
+from muonfx.sharding.communication import waiting
 from tests.checkpoint.common import assert_same_tree, bits, copies
 from tests.processes import Here, World, errors_of, on_ranks
 

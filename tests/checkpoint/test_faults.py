@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError
-from muonfx.sharding import waiting
+from muonfx.sharding.communication import waiting
 from tests.checkpoint.common import assert_same_tree
 from tests.checkpoint.faults import faults
 from tests.processes import run_python

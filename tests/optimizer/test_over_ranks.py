@@ -28,8 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.checkpoint import FlatPiece
-from muonfx.sharding import ShardingError, waiting
-from muonfx.sharding.shards import IntervalTensor
+from muonfx.sharding import ShardingError
+from muonfx.sharding.communication import waiting
+from muonfx.sharding.shards.flat_shard import IntervalTensor
 from tests.processes import Here, World, errors_of, on_ranks
 from tests.sharding.counting import counting
 

@@ -15,9 +15,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding import boxes, cut
-from muonfx.sharding.boxes import Box, boxes_of_interval, cover, intersection
-from muonfx.sharding.shards import FlatPiece, IntervalTensor, Piece, part
+from muonfx.sharding.shards import boxes, cut
+from muonfx.sharding.shards.boxes import Box, boxes_of_interval, cover, intersection
+from muonfx.sharding.shards.flat_shard import FlatPiece, IntervalTensor
+from muonfx.sharding.shards.position import Piece, part
 from tests.checkpoint.common import bits
 from tests.sharding.cases import Model, Zero, models, pretended
 

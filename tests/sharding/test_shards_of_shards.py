@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx.sharding.shards import Piece, ShardPiece, Span
+from muonfx.sharding.shards.flat_shard import ShardPiece
+from muonfx.sharding.shards.position import Piece, Span
 
 
 @st.composite

@@ -17,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding import binding, cut
+from muonfx.sharding import binding
 from muonfx.sharding.plan import shares
-from muonfx.sharding.shards import Piece
+from muonfx.sharding.shards import cut
+from muonfx.sharding.shards.position import Piece
 from tests.sharding.counting import count_calls
 
 SHAPES = {"a": (6, 4), "b": (4, 6), "bias": (8,)}

@@ -19,7 +19,7 @@ from muonfx import checkpoint, tree
 from muonfx.core import Transform
 from muonfx.engines.deepspeed.experts import global_names
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatPiece
 from muonfx.tree import PyTree, Spec
 
 

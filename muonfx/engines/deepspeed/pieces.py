@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonfx.engines.deepspeed.tensor_parallel import block_group_of, tensor_shards_of
-from muonfx.sharding.cut import Cut, Intervals, Listed, Whole
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards import FlatPiece, Piece, ShardPiece
+from muonfx.sharding.shards.cut import Cut, Intervals, Listed, Whole
+from muonfx.sharding.shards.flat_shard import FlatPiece, ShardPiece
+from muonfx.sharding.shards.position import Piece
 from muonfx.tree import Spec
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonfx.sharding.shards import Piece, Span
+from muonfx.sharding.shards.position import Piece, Span
 
 METADATA = "ds_autotp_universal_checkpoint_meta"
 """The attribute of a parameter in which AutoTP describes its partition."""

@@ -14,7 +14,7 @@ from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.groups import fitted
 from muonfx.optimizer.stepping import path_of
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatPiece
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from muonfx.sharding.boxes import Box, boxes_of_interval
-from muonfx.sharding.cut import Cut
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.cost import Run
-from muonfx.sharding.shards import Piece, Window
+from muonfx.sharding.shards.boxes import Box, boxes_of_interval
+from muonfx.sharding.shards.cut import Cut
+from muonfx.sharding.shards.position import Piece, Window
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:

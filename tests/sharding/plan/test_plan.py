@@ -18,10 +18,10 @@ from benchmarks.simulator.models import MODELS, model
 from muonfx import polar, sharding
 from muonfx.polar import policy
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.sharding.cut import OnMesh, Places
 from muonfx.sharding.plan.assignment import Machine, RunPlan
 from muonfx.sharding.plan.balance import assign, assign_by_bytes
 from muonfx.sharding.plan.shares import Share
+from muonfx.sharding.shards.cut import OnMesh, Places
 from muonfx.tree import Spec
 
 EXPERTS = mfx.MatrixView("... out in -> ... out in")

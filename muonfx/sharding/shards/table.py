@@ -15,10 +15,12 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core.checks import check_tree
 from muonfx.internal.display import format_list
-from muonfx.sharding.cut import Cut
-from muonfx.sharding.messages import Buffers, ShardingError, digest
-from muonfx.sharding.once import Once
-from muonfx.sharding.shards import Piece
+from muonfx.sharding.communication.messages import Buffers
+from muonfx.sharding.digests import digest
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.cut import Cut
+from muonfx.sharding.shards.once import Once
+from muonfx.sharding.shards.position import Piece
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muonfx.sharding.messages import digest
-from muonfx.sharding.once import Once
-from muonfx.sharding.shards import Piece, Span
+from muonfx.sharding.digests import digest
+from muonfx.sharding.shards.once import Once
+from muonfx.sharding.shards.position import Piece, Span
 from muonfx.tree import Spec
 
 if TYPE_CHECKING:

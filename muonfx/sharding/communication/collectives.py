@@ -12,14 +12,15 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import cut_into_buckets
-from muonfx.sharding.agree import DTYPES, agree_on_leaves, dtype_of
-from muonfx.sharding.cut import equal_intervals
-from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.local_leaves import local_leaves, outside_transforms
-from muonfx.sharding.messages import Exchange, ShardingError, copied
-from muonfx.sharding.once import Once
-from muonfx.sharding.shard_table import ShardTable
-from muonfx.sharding.shards import Window, part
+from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves, dtype_of
+from muonfx.sharding.communication.messages import Exchange, copied
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.cut import equal_intervals
+from muonfx.sharding.shards.dtensors import is_dtensor, local_of
+from muonfx.sharding.shards.local_leaves import local_leaves, outside_transforms
+from muonfx.sharding.shards.once import Once
+from muonfx.sharding.shards.position import Window, part
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 

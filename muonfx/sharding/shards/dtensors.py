@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
-from muonfx.sharding.shard_table import ShardTable
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:

@@ -22,14 +22,14 @@ from muonfx.core import Donation, Transform
 from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import BucketedState, init_in_buckets
 from muonfx.placement.store import IN_MEMORY, Store
-from muonfx.sharding.collectives import start_exchange
-from muonfx.sharding.dtensors import map_named
+from muonfx.sharding.communication.collectives import start_exchange
+from muonfx.sharding.communication.messages import copied
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import copied
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.shares import Moves
-from muonfx.sharding.shards import Window
+from muonfx.sharding.shards.dtensors import map_named
+from muonfx.sharding.shards.position import Window
 from muonfx.tree import PyTree
 
 

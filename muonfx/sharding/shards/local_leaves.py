@@ -10,9 +10,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.internal.tracing import functorch_is_active, is_wrapped, without_transforms
-from muonfx.sharding.dtensors import PLAIN, is_dtensor, is_placed_like, local_of
-from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.shard_table import ShardTable
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.dtensors import PLAIN, is_dtensor, is_placed_like, local_of
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 

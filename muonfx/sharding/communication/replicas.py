@@ -7,7 +7,6 @@ probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do tw
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -18,14 +17,16 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
-from muonfx.sharding.agree import LARGE, agree, agree_on_leaves, warn_together, words
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
-from muonfx.sharding.differences import listed
-from muonfx.sharding.dtensors import local_of
+from muonfx.sharding.communication.agree import agree, agree_on_leaves, warn_together
+from muonfx.sharding.communication.collectives import BUCKET, exchange, in_buckets
+from muonfx.sharding.communication.differences import listed
+from muonfx.sharding.communication.messages import all_objects, collective, copied
+from muonfx.sharding.digests import LARGE, checksum, words
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.local_leaves import local_leaves, outside_transforms
-from muonfx.sharding.messages import ShardingError, all_objects, collective, copied, octets
+from muonfx.sharding.shards.dtensors import local_of
+from muonfx.sharding.shards.local_leaves import local_leaves, outside_transforms
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -190,35 +191,6 @@ def _checksums(values: Sequence[Tensor | None]) -> list[int]:
         for index, number in zip(sum_at, numbers, strict=True):
             checksums[index] = number
     return checksums
-
-
-WORDS = 1 << 20
-"""The number of 32-bit words in a pass of `checksum`. All passes use one table of weights; each has its own factor."""
-
-
-@functools.lru_cache(maxsize=16)
-def _weights(device: torch.device) -> Tensor:
-    """Return the int64 weights of `checksum`: pseudo-random odd numbers, one for each 32-bit word of a pass."""
-    # Constants and shifts as int64: a shift keeps the sign, which is masked away.
-    z = torch.arange(1, WORDS + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    z = (z ^ (z >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
-    return z ^ (z >> 31 & (1 << 33) - 1) | 1
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = _weights(tensor.device)
-    flat = tensor.detach().reshape(-1)
-    for number, block in enumerate(flat.split(4 * WORDS // flat.element_size())):
-        data = octets(block)
-        if data.numel() % 4 or data.storage_offset() % 4:
-            data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
-        values = data.view(torch.int32).to(torch.int64)
-        total += values.mul_(weights[: values.numel()]).sum() * weights[number]
-    return total
 
 
 # ----------------------------------------------------------------------------------------------------------- broadcast

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.sharding.agree import UNPLACED, LeafAgreement, dtype_of
-from muonfx.sharding.dtensors import is_dtensor, is_placed_like, local_of
+from muonfx.sharding.communication.agree import UNPLACED, LeafAgreement, dtype_of
+from muonfx.sharding.communication.replicas import send_copies
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.replicas import send_copies
+from muonfx.sharding.shards.dtensors import is_dtensor, is_placed_like, local_of
 
 
 def complete_gradients(

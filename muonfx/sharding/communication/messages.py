@@ -1,8 +1,7 @@
-"""Messages between ranks: `Exchange`, an asynchronous all-to-all of tensors, `all_objects`, and `ShardingError`."""
+"""Messages between ranks: `Exchange`, an asynchronous all-to-all of tensors, and `all_objects`."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import groupby, islice
 from math import prod
@@ -12,16 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class ShardingError(RuntimeError):
-    """Raised if ranks disagree, if a rank has ended, or if a tree of tensors does not fit the layout.
-
-    If ranks disagree, all of them raise it. The message names the difference and the ranks.
-
-    >>> raise ShardingError("rank 2 has another tree")
-    Traceback (most recent call last):
-    muonfx.sharding.messages.ShardingError: rank 2 has another tree
-    """
+from muonfx.sharding.errors import ShardingError
 
 
 class Buffers:
@@ -127,20 +117,6 @@ def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
     if pairs:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
-
-
-def digest(value: object) -> str:
-    """Hash the ``repr`` of a value to 32 hex digits. Ranks compare these instead of the value."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
-
-
-def octets(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a 1-d uint8 tensor. It is a view if the tensor is contiguous."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    # `is_contiguous` ignores the stride of a single element; a view of another dtype requires it to be 1.
-    if flat.stride() != (1,):
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
 
 
 def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
