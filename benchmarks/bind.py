@@ -133,23 +133,23 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
         mfx.muon_with_adamw(0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), layout
     )
     local = {
-        name: leaf if case["layout"] == "from_dtensors" else layout.piece(name).blank(leaf)
+        name: leaf if case["layout"] == "from_dtensors" else layout.position(name).blank(leaf)
         for name, leaf in params.items()
     }
     tx.init(local)
     layout.digest  # noqa: B018  ranks compare it when they bind
     made = time.perf_counter()
-    shares = 0
+    shards = 0
     for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx)).once.found.values():
-        for share in plan.shares if isinstance(plan, RunPlan) else ():
-            share.moves(rank)
-            shares += share.owner == rank
+        for shard in plan.shards if isinstance(plan, RunPlan) else ():
+            shard.local_transfers(rank)
+            shards += shard.owner == rank
     prepared = time.perf_counter()
     dist.destroy_process_group()
     return {
         "parameters": len(params),
         "ranks": size,
-        "owned": shares,
+        "owned": shards,
         "layout_seconds": laid_out - began,
         "init_seconds": made - laid_out,
         "moves_seconds": prepared - made,

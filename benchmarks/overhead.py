@@ -182,7 +182,7 @@ def replica_routes(width: int, blocks: int, dtype: str, rounds: int, seconds: fl
 
         calls[replicas] = step
         (run,) = mfx.sharding.plan_for(plain, layout, replicas=replicas).runs
-        taken = [share.route for share in run.shares]
+        taken = [shard.route for shard in run.shards]
         routes[replicas] = {route: taken.count(route) for route in dict.fromkeys(taken)}
     found = summary(world.interleaved(calls, rounds=rounds, seconds=seconds), "everyone")
     about = {"case": f"replicas, {blocks} blocks of width {width}, {dtype}", "processes": dist.get_world_size()}

@@ -32,7 +32,6 @@ from muonfx.checkpoint.files import fresh_file, open_regular
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.shards import shards_of
 from muonfx.sharding.shards.boxes import Box, intersection
-from muonfx.sharding.shards.position import part
 from muonfx.tree.dtypes import SAFETENSORS_NAMES
 
 crc32_of: Callable[[Any], int] = zlib.crc32
@@ -200,7 +199,7 @@ def transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
                 if overlap is None:
                     continue
                 offsets = map(int.__sub__, overlap.offsets, shard.box.offsets)
-                destination = part(shard.values, Box(tuple(offsets), overlap.sizes))
+                destination = Box(tuple(offsets), overlap.sizes).of(shard.values)
             if overlap.numel:
                 transfers.append(Transfer(name, chunk, overlap, destination))
     return transfers

@@ -53,7 +53,7 @@ def load(
     Args:
         path: the folder of the checkpoint.
         like: a state, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
-            are shards (`DTensor`, or `FlatPiece`, an interval of a flattened tensor), each rank reads its own, and
+            are shards (`DTensor`, or `FlatShard`, an interval of a flattened tensor), each rank reads its own, and
             ``group`` is required.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
             checkpoint's. A `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded`

@@ -174,7 +174,7 @@ def _require_on_all_ranks(name: str, shards: Sequence[ProposedShard], names_by_r
         raise CheckpointError(
             f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holders)} and missing on "
             f"{listed(missing)}, expected equal values on all ranks: save it on all ranks or on none. If each rank has "
-            "its own parameters, as in a pipeline, mark those that it holds by FlatPiece.cut(tensor, 0, tensor.numel())"
+            "its own parameters, as in a pipeline, mark those that it holds by FlatShard.cut(tensor, 0, tensor.numel())"
         )
 
 

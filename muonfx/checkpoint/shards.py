@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx.sharding.shards.boxes import Box
 from muonfx.sharding.shards.dtensors import is_dtensor
-from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 
 
 class Shard(NamedTuple):
@@ -20,7 +20,7 @@ class Shard(NamedTuple):
 
 
 def is_sharded(leaf: Any) -> bool:
-    """Return whether a leaf is of a class that describes its shards, such as `FlatPiece` or a DTensor."""
+    """Return whether a leaf is of a class that describes its shards, such as `FlatShard` or a DTensor."""
     return hasattr(leaf, "__create_chunk_list__")
 
 
@@ -39,8 +39,8 @@ def shards_of(leaf: Any) -> list[Shard]:
     whole_box = Box((0,) * len(shape), shape)
     if not is_sharded(leaf):
         return [Shard(whole_box, leaf.detach())]
-    if isinstance(leaf, FlatPiece):
-        shards = [Shard(box, leaf.part(box)) for box in leaf.boxes]
+    if isinstance(leaf, FlatShard):
+        shards = [Shard(box, leaf.values_in(box)) for box in leaf.boxes]
     elif is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
         return []  # this rank is not in the leaf's mesh
     else:

@@ -17,7 +17,7 @@ from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, for
 from muonfx.optimizer import TransformOptimizer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import local_of
-from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, without_dtensors
 from muonfx.sharding.transform import Sharded, binding_of, check_local, is_global
 from muonfx.tree import PyTree
@@ -208,7 +208,7 @@ def _check_what(what: object) -> None:
     if type(what) is tuple and len(what) == 2 and isinstance(what[1], Transform):
         raise TypeError("summary: found a pair (state, transform), expected (transform, state): swap the two")
     present = [leaf for leaf in tree.leaves(what) if leaf is not None]
-    if what is None or (present and not any(isinstance(leaf, Tensor | FlatPiece) for leaf in present)):
+    if what is None or (present and not any(isinstance(leaf, Tensor | FlatShard) for leaf in present)):
         raise TypeError(
             f"summary: found {type(what).__name__} with no tensor in it; expected a state, a "
             "muonfx.TransformOptimizer, a model, a tree of tensors, or a transform with its parameters"
@@ -221,7 +221,7 @@ def _check_what(what: object) -> None:
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
     """Return a `LeafSummary` for each leaf of a tree. A DTensor or flat shard is listed with its global shape."""
     return [
-        _leaf_of(path, leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None, local_of(leaf))
+        _leaf_of(path, leaf.shape if isinstance(leaf, Tensor | FlatShard) else None, local_of(leaf))
         for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)
     ]
 
@@ -230,7 +230,7 @@ def _leaf_of(
     path: Iterable[object], shape: Sequence[int] | None, here: object, total: int | None = None, owner: str = ""
 ) -> LeafSummary:
     """Return the `LeafSummary` of a leaf with the global shape ``shape``; ``here`` is this rank's shard of it."""
-    data = here.data if isinstance(here, FlatPiece) else here
+    data = here.data if isinstance(here, FlatShard) else here
     words = tuple(map(str, path))
     if not isinstance(data, Tensor):
         kind = "-" if data is None else type(data).__name__
@@ -272,7 +272,7 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], what: LeafPlacement | 
     if what.name is None:
         total, owner = prod(what.shape) * each * layout.size, "every rank"
     elif what.owned:
-        sizes = [(share.owner, interval_of(what, share)) for share in what.shares]
+        sizes = [(shard.owner, interval_of(what, shard)) for shard in what.shards]
         total = sum((stop - start) * each * (layout.size if rank is None else 1) for rank, (start, stop) in sizes)
         owner = _ranks({rank for rank, _ in sizes}, layout.size)
     else:

@@ -27,7 +27,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.shards.dtensors import dtensor_of, is_dtensor, local_of
-from muonfx.sharding.shards.flat_shard import FlatPiece, IntervalTensor
+from muonfx.sharding.shards.flat_shard import FlatShard, FlatShardTensor
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
@@ -131,8 +131,8 @@ class Gathering:
         for (place, (what, leaf)), size, room in zip(leaves.items(), sizes, buffer.split(padded), strict=True):
             whole = room[:size].view(what.dtype)
             self._wholes[place] = whole.view(what.shape)
-            if leaf is not None and what.share is not None and (what.share.owner is not None or layout.rank == 0):
-                whole[slice(*interval_of(what, what.share))] = leaf.reshape(-1)
+            if leaf is not None and what.shard is not None and (what.shard.owner is not None or layout.rank == 0):
+                whole[slice(*interval_of(what, what.shard))] = leaf.reshape(-1)
         with collective(GATHERING):
             self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
 
@@ -180,11 +180,11 @@ class SteppingOverRanks(Stepping):
 
     def _is_hidden(self, what: LeafPlacement) -> bool:
         """Return True if only one rank has a state tensor and no DTensor on the parameter's mesh can express that."""
-        if all(share.owner is None for share in what.shares):
+        if all(shard.owner is None for shard in what.shards):
             return False
-        if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
+        if what.name is None or what.name not in self.layout.dtensors or len(what.shards) == 1:
             return True
-        return not own_what_they_hold(self.layout, what.name, what.shares, what.shape)
+        return not own_what_they_hold(self.layout, what.name, what.shards, what.shape)
 
     def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
         what = self._about[place]
@@ -197,8 +197,8 @@ class SteppingOverRanks(Stepping):
         if what.name is None:
             return whole
         if not what.owned:
-            return self.layout.piece(what.name).cut(whole)
-        return None if what.local is None or what.share is None else _part(what, whole).view(what.local)
+            return self.layout.position(what.name).cut(whole)
+        return None if what.local is None or what.shard is None else _part(what, whole).view(what.local)
 
     def whole(self, place: int, leaf: Any) -> Any:
         """Gather the state tensor with index ``place`` and return it in full. All ranks must call this together."""
@@ -220,7 +220,7 @@ class SteppingOverRanks(Stepping):
         if is_dtensor(found):
             return found
         piece = global_leaf(self.binding, self._device, what, leaf)
-        return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
+        return FlatShardTensor.of(piece) if isinstance(piece, FlatShard) else piece
 
     def shown(self, state: PyTree) -> PyTree:
         """Return the state in the form that the sharded ``update`` takes: DTensors if the parameters are DTensors."""
@@ -263,7 +263,7 @@ class SteppingOverRanks(Stepping):
     def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
         """Return the values to load into the state tensor with index ``place``, or an error message."""
         what = self._about[place]
-        if what is None or what.name is None or not what.owned or isinstance(value, IntervalTensor):
+        if what is None or what.name is None or not what.owned or isinstance(value, FlatShardTensor):
             return on_this_rank(leaf, value)
         if not is_dtensor(value):
             return value
@@ -333,4 +333,4 @@ class SteppingOverRanks(Stepping):
 
 def _part(what: LeafPlacement, whole: Tensor) -> Tensor:
     """Return the interval of a flattened full state tensor that this rank holds."""
-    return whole.reshape(-1)[slice(*((0, 0) if what.share is None else interval_of(what, what.share)))]
+    return whole.reshape(-1)[slice(*((0, 0) if what.shard is None else interval_of(what, what.shard)))]

@@ -15,7 +15,7 @@ from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.groups import BoundGroup, Group
 from muonfx.optimizer.resuming import keys_of_schedules
 from muonfx.sharding.shards.dtensors import is_dtensor, local_of
-from muonfx.sharding.shards.flat_shard import IntervalTensor
+from muonfx.sharding.shards.flat_shard import FlatShardTensor
 from muonfx.tree.dtypes import widens
 
 if TYPE_CHECKING:
@@ -245,26 +245,26 @@ def _misfit(leaf: object, value: object) -> str | None:
 
 def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
     """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or an error message."""
-    if isinstance(leaf, IntervalTensor) and not is_dtensor(value):
-        own = leaf.piece
-        if not isinstance(value, IntervalTensor):
+    if isinstance(leaf, FlatShardTensor) and not is_dtensor(value):
+        own = leaf.shard
+        if not isinstance(value, FlatShardTensor):
             return value.reshape(-1)[own.start : own.stop]
-        if (own.start, own.stop) == (value.piece.start, value.piece.stop):
-            return value.piece.data
-    elif is_dtensor(leaf) and not isinstance(value, IntervalTensor):
+        if (own.start, own.stop) == (value.shard.start, value.shard.stop):
+            return value.shard.data
+    elif is_dtensor(leaf) and not isinstance(value, FlatShardTensor):
         if not is_dtensor(value):
             from torch.distributed.tensor import distribute_tensor
 
             value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
         if value.device_mesh == leaf.device_mesh and value.placements == leaf.placements:
             return shard_error(value, leaf.device_mesh) or local_of(value)
-    elif not is_dtensor(value) and not isinstance(value, IntervalTensor):
+    elif not is_dtensor(value) and not isinstance(value, FlatShardTensor):
         return value
     found, expected = (
         f"{x.placements} on {x.device_mesh}"
         if is_dtensor(x)
         else repr(x)
-        if isinstance(x, IntervalTensor)
+        if isinstance(x, FlatShardTensor)
         else "a plain tensor"
         for x in (value, leaf)
     )

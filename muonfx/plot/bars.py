@@ -214,9 +214,9 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
 def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
     found: list[tuple[str, int, float, bool]] = []
     for run in plan.runs:
-        for share in run.shares:
-            ranks = range(plan.size) if share.owner is None else (share.owner,)
-            found += [(share.name, rank, share.cost, share.owner is None) for rank in ranks]
+        for shard in run.shards:
+            ranks = range(plan.size) if shard.owner is None else (shard.owner,)
+            found += [(shard.name, rank, shard.cost, shard.owner is None) for rank in ranks]
     return found
 
 

@@ -10,13 +10,13 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
-from muonfx.sharding.shards.position import Piece
+from muonfx.sharding.shards.position import ShardPosition
 from muonfx.sharding.transform import from_global, sharded, to_global
 
 __all__ = [
     # which rank holds which shard
     "Layout",
-    "Piece",
+    "ShardPosition",
     "replicated",
     "from_dtensors",
     "zero",

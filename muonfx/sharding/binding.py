@@ -31,7 +31,7 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
-from muonfx.sharding.plan.shares import on_stacks
+from muonfx.sharding.plan.matrix_shards import on_stacks
 from muonfx.sharding.shards.dtensors import map_named
 from muonfx.sharding.shards.once import Once
 from muonfx.tree import PyTree
@@ -89,7 +89,7 @@ class Progress:
 class Binding:
     """Runs transforms over the ranks of a layout: it gathers matrices, and sums scalars over all ranks.
 
-    `bind` builds one binding for each `settings` and `store`. Several transforms and optimizers may share it, so facts
+    `bind` builds one binding for each `settings` and `store`. Several transforms and optimizers may shard it, so facts
     of one of them are in its `Progress`.
     """
 
@@ -104,7 +104,7 @@ class Binding:
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        specs, pieces = self.layout.specs, self.layout.pieces
+        specs, pieces = self.layout.specs, self.layout.cuts
         self.holds_all = self.layout.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         self.placed = PlacedTransforms(Where(self, self.store), self.global_like)
@@ -157,7 +157,7 @@ class Binding:
 
     def local_like(self, params: PyTree) -> PyTree:
         """Return a tree like `params`, with a meta tensor in the shape of this rank's shard for each parameter."""
-        return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
+        return map_named(lambda name, leaf: self.layout.position(name).blank(leaf), self.global_like(params))
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
@@ -183,7 +183,7 @@ class Binding:
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
         """Return one leaf's scalar on the one rank that counts it in a sum over ranks; return zero on the others."""
         # Only the first holder counts a shard. Every holder adds NaN and infinity, so that no rank misses them.
-        if self.layout.rank in self.layout.pieces[name].firsts:
+        if self.layout.rank in self.layout.cuts[name].firsts:
             return scalar
         return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
 

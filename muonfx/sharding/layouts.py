@@ -106,7 +106,7 @@ def zero(
         ValueError: ``stage`` or ``partition`` has an unknown value.
 
     >>> layout = zero({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, 2, partition="flat")
-    >>> [layout.piece("w", rank).shape for rank in range(2)]
+    >>> [layout.position("w", rank).shape for rank in range(2)]
     [(9,), (11,)]
     """
     if stage not in (1, 2, 3):
@@ -154,7 +154,7 @@ def flat(
         ValueError: ``cuts``, ``order`` or ``starts`` do not place every parameter exactly once; the message says why.
 
     >>> layout = flat({"a": torch.zeros(2, 2), "b": torch.zeros(6)}, 3, order=["b", "a"], cuts=[0, 4, 9, 10])
-    >>> [layout.piece("a", rank).numel for rank in range(3)]
+    >>> [layout.position("a", rank).numel for rank in range(3)]
     [0, 3, 1]
     """
     size, rank, process_group = _ranks(group)
@@ -219,10 +219,10 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     found = _cuts_on_several_meshes(specs, dtensors, meshes, places, group) if len(set(meshes.values())) > 1 else None
     pieces, on_several = found or (_cuts(specs, dtensors, places, len(ranks)), ())
     for name in dtensors:
-        local, piece = named[name]._local_tensor, pieces[name][rank]
-        if not piece.fits(local):
+        local, position = named[name]._local_tensor, pieces[name][rank]
+        if not position.fits(local):
             raise ShardingError(
-                f"{name!r} has a local shape {tuple(local.shape)}, expected {piece.shape} from its placements and full "
+                f"{name!r} has a local shape {tuple(local.shape)}, expected {position.shape} from its placements and full "
                 "shape: create it with distribute_tensor or fully_shard"
             )
     return Layout(

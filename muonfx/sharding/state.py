@@ -27,17 +27,17 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.cost import run_of
-from muonfx.sharding.plan.shares import Share
+from muonfx.sharding.plan.matrix_shards import MatrixShard
 from muonfx.sharding.shards.dtensors import (
     PLAIN,
     dtensor_of,
-    global_piece,
+    global_shard,
     is_dtensor,
     local_of,
     local_tree,
     parameter_like,
 )
-from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -54,9 +54,9 @@ class LeafPlacement:
     """The parameter to which the leaf belongs; None for a leaf that is equal on all ranks, such as a counter."""
     owned: bool
     """True if each owner (the rank that computes a matrix) holds the leaf for its matrices, and other ranks None."""
-    share: Share | None
+    shard: MatrixShard | None
     """For an owned leaf, the matrices of the parameter that this rank computes; None if it computes none."""
-    shares: tuple[Share, ...]
+    shards: tuple[MatrixShard, ...]
     """For an owned leaf, the matrices that each owner computes."""
     shape: tuple[int, ...]
     """The shape of the whole leaf."""
@@ -102,9 +102,9 @@ def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
         owned = plan is not None and name is not None
         if not owned and param is not None and leaf.shape != param.shape:
             name = None
-        of_all = plan.shares_of.get(name, ()) if plan is not None and name is not None else ()
-        share = next((share for share in of_all if share.owner in (None, binding.layout.rank)), None)
-        described.append(LeafPlacement(name, owned, share, of_all, tuple(leaf.shape), leaf.dtype))
+        of_all = plan.shards_of.get(name, ()) if plan is not None and name is not None else ()
+        shard = next((shard for shard in of_all if shard.owner in (None, binding.layout.rank)), None)
+        described.append(LeafPlacement(name, owned, shard, of_all, tuple(leaf.shape), leaf.dtype))
     return tree.unflatten(treedef, described)
 
 
@@ -153,9 +153,9 @@ def leaf_to_dtensor(binding: Binding, placed: LeafPlacement | None, leaf: Tensor
     if leaf is None and placed.local is not None:
         return None  # the transform keeps no state for this parameter
     like = torch.empty(placed.shape, dtype=placed.dtype, device="meta")
-    if len(placed.shares) == 1 and placed.shares[0].owner is not None:
-        return _to_dtensor_of_owner(binding.layout, placed.shares[0].owner, leaf, like)
-    found = _to_dtensor_like_parameter(binding.layout, placed.name, placed.shares, leaf, like)
+    if len(placed.shards) == 1 and placed.shards[0].owner is not None:
+        return _to_dtensor_of_owner(binding.layout, placed.shards[0].owner, leaf, like)
+    found = _to_dtensor_like_parameter(binding.layout, placed.name, placed.shards, leaf, like)
     # Ranges of a stack that no placements express stay local tensors on their owners and None elsewhere.
     return leaf if found is None else found
 
@@ -177,7 +177,7 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     return tree.unflatten(treedef, local)
 
 
-def _of_owner(placed: LeafPlacement, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
+def _of_owner(placed: LeafPlacement, leaf: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
     """Return the tensor of one leaf that its owner holds, in the shape that `update` uses; None on other ranks."""
     if not is_dtensor(leaf):
         return leaf
@@ -194,23 +194,23 @@ def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree)
 
 def global_leaf(
     binding: Binding, device: torch.device, placed: LeafPlacement | None, leaf: Tensor | None
-) -> Tensor | FlatPiece | None:
-    """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatPiece` or a whole tensor."""
+) -> Tensor | FlatShard | None:
+    """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatShard` or a whole tensor."""
     if placed is None or placed.name is None:
         return leaf
     if not placed.owned:
-        return None if leaf is None else global_piece(binding.layout, placed.name, leaf)
-    if placed.share is None:
-        return FlatPiece(placed.shape, 0, torch.empty(0, dtype=placed.dtype, device=device))
-    if placed.share.owner is None or leaf is None:
+        return None if leaf is None else global_shard(binding.layout, placed.name, leaf)
+    if placed.shard is None:
+        return FlatShard(placed.shape, 0, torch.empty(0, dtype=placed.dtype, device=device))
+    if placed.shard.owner is None or leaf is None:
         return leaf
-    return FlatPiece(placed.shape, interval_of(placed, placed.share)[0], leaf.reshape(-1))
+    return FlatShard(placed.shape, interval_of(placed, placed.shard)[0], leaf.reshape(-1))
 
 
-def interval_of(placed: LeafPlacement, share: Share) -> tuple[int, int]:
+def interval_of(placed: LeafPlacement, shard: MatrixShard) -> tuple[int, int]:
     """Return where the matrices of one owner start and end in a leaf of the state, if it is flattened."""
-    each = max(prod(share.whole), 1)
-    return share.start * prod(placed.shape) // each, share.stop * prod(placed.shape) // each
+    each = max(prod(shard.whole), 1)
+    return shard.start * prod(placed.shape) // each, shard.stop * prod(placed.shape) // each
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
@@ -218,10 +218,10 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
     meta = binding.init(tx, meta_like(local_tree(params)))
     leaves, treedef = tree.flatten(values)
 
-    def at(wanted: Tensor | None, leaf: Tensor | FlatPiece | None) -> Tensor | None:
+    def at(wanted: Tensor | None, leaf: Tensor | FlatShard | None) -> Tensor | None:
         if wanted is None:
             return None
-        return leaf.data.view(wanted.shape) if isinstance(leaf, FlatPiece) else local_of(leaf)
+        return leaf.data.view(wanted.shape) if isinstance(leaf, FlatShard) else local_of(leaf)
 
     local = [at(wanted, leaf) for wanted, leaf in zip(tree.leaves(meta), leaves, strict=True)]
     state = tree.unflatten(treedef, local)
@@ -250,22 +250,22 @@ def _to_dtensor_of_owner(layout: Layout, owner: int, local: Tensor | None, like:
 
 
 def _to_dtensor_like_parameter(
-    layout: Layout, name: str, shares: Sequence[Share], local: Tensor | None, like: Tensor
+    layout: Layout, name: str, shards: Sequence[MatrixShard], local: Tensor | None, like: Tensor
 ) -> DTensor | None:
     """Build a DTensor on the parameter's mesh from a leaf of the state. Return None if no placements fit."""
     from torch.distributed.tensor import Replicate
 
     spec = layout.dtensors[name]
-    if all(share.owner is None for share in shares):
+    if all(shard.owner is None for shard in shards):
         assert local is not None
         return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like.shape, like.stride())
-    if not own_what_they_hold(layout, name, shares, like.shape):
+    if not own_what_they_hold(layout, name, shards, like.shape):
         return None
     local = (_empty_on(spec.mesh, like) if local is None else local).reshape(-1, *like.shape[1:])
     return dtensor_of(local, spec.mesh, spec.placements, like.shape, like.stride())
 
 
-def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape: Sequence[int]) -> bool:
+def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard], shape: Sequence[int]) -> bool:
     """Return True if every rank computes exactly the matrices that it holds, of a parameter that stacks matrices.
 
     If the parameter, or its leaf of the state with this `shape`, is not split along dim 0 alone, return False.
@@ -273,12 +273,12 @@ def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape
     spec = layout.dtensors[name]
     if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):
         return False
-    by_owner = {share.owner: share for share in shares}
+    by_owner = {shard.owner: shard for shard in shards}
     for rank in range(layout.size):
-        piece, share = layout.piece(name, rank), by_owner.get(rank)
-        if piece.boxes != (() if share is None else share.piece.boxes):
+        position, shard = layout.position(name, rank), by_owner.get(rank)
+        if position.boxes != (() if shard is None else shard.position.boxes):
             return False
-    return len(by_owner) == len(shares)
+    return len(by_owner) == len(shards)
 
 
 def _empty_on(mesh: DeviceMesh, like: Tensor) -> Tensor:

@@ -27,11 +27,12 @@ from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, 
 from muonfx.sharding.communication.replicas import verify_params
 from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, require_layout
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors
-from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.local_leaves import outside_transforms
+from muonfx.sharding.shards.table import require_layout
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
@@ -235,7 +236,7 @@ def step_sharded(
 
     `apply_to_params` adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
-    # `tx` has the current hyperparameters. Several transforms and optimizers may share a binding, none a progress.
+    # `tx` has the current hyperparameters. Several transforms and optimizers may shard a binding, none a progress.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
     extras = local.extras
@@ -266,7 +267,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
         params: this rank's parameters; needed if ``tx`` has not been used yet.
 
     Returns:
-        A tree like the state. Its leaves are `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatPiece`, or
+        A tree like the state. Its leaves are `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatShard`, or
         tensors that are equal on all ranks.
 
     Raises:
@@ -278,7 +279,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> layout = mfx.sharding.zero(params, 1, partition="flat")
     >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
     >>> to_global(tx, tx.init(layout.shard(params))).trace["w"]
-    FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
+    FlatShard(elements 0 to 4 of (2, 2), torch.float32)
     """
     binding, inner, like = binding_of(tx, params)
     if is_global(state):
@@ -315,9 +316,9 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def is_global(values: PyTree) -> bool:
-    """Return True if any leaf of a tree is a `FlatPiece` (a shard with its position), as `to_global` returns."""
-    # A global tree without a FlatPiece has DTensors and whole tensors only, which `to_global` leaves unchanged.
-    return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
+    """Return True if any leaf of a tree is a `FlatShard` (a shard with its position), as `to_global` returns."""
+    # A global tree without a FlatShard has DTensors and whole tensors only, which `to_global` leaves unchanged.
+    return any(isinstance(leaf, FlatShard) for leaf in tree.leaves(values))
 
 
 def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:

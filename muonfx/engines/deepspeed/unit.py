@@ -14,7 +14,7 @@ from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.groups import fitted
 from muonfx.optimizer.stepping import path_of
-from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
@@ -164,7 +164,7 @@ class Unit:
     def to_global(self, states: States, *, to_load: bool) -> tuple[dict[str, Any], list[Any]]:
         """Return a dict from name to parameter, and a list of the leaves of the optimizer state.
 
-        Each is a whole tensor or a shard with its position (`FlatPiece`); None for parameters of other flat tensors.
+        Each is a whole tensor or a shard with its position (`FlatShard`); None for parameters of other flat tensors.
         """
         self._check(states)
         params = self.pieces.views([x.detach() for x in self.pieces.flat])
@@ -190,7 +190,7 @@ class Unit:
         views = self.pieces.views([x.detach() for x in self.pieces.flat])
         for name, view in views.items():
             loaded_param = params[name]
-            values = loaded_param.data if isinstance(loaded_param, FlatPiece) else loaded_param
+            values = loaded_param.data if isinstance(loaded_param, FlatShard) else loaded_param
             view.copy_(values.view(view.shape))
         current_leaves = self.to_global(states, to_load=True)[1]
         new_leaves: list[Any] = []

@@ -13,13 +13,13 @@ from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves, dtype_of
-from muonfx.sharding.communication.messages import Exchange, copied
+from muonfx.sharding.communication.messages import Exchange, copied, exchange
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
 from muonfx.sharding.shards.dtensors import is_dtensor, local_of
 from muonfx.sharding.shards.local_leaves import local_leaves, outside_transforms
 from muonfx.sharding.shards.once import Once
-from muonfx.sharding.shards.position import Window, part
+from muonfx.sharding.shards.position import ShardView
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -37,114 +37,136 @@ def gathered(
 ) -> PyTree:
     """Gather this rank's shards to whole tensors on every rank. With `names`, gather only these parameters."""
     leaves, treedef = tree.flatten(local)
-    every = tree.names(local)
-    with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
+    leaf_names = tree.names(local)
+    checked_for_transforms = [] if differentiable else [local]
+    with outside_transforms("layout.gather", *checked_for_transforms) as problem:
         try:
-            local_leaves(layout, every, leaves)
-            if unknown := sorted(set(names or ()) - set(every)):
-                raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+            local_leaves(layout, leaf_names, leaves)
+            _require_names(names or (), leaf_names)
         except Exception as error:  # on this rank only, perhaps: raised on all ranks together
             problem = problem or error
-        chosen = sorted(names or ())
+        arguments = sorted(names or ())
         agreement = agree_on_leaves(
-            "gathering leaves", every, leaves, layout, problem, same=chosen, explain=lambda: {"arguments": str(chosen)}
+            "gathering leaves",
+            leaf_names,
+            leaves,
+            layout,
+            problem,
+            same=arguments,
+            explain=lambda: {"arguments": str(arguments)},
         )
     if agreement.missing:  # equal on all ranks, so all of them raise
         raise ShardingError(
-            f"{every[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on all: "
-            "pass the shard of every rank"
+            f"{leaf_names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on "
+            "all: pass the shard of every rank"
         )
-    chosen = [
-        place for place, leaf in enumerate(leaves) if leaf is not None and (names is None or every[place] in names)
-    ]
-    # to_local() is differentiable, so a gradient reaches the DTensor.
-    mine = [leaves[i].to_local() if differentiable and is_dtensor(leaves[i]) else local_of(leaves[i]) for i in chosen]
-    labels = [every[place] for place in chosen]
+    indices: list[int] = []
+    shards: list[Tensor] = []
+    for index, leaf in enumerate(leaves):
+        if leaf is None or (names is not None and leaf_names[index] not in names):
+            continue
+        indices.append(index)
+        if differentiable and is_dtensor(leaf):
+            shards.append(leaf.to_local())  # it is differentiable, so a gradient reaches the DTensor
+        else:
+            shards.append(local_of(leaf))
+    gathered_names = [leaf_names[index] for index in indices]
     if differentiable:
-        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, layout, labels, *mine)
+        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, layout, gathered_names, *shards)
     else:
         with without_transforms():
-            wholes = _gather(layout, labels, mine)
-    for place, whole in zip(chosen, wholes, strict=True):
-        leaves[place] = whole
+            wholes = _gather(layout, gathered_names, shards)
+    for index, whole in zip(indices, wholes, strict=True):
+        leaves[index] = whole
     return tree.unflatten(treedef, leaves)
 
 
-_Way = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tensor]]
+def _require_names(names: Sequence[str], leaf_names: Sequence[str]) -> None:
+    unknown = sorted(set(names) - set(leaf_names))
+    if unknown:
+        raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+
+
+_Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tensor]]
 """The type of `_gather` and `_reduce`: from the tensors of the named parameters to a list of tensors."""
 
 
 @torch.no_grad()
-def _gather(layout: ShardTable, names: Sequence[str], locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Gather the named parameters. Return whole tensors on every rank, given this rank's shards in `locals_`."""
-    wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
-    for places in in_buckets(wholes, BUCKET):
-        first = wholes[places[0]]
+def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) -> list[Tensor]:
+    """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank."""
+    wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
+    for indices in in_buckets(wholes, BUCKET):
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
         incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        crossing = False
-        for place in places:
-            for piece, ranks in layout.holders(names[place]).items():
-                crossing = crossing or len(ranks) < layout.size
-                if layout.rank in ranks:
-                    sent = [window.of(locals_[place]) for window in _windows(layout, names[place])]
-                    outgoing[layout.rank] += sent
-                    incoming[layout.rank] += [part(wholes[place], box) for box in piece.boxes]
-                    held = set(ranks)
-                    # rank t receives from holder number t modulo the number of holders
-                    for taker in range(ranks.index(layout.rank), layout.size, len(ranks)):
-                        if taker not in held:
-                            outgoing[taker] += sent
-                else:
-                    incoming[ranks[layout.rank % len(ranks)]] += [part(wholes[place], box) for box in piece.boxes]
-        if crossing and layout.group is not None:
-            exchange(outgoing, incoming, first, layout, "gathering")
-        else:
+        is_on_all_ranks = True
+        for index in indices:
+            name = names[index]
+            for position, holders in layout.holders(name).items():
+                is_on_all_ranks = is_on_all_ranks and len(holders) == layout.size
+                boxes = [box.of(wholes[index]) for box in position.boxes]
+                # Rank r receives a shard from holder number r modulo the number of holders.
+                if layout.rank not in holders:
+                    incoming[holders[layout.rank % len(holders)]] += boxes
+                    continue
+                shard_boxes = [view.of(shards[index]) for view in _views(layout, name)]
+                outgoing[layout.rank] += shard_boxes
+                incoming[layout.rank] += boxes
+                for receiver in range(holders.index(layout.rank), layout.size, len(holders)):
+                    if receiver not in holders:
+                        outgoing[receiver] += shard_boxes
+        if is_on_all_ranks or layout.group is None:
             copied(outgoing[layout.rank], incoming[layout.rank])
+        else:
+            exchange(layout, outgoing, incoming, wholes[indices[0]], "gathering")
     return wholes
 
 
-def _windows(layout: ShardTable, name: str) -> list[Window]:
-    """Return where each rectangular part (box) of a parameter's shard is in this rank's local tensor. Cached."""
-    piece = layout.piece(name)
-    return layout.once(("windows", name), lambda: [piece.window(box) for box in piece.boxes])
+def _views(layout: ShardTable, name: str) -> list[ShardView]:
+    """Return where each box (rectangular part) of a parameter's shard is in this rank's local tensor. Cached."""
+    position = layout.position(name)
+    return layout.once(("views", name), lambda: [position.view(box) for box in position.boxes])
 
 
 class _Linear(torch.autograd.Function):
-    """A gather and a mean over ranks as an autograd function. Each is the backward pass of the other."""
+    """A gather and a mean over ranks as an autograd function. Each is the backward pass, or transpose, of the other."""
 
     # Gathering is the transpose of the mean over ranks if whole gradients are gradients of each rank's own loss, and
     # gradients of shards are gradients of the mean loss.
 
     @staticmethod
     def forward(
-        there: _Way, back: _Way, layout: ShardTable, names: Sequence[str], *tensors: Tensor
+        function: _Collective, transpose: _Collective, layout: ShardTable, names: Sequence[str], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        return tuple(there(layout, names, tensors))
+        return tuple(function(layout, names, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.there, ctx.back, ctx.layout, ctx.names = inputs[:4]
+        ctx.function, ctx.transpose, ctx.layout, ctx.names = inputs[:4]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, None, *_Linear.apply(ctx.back, ctx.there, ctx.layout, ctx.names, *grads)
+        return None, None, None, None, *_Linear.apply(ctx.transpose, ctx.function, ctx.layout, ctx.names, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Linear.apply(ctx.there, ctx.back, ctx.layout, ctx.names, *tangents[4:])
+        return _Linear.apply(ctx.function, ctx.transpose, ctx.layout, ctx.names, *tangents[4:])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        there, back, layout, names, *tensors = inputs
-        count, number = info.batch_size, len(tensors)
-        batches = [
-            tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(tensors, in_dims[4:], strict=True)
-        ]
-        each = [batch[place] for place in range(count) for batch in batches]
-        found = _Linear.apply(there, back, layout, [*names] * count, *each)
-        return tuple(torch.stack(found[place::number]) for place in range(number)), (0,) * number
+        function, transpose, layout, names, *tensors = inputs
+        batches: list[Tensor] = []
+        for tensor, dim in zip(tensors, in_dims[4:], strict=True):
+            if dim is None:
+                batches.append(tensor.expand(info.batch_size, *tensor.shape))
+            else:
+                batches.append(tensor.movedim(dim, 0))
+        # All tensors of the first entry of the batch, then all of the second, and so on, in one call.
+        entries: list[Tensor] = []
+        for index in range(info.batch_size):
+            entries += [batch[index] for batch in batches]
+        results = _Linear.apply(function, transpose, layout, [*names] * info.batch_size, *entries)
+        stacks = [torch.stack(results[index :: len(tensors)]) for index in range(len(tensors))]
+        return tuple(stacks), (0,) * len(stacks)
 
 
 def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
@@ -153,116 +175,115 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     names = tree.names(grads)
     with outside_transforms("layout.reduce_scatter", grads) as problem:
         for name, leaf in zip(names, leaves, strict=True):
-            if name not in layout.specs:
-                problem = ShardingError(f"{name!r} is not a parameter of {layout!r}")
-            elif leaf is not None and leaf.dtype not in DTYPES:
-                problem = ShardingError(f"the gradient of {name!r} has dtype {leaf.dtype}, expected a floating dtype")
-            elif leaf is not None and tuple(leaf.shape) != layout.specs[name].shape:
-                problem = ShardingError(
-                    f"the gradient of {name!r} has shape {tuple(leaf.shape)}, expected {layout.specs[name].shape}, the "
-                    "global shape of the parameter: pass unsharded gradients"
-                )
+            problem = _problem_of_gradient(layout, name, leaf) or problem
         codes = agree_on_leaves("reducing gradients", names, leaves, layout, problem).codes
         device = tree.device_of(grads)
-        places = [place for place, code in enumerate(codes) if code]
-        full = [
-            torch.zeros(layout.specs[names[place]].shape, dtype=dtype_of(codes[place]), device=device)
-            if leaves[place] is None
-            else leaves[place].detach()
-            for place in places
-        ]
-        pieces = _reduce(layout, [names[place] for place in places], full)
-    for place, piece in zip(places, pieces, strict=True):
-        leaves[place] = piece
+        indices = [index for index, code in enumerate(codes) if code]  # not None on all ranks
+        wholes: list[Tensor] = []
+        for index in indices:
+            gradient = leaves[index]
+            if gradient is None:
+                shape = layout.specs[names[index]].shape
+                gradient = torch.zeros(shape, dtype=dtype_of(codes[index]), device=device)
+            wholes.append(gradient.detach())
+        shards = _reduce(layout, [names[index] for index in indices], wholes)
+    for index, shard in zip(indices, shards, strict=True):
+        leaves[index] = shard
     return tree.unflatten(treedef, leaves)
 
 
+def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Exception | None:
+    """Return the error of a gradient that does not fit the layout, to be raised on all ranks together; else None."""
+    if name not in layout.specs:
+        return ShardingError(f"{name!r} is not a parameter of {layout!r}")
+    if gradient is None:
+        return None
+    if gradient.dtype not in DTYPES:
+        return ShardingError(f"the gradient of {name!r} has dtype {gradient.dtype}, expected a floating dtype")
+    if tuple(gradient.shape) != layout.specs[name].shape:
+        return ShardingError(
+            f"the gradient of {name!r} has shape {tuple(gradient.shape)}, expected {layout.specs[name].shape}, the "
+            "global shape of the parameter: pass unsharded gradients"
+        )
+    return None
+
+
 @torch.no_grad()
-def _reduce(layout: ShardTable, names: Sequence[str], full: Sequence[Tensor]) -> list[Tensor]:
-    """Average the whole tensors in `full` over all ranks. Return a list with this rank's shards of the means."""
-    held = [ranks for name in names for ranks in layout.holders(name).values()]
-    if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
-        # Every rank holds every element: reduce-scatter equal parts, then gather them.
+def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Average whole tensors over all ranks. Return a list with this rank's shards of the means."""
+    if layout.size > 1 and _are_on_all_ranks(layout, names):
+        # Reduce-scatter equal parts, then gather them.
         equal = _in_equal_parts(layout, tuple(names))
-        return _gather(equal, names, _reduce(equal, names, full))
-    results = [layout.piece(name).blank(whole) for name, whole in zip(names, full, strict=True)]
-    for places in in_buckets(full, BUCKET):
-        outgoing = [
-            [part(full[place], box) for place in places for box in layout.piece(names[place], rank).boxes]
-            for rank in range(layout.size)
-        ]
-        targets = [window.of(results[place]) for place in places for window in _windows(layout, names[place])]
-        begun: Exchange | None = None
-        if layout.group is not None:
-            expected = [sum(target.numel() for target in targets)] * layout.size
-            begun = start_exchange(
-                layout, outgoing, expected, full[places[0]].dtype, full[places[0]].device, "reducing gradients"
-            )
-            outgoing = begun.arrived([[target.shape for target in targets]] * layout.size)
-        for target, *theirs in zip(targets, *outgoing, strict=True):
-            _average(theirs, target)
-        if begun is not None:
-            begun.end()
-    return results
+        return _gather(equal, names, _reduce(equal, names, wholes))
+    means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
+    for indices in in_buckets(wholes, BUCKET):
+        targets: list[Tensor] = []
+        for index in indices:
+            targets += [view.of(means[index]) for view in _views(layout, names[index])]
+        outgoing: list[list[Tensor]] = []
+        for rank in range(layout.size):
+            outgoing.append(_boxes_of_rank(layout, rank, indices, names, wholes))
+        if layout.group is None:
+            _average_each(outgoing, targets)
+            continue
+        whole = wholes[indices[0]]
+        expected = [sum(target.numel() for target in targets)] * layout.size
+        what = "reducing gradients"
+        reduction = Exchange(layout, outgoing, expected, dtype=whole.dtype, device=whole.device, what=what)
+        received = reduction.arrived([[target.shape for target in targets]] * layout.size)
+        _average_each(received, targets)
+        reduction.end()
+    return means
+
+
+def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
+    """Return True if every rank holds every element of these parameters, and there are elements."""
+    groups = [holders for name in names for holders in layout.holders(name).values()]
+    return bool(groups) and all(len(holders) == layout.size for holders in groups)
+
+
+def _boxes_of_rank(
+    layout: ShardTable, rank: int, indices: Sequence[int], names: Sequence[str], wholes: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the boxes of a rank's shards in some whole tensors, as views."""
+    boxes: list[Tensor] = []
+    for index in indices:
+        boxes += [box.of(wholes[index]) for box in layout.position(names[index], rank).boxes]
+    return boxes
 
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
     """Return a layout in which the named parameters are split equally over the same ranks. Cached."""
 
-    def make() -> ShardTable:
+    def split_equally() -> ShardTable:
         specs = {name: layout.specs[name] for name in names}
-        pieces = equal_intervals(specs, layout.size)
-        return replace(layout, kind="flat", specs=specs, pieces=pieces, dtensors={}, once=Once())
+        cuts = equal_intervals(specs, layout.size)
+        return replace(layout, kind="flat", specs=specs, cuts=cuts, dtensors={}, once=Once())
 
-    return layout.once(("equal parts", names), make)
-
-
-def exchange(
-    outgoing: Sequence[Sequence[Tensor]],
-    incoming: Sequence[Sequence[Tensor]],
-    wire: Tensor,
-    layout: ShardTable,
-    what: str,
-) -> None:
-    """Exchange tensors with all ranks: send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it in place.
-
-    Messages are sent in the dtype of `wire`, on its device. `what` names the operation in errors.
-    """
-    expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
-    start_exchange(layout, outgoing, expected, wire.dtype, wire.device, what).wait(incoming)
+    return layout.once(("equal parts", names), split_equally)
 
 
-def start_exchange(
-    layout: ShardTable,
-    outgoing: Sequence[Sequence[Tensor]],
-    expected: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    what: str,
-) -> Exchange:
-    """Start an all-to-all: send ``outgoing[r]`` to rank r, and receive ``expected[r]`` elements from it.
-
-    Messages have this `dtype` and `device`. `what` names the operation in errors. Call ``wait`` on the result.
-    """
-    assert layout.group is not None
-    return Exchange(
-        outgoing, expected, dtype=dtype, device=device, group=layout.group, what=what, buffers=layout.buffers
-    )
+def _average_each(tensors_of_rank: Sequence[Sequence[Tensor]], targets: Sequence[Tensor]) -> None:
+    """Write the mean of the tensors of all ranks to each target."""
+    for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
+        _average(tensors, target)
 
 
-def _average(parts: Sequence[Tensor], into: Tensor) -> None:
-    """Write the mean of the tensors `parts` to `into`. Add them in order in fp32 or higher, and round once."""
-    wide = ew.wide_dtype(into.dtype)
-    if into.dtype == wide and len(parts) > 1:
-        total, rest = torch.add(parts[0], parts[1], out=into), parts[2:]
+def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
+    """Write the mean of some tensors to `target`. Add them in order in fp32 or higher, and round once."""
+    wide = ew.wide_dtype(target.dtype)
+    first, *others = tensors
+    if target.dtype == wide and others:
+        total = torch.add(first, others.pop(0), out=target)
     else:
-        total, rest = parts[0].to(wide, copy=True), parts[1:]
-    for theirs in rest:
-        total += theirs
-    into.copy_(total.div_(len(parts)))
+        total = first.to(wide, copy=True)
+    for tensor in others:
+        total += tensor
+    target.copy_(total.div_(len(tensors)))
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     """Group tensors of one dtype into lists of at most `limit` bytes. Yield each list, as indices of tensors."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        yield from cut_into_buckets({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)
+        nbytes_of = {index: tensor.nbytes for index, tensor in enumerate(tensors) if tensor.dtype == dtype}
+        yield from cut_into_buckets(nbytes_of, limit)

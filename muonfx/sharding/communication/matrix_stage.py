@@ -1,18 +1,51 @@
 """Run neighbouring transforms that need whole matrices (a *run*) on sharded parameters.
 
-Each matrix is gathered on one rank, its owner, updated there once, and scattered back. A *share* is a set of whole
-matrices of one parameter that one owner computes. A *bucket* is a list of shares that are sent together. While one
-bucket is computed, the matrices of the next bucket are being sent.
+Each matrix is gathered on one rank, its owner, updated there once, and scattered back. A *matrix shard* is a set of
+whole matrices of one parameter that one owner computes. A *bucket* is a list of matrix shards that are sent together.
+While one bucket is computed, the matrices of the next bucket are being sent.
+
+Note: the tensors of the exchange
+---------------------------------
+A bucket passes through these tensors on P ranks, in this order. If the transforms read parameters, the parameters are
+gathered in the same way as the updates, with messages of their own.
+
+local shard
+    This rank's shard of the update of a parameter, with the shape ``layout.position(name).shape``. It belongs to the
+    caller and is only read.
+send buffer
+    One dim, in the wire dtype: the boxes of the local shards that other ranks need, one after another; first those for
+    rank 0, then those for rank 1, and so on. ``bucket.outgoing`` lists the boxes as views of the local shards. The
+    wire dtype is the dtype of the updates, or a narrower one to which the first transform rounds them anyway.
+receive buffer
+    One dim, in the wire dtype: ``bucket.expected[r]`` elements from each rank r, in the order of the ranks.
+gathered stack
+    On the owner, ``(n, *shard.shape)`` for the n matrix shards of one shape whose boxes are at the same positions: new
+    memory, into which the boxes are copied from the receive buffer, and from this rank's own local shards.
+gathered matrices
+    On the owner, one entry of a gathered stack, with the shape ``shard.shape``: that of the parameter, or
+    ``(count, rows, columns)`` for a range of a stack of matrices. If this rank already holds all of the matrices, they
+    are a view of its local shard instead (or a copy, if its elements are in another order).
+results
+    On the owner, what the transforms return for the gathered matrices, with the same shape.
+result send buffer, result receive buffer
+    Like the buffers above, with boxes of the results, and ``bucket.expected_results[r]`` elements from each rank r. The
+    wire dtype is the dtype of the updates, or a narrower one to which the last transform rounds them.
+updated shard
+    On every rank, the returned update, with the shape and dtype of the local shard. It is the result itself if the
+    owner holds exactly these matrices and no other rank needs them.
+
+The buffers belong to `Exchange`, which takes their memory from the layout.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,327 +55,310 @@ from muonfx.core import Donation, Transform
 from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import BucketedState, init_in_buckets
 from muonfx.placement.store import IN_MEMORY, Store
-from muonfx.sharding.communication.collectives import start_exchange
-from muonfx.sharding.communication.messages import copied
-from muonfx.sharding.layout import Layout
+from muonfx.sharding.communication.messages import Exchange, copied
 from muonfx.sharding.plan.assignment import RunPlan
+from muonfx.sharding.plan.bucket import Bucket, buckets_of
 from muonfx.sharding.plan.cost import Run
-from muonfx.sharding.plan.shares import Moves
+from muonfx.sharding.plan.matrix_shards import LocalTransfers
 from muonfx.sharding.shards.dtensors import map_named
-from muonfx.sharding.shards.position import Window
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 
-class _Bucket(NamedTuple):
-    """The messages of this rank for a bucket, without the matrices whose gradient is None. No step changes them."""
-
-    moves: list[Moves]
-    kept: list[Moves]
-    """The matrices that this rank computes and already holds."""
-    gathered: list[str]
-    """The parameters whose matrices are gathered on their owners."""
-    outgoing: list[list[tuple[str, Window]]]
-    """For each rank, the parts of this rank's shards to send to it, by parameter name."""
-    expected: list[int]
-    """For each rank, the number of elements that it sends to this rank."""
-    received: list[Moves]
-    """The matrices that this rank gathers and computes."""
-    alike: list[list[Moves]]
-    """The same matrices, in groups of one shape whose parts come from shards at the same positions."""
-    stored: list[Moves]
-    """The matrices that this rank computes and no other rank needs."""
-    returned: list[Moves]
-    """The matrices whose results are sent to other ranks."""
-    taken: list[int]
-    """For each rank, the number of elements of results that it sends to this rank."""
-
-    @classmethod
-    def of(cls, moves: list[Moves], size: int) -> _Bucket:
-        """Build the messages for some matrices between `size` ranks."""
-        gathered = [one for one in moves if one.share.needs_gather]
-        returned = [one for one in moves if one.share.needs_send]
-        outgoing: list[list[tuple[str, Window]]] = [[] for _ in range(size)]
-        expected, taken = [0] * size, [0] * size
-        for one in gathered:
-            assert one.share.owner is not None
-            if one.sends:
-                outgoing[one.share.owner] += [(one.share.name, window) for window in one.held]
-            for transfer, _ in one.transfers:
-                expected[transfer.sender] += transfer.numel
-        for one in returned:
-            assert one.share.owner is not None
-            taken[one.share.owner] += one.numel
-        received = [one for one in gathered if one.computes]
-        return cls(
-            moves,
-            [one for one in moves if one.computes and not one.share.needs_gather],
-            [one.share.name for one in gathered],
-            outgoing,
-            expected,
-            received,
-            _grouped_by_windows(received),
-            [one for one in moves if one.computes and not one.share.needs_send],
-            returned,
-            taken,
-        )
-
-
-def _grouped_by_windows(received: list[Moves]) -> list[list[Moves]]:
-    groups: dict[Hashable, list[Moves]] = {}
-    for moves in received:
-        windows = tuple([windows for _, windows in moves.transfers])
-        is_whole = moves.share.shape == moves.share.whole
-        groups.setdefault((moves.share.shape, is_whole, windows), []).append(moves)
-    return list(groups.values())
-
-
-def _buckets_of(plan: RunPlan, local: Mapping[str, Any]) -> list[_Bucket]:
-    """Return the messages for each bucket that has matrices to compute, and at least one bucket."""
-    absent = frozenset([name for name, leaf in local.items() if leaf is None])
-    known: dict[frozenset[str], list[_Bucket]] = plan.messages
-    if absent not in known:
-        known.clear()  # only the messages of the last step are kept: most steps have the same gradients
-        present = [[moves for moves in bucket if moves.share.name not in absent] for bucket in plan.moves]
-        known[absent] = [_Bucket.of(moves, plan.size) for moves in list(filter(None, present)) or [[]]]
-    return known[absent]
-
-
-def init_run(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree, store: Store) -> PyTree:
+def init_run(plan: RunPlan, run: Run, tx: Transform, layout: ShardTable, params: PyTree, store: Store) -> PyTree:
     """Return this rank's initial state for neighbouring transforms that need whole matrices (a run)."""
     if store == IN_MEMORY:
         return _init(plan, run, tx, layout, params)
+    # A parameter whose matrices are in several buckets has one state: it belongs to the first of these buckets.
     seen: set[str] = set()
-    buckets: list[list[str]] = []
+    names_of_bucket: list[list[str]] = []
     for bucket in plan.buckets:
-        names = dict.fromkeys(plan.shares[i].name for i in bucket)
-        buckets.append([name for name in names if name not in seen])
-        seen |= set(names)
-    buckets.append(list(dict.fromkeys(share.name for share in plan.shares if share.name not in seen)))
-    return init_in_buckets(store, buckets, params, lambda some: _init(plan, run, tx, layout, some), outside=None)
+        names = dict.fromkeys([plan.shards[index].name for index in bucket])
+        names_of_bucket.append([name for name in names if name not in seen])
+        seen.update(names)
+    not_in_buckets = dict.fromkeys([shard.name for shard in plan.shards if shard.name not in seen])
+    names_of_bucket.append(list(not_in_buckets))
+    init = functools.partial(_init, plan, run, tx, layout)
+    return init_in_buckets(store, names_of_bucket, params, init, outside=None)
 
 
-def _init(plan: RunPlan, run: Run, tx: Transform, layout: Layout, params: PyTree) -> PyTree:
+def _init(plan: RunPlan, run: Run, tx: Transform, layout: ShardTable, params: PyTree) -> PyTree:
     """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
     leaves, treedef = tree.flatten(params)
-    mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
-    by_name = dict(tree.named_leaves(params))
-    reads = any(part.reads_params for _, part in run)
+    local_params = dict(tree.named_leaves(params))
     on_meta = any(leaf.is_meta for leaf in leaves if leaf is not None)
-    given: dict[str, Tensor] = {}
-    if reads and not on_meta:
-        for bucket in _buckets_of(plan, by_name):
-            given.update(_send_to_owners(plan, layout, bucket, by_name, as_given=True)[1]())
+    matrices: dict[str, Tensor] = {}
+    if _reads_params(run) and not on_meta:
+        for bucket in buckets_of(plan, local_params):
+            matrices.update(_Gather(plan, layout, bucket, local_params, as_params=True).wait())
     else:
-        for share in mine:
-            if (like := by_name[share.name]) is not None:
+        for shard in plan.shards:
+            like = local_params[shard.name]
+            if shard.owner in (None, layout.rank) and like is not None:
                 # `init` has declared that it does not read these values; if it does, the state becomes NaN.
-                nowhere = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-                given[share.name] = nowhere.expand(share.shape)
-    state = tx.functions.init(tree.unflatten(treedef, [given.get(name) for name in by_name]))
+                nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+                matrices[shard.name] = nan.expand(shard.shape)
+    state = tx.functions.init(tree.unflatten(treedef, [matrices.get(name) for name in local_params]))
     return _with_missing_leaves(state, tx, plan, params)
+
+
+def _reads_params(run: Run) -> bool:
+    return any(tx.reads_params for _, tx in run)
 
 
 def _with_missing_leaves(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
     """Add a leaf None to a state for each parameter whose matrices this rank does not hold."""
-    shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
-        share.name: share.shape for share in plan.shares
-    }
+    shapes = {name: spec.shape for name, spec in plan.specs.items()}
+    shapes.update({shard.name: shard.shape for shard in plan.shards})
     meta = map_named(lambda name, leaf: torch.empty(shapes[name], dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = tx.functions.init(meta)
-    if tree.flatten(whole)[1] == tree.flatten(state)[1]:
+        full_state = tx.functions.init(meta)
+    full_treedef = tree.flatten(full_state)[1]
+    if full_treedef == tree.flatten(state)[1]:
         return state
-    found = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
-    return tree.unflatten(tree.flatten(whole)[1], [found.get(path) for path in tree.paths(whole)])
+    leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
+    return tree.unflatten(full_treedef, [leaf_at.get(path) for path in tree.paths(full_state)])
 
 
 def update_run(
     plan: RunPlan,
     run: Run,
     tx: Transform,
-    layout: Layout,
+    layout: ShardTable,
     call: Arguments,
     store: Store,
-    parameters: Callable[[], list[str | None]],
+    find_parameters: Callable[[], list[str | None]],
 ) -> tuple[PyTree, PyTree]:
     """Run one step of transforms that need whole matrices. Return this rank's updates and the next state.
 
-    All ranks call this together. `parameters` returns, for each leaf of the state, the name of its parameter or None.
+    All ranks call this together. `find_parameters` returns, for each leaf of the state, the name of its parameter or
+    None.
     """
     updates, state, params, donate, extras = call
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
-    local = dict(zip(names, leaves, strict=True))
-    reads = params is not None and any(part.reads_params for _, part in run)
-    weights = dict(zip(names, tree.leaves(params), strict=True)) if reads else {}
-    buckets = _buckets_of(plan, local)
-    bucketed: BucketedState | None = None
+    local_updates = dict(zip(names, leaves, strict=True))
+    local_params: dict[str, Any] | None = None
+    if params is not None and _reads_params(run):
+        local_params = dict(zip(names, tree.leaves(params), strict=True))
+    buckets = buckets_of(plan, local_updates)
+    bucketed_state: BucketedState | None = None
     if len(buckets) > 1 or store != IN_MEMORY:
         device = device_of(updates, params)
-        mine = [[moves.share.name for moves in bucket.moves if moves.computes] for bucket in buckets]
-        bucketed = BucketedState(store, device, state, parameters(), mine, donate)
+        names_of_bucket = [[local.shard.name for local in bucket.transfers if local.computes] for bucket in buckets]
+        bucketed_state = BucketedState(store, device, state, find_parameters(), names_of_bucket, donate)
 
-    def begin(bucket: _Bucket) -> tuple[bool, _Wait, _Wait]:
-        fresh, wait = _send_to_owners(plan, layout, bucket, local)
-        return fresh, wait, _send_to_owners(plan, layout, bucket, weights, as_given=True)[1] if weights else dict
+    def start_gathers(bucket: Bucket) -> list[_Gather]:
+        """Start to gather the updates and, if the transforms read them, the parameters."""
+        gathers = [_Gather(plan, layout, bucket, local_updates)]
+        if local_params is not None:
+            gathers.append(_Gather(plan, layout, bucket, local_params, as_params=True))
+        return gathers
 
-    def tree_of(values: Mapping[str, Tensor]) -> PyTree:
+    def as_tree(values: Mapping[str, Tensor]) -> PyTree:
         return tree.unflatten(treedef, [values.get(name) for name in names])
 
-    results = {name: leaf for name, leaf in local.items() if leaf is not None and not leaf.numel()}
-    begun = [begin(buckets[0])]
-    receive: Callable[[], None] | None = None
-    with bucketed or nullcontext():
-        for turn, bucket in enumerate(buckets):
-            fresh, wait, wait_for_weights = begun.pop()
-            given, values = tree_of(wait()), wait_for_weights()
-            begun += [begin(following) for following in buckets[turn + 1 : turn + 2]]
-            params = tree_of(values) if reads else None
-            may_write = donate.updates or fresh
-            if bucketed is None:
-                out, state = tx.run(given, state, params, donate=Donation(may_write, donate.state), **extras)
-            else:
-                out = bucketed.run(turn, tx.run, given, params, extras, may_write=may_write)
-            done = dict(zip(names, tree.leaves(out), strict=True))
-            del given, values, params, out, wait, wait_for_weights
-            if receive is not None:
-                receive()  # first, so that this bucket's results reuse its memory
-            receive = _return_results(plan, layout, bucket, done, local, results)
-            del done
-    if receive is not None:
-        receive()
-    out = tree.unflatten(treedef, [None if leaf is None else results[name] for name, leaf in local.items()])
-    return out, state if bucketed is None else bucketed.end()
+    def compute(index: int, inputs: list[PyTree], *, may_write: bool) -> dict[str, Tensor | None]:
+        """Run the transforms on the gathered matrices of a bucket. Return the results by parameter name."""
+        nonlocal state
+        gathered_updates = inputs[0]
+        gathered_params = inputs[1] if len(inputs) > 1 else None
+        inputs.clear()  # so that the transforms may free them
+        if bucketed_state is None:
+            donation = Donation(may_write, donate.state)
+            out, state = tx.run(gathered_updates, state, gathered_params, donate=donation, **extras)
+        else:
+            out = bucketed_state.run(index, tx.run, gathered_updates, gathered_params, extras, may_write=may_write)
+        return dict(zip(names, tree.leaves(out), strict=True))
+
+    updated_shards: dict[str, Tensor] = {}
+    for name, leaf in local_updates.items():
+        if leaf is not None and not leaf.numel():
+            updated_shards[name] = leaf
+    gathers = start_gathers(buckets[0])
+    finish_scatter: Callable[[], None] = _do_nothing
+    with bucketed_state or nullcontext():
+        for index, bucket in enumerate(buckets):
+            may_write = donate.updates or gathers[0].is_in_new_memory
+            inputs = [as_tree(gather.wait()) for gather in gathers]
+            gathers.clear()
+            if index + 1 < len(buckets):
+                gathers = start_gathers(buckets[index + 1])
+            results = compute(index, inputs, may_write=may_write)
+            finish_scatter()  # of the last bucket: first, so that this bucket's results reuse its memory
+            finish_scatter = _scatter(plan, layout, bucket, results, local_updates, updated_shards)
+            del results
+    finish_scatter()
+    if bucketed_state is not None:
+        state = bucketed_state.end()
+    return as_tree({name: updated_shards[name] for name, leaf in local_updates.items() if leaf is not None}), state
 
 
-_Wait = Callable[[], dict[str, Tensor]]
-"""A function that waits until this rank has received its matrices, and returns them by parameter name."""
+def _do_nothing() -> None: ...
 
 
-def _send_to_owners(
-    plan: RunPlan, layout: Layout, bucket: _Bucket, local: Mapping[str, Any], *, as_given: bool = False
-) -> tuple[bool, _Wait]:
-    """Start to send a bucket of matrices to the ranks that compute them, their owners.
+class _Gather:
+    """Gathers the matrices of a bucket on their owners. Creating it starts the messages, and `wait` completes them.
 
-    Return a bool and a function that waits for this rank's matrices. The bool is True if these are in new memory, which
-    may be overwritten. With `as_given`, messages keep the dtype of the local tensors.
+    `local_shards` has this rank's shards by parameter name. They are updates, which may be sent and received in the
+    narrower dtype to which the transforms round them; or, with `as_params`, parameters, which are not rounded.
     """
-    here = {moves.share.name: _held_matrices(moves, local[moves.share.name]) for moves in bucket.kept}
-    if not bucket.gathered:  # all ranks decide identically
-        return not here, lambda: here
-    dtypes = {local[name].dtype for name in bucket.gathered}
-    wire = functools.reduce(torch.promote_types, dtypes if as_given else [plan.wire_dtypes(d)[0] for d in dtypes])
-    outgoing = [[window.of(local[name]) for name, window in windows] for windows in bucket.outgoing]
-    device = local[bucket.gathered[0]].device
-    exchange = start_exchange(layout, outgoing, bucket.expected, wire, device, "gathering matrices")
 
-    def wait() -> dict[str, Tensor]:
-        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+    def __init__(
+        self,
+        plan: RunPlan,
+        layout: ShardTable,
+        bucket: Bucket,
+        local_shards: Mapping[str, Any],
+        *,
+        as_params: bool = False,
+    ) -> None:
+        self._plan = plan
+        self._bucket = bucket
+        self._local_shards = local_shards
+        self._as_params = as_params
+        self._size = layout.size
+        self._matrices: dict[str, Tensor] = {}
+        for local in bucket.already_local:
+            self._matrices[local.shard.name] = _local_matrices(local, local_shards[local.shard.name])
+        self.is_in_new_memory = not self._matrices
+        """True if no gathered matrix is a view of a local shard, so that all of them may be overwritten."""
+        self._exchange: Exchange | None = None
+        if bucket.gathered:  # equal on all ranks
+            first = local_shards[bucket.gathered[0]]
+            outgoing: list[list[Tensor]] = []
+            for views in bucket.outgoing:
+                outgoing.append([view.of(local_shards[name]) for name, view in views])
+            dtypes = {local_shards[name].dtype for name in bucket.gathered}
+            wire = _common_dtype(map(self._wire_dtype, dtypes))
+            what = "gathering matrices"
+            self._exchange = Exchange(layout, outgoing, bucket.expected, dtype=wire, device=first.device, what=what)
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if self._as_params:
+            return dtype
+        return self._plan.wire_dtypes(dtype)[0]
+
+    def wait(self) -> dict[str, Tensor]:
+        """Wait for the messages. Return the matrices that this rank computes, by parameter name."""
+        if self._exchange is None:
+            return self._matrices
         views_of: dict[str, list[Tensor]] = {}
-        for alike in bucket.alike:
-            for dtype in dict.fromkeys([local[moves.share.name].dtype for moves in alike]):
-                same_dtype = [moves for moves in alike if local[moves.share.name].dtype == dtype]
-                # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
-                room_dtype = dtype if as_given or len(plan.run) > 1 else plan.wire_dtypes(dtype)[0]
-                _allocate(same_dtype, room_dtype, device, here, views_of)
-        for moves in bucket.received:
-            senders = [transfer.sender for transfer, windows in moves.transfers for _ in windows]
-            for sender, view in zip(senders, views_of[moves.share.name], strict=True):
-                incoming[sender].append(view)
-        exchange.wait(incoming)
-        return here
+        for group in self._bucket.received_groups:
+            by_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
+            for local in group:
+                by_dtype.setdefault(self._local_shards[local.shard.name].dtype, []).append(local)
+            for dtype, members in by_dtype.items():
+                self._allocate(members, dtype, views_of)
+        incoming: list[list[Tensor]] = [[] for _ in range(self._size)]
+        for local in self._bucket.received:
+            views = iter(views_of[local.shard.name])
+            for transfer, views_of_transfer in local.transfers:
+                incoming[transfer.sender] += itertools.islice(views, len(views_of_transfer))
+        self._exchange.wait(incoming)
+        return self._matrices
 
-    return not here, wait
+    def _allocate(self, members: list[LocalTransfers], dtype: torch.dtype, views_of: dict[str, list[Tensor]]) -> None:
+        """Allocate the gathered stack of matrix shards of one shape, whose boxes are at the same positions.
 
-
-def _allocate(
-    alike: list[Moves],
-    dtype: torch.dtype,
-    device: torch.device,
-    rooms: dict[str, Tensor],
-    views_of: dict[str, list[Tensor]],
-) -> None:
-    """Allocate memory in which to receive matrices of one shape, whose parts are at the same positions in each.
-
-    Write the memory of each matrix to `rooms`, and the views of its parts to `views_of`, by parameter name.
-    """
-    share = alike[0].share
-    stack = torch.empty((len(alike), *share.shape), dtype=dtype, device=device)
-    names = [moves.share.name for moves in alike]
-    rooms.update(zip(names, stack.unbind(), strict=True))
-    flat = stack if share.shape == share.whole else stack.reshape(len(alike), -1)
-    windows = [window for _, windows in alike[0].transfers for window in windows]
-    views_of.update({name: [] for name in names})
-    for window in windows:
-        for name, view in zip(names, window.of_each(flat), strict=True):
-            views_of[name].append(view)
+        Write the views of the boxes to `views_of`, by parameter name.
+        """
+        # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
+        if len(self._plan.run) == 1:
+            dtype = self._wire_dtype(dtype)
+        shard = members[0].shard
+        names = [local.shard.name for local in members]
+        device = self._local_shards[names[0]].device
+        stack = torch.empty((len(members), *shard.shape), dtype=dtype, device=device)
+        self._matrices.update(zip(names, stack.unbind(), strict=True))
+        for name in names:
+            views_of[name] = []
+        shards = stack if shard.shape == shard.whole else stack.flatten(1)
+        for _, views in members[0].transfers:
+            for view in views:
+                for name, box in zip(names, view.of_each(shards), strict=True):
+                    views_of[name].append(box)
 
 
-def _held_matrices(moves: Moves, tensor: Tensor) -> Tensor:
+def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _local_matrices(local: LocalTransfers, local_shard: Tensor) -> Tensor:
     """Return the matrices that this rank computes and has in its own shard, as a view of it if possible."""
-    share = moves.share
-    if moves.is_all:
-        return tensor.reshape(share.shape)
-    if len(moves.held) == 1:
-        return moves.held[0].of(tensor).reshape(share.shape)
-    room = tensor.new_empty(share.shape)
-    for window, place in zip(moves.held, moves.within, strict=True):
-        place.of(share.local(room)).copy_(window.of(tensor))
-    return room
+    shard = local.shard
+    if local.is_same_shard:
+        return local_shard.reshape(shard.shape)
+    if len(local.local_views) == 1:
+        return local.local_views[0].of(local_shard).reshape(shard.shape)
+    matrices = local_shard.new_empty(shard.shape)
+    for local_view, matrix_view in zip(local.local_views, local.matrix_views, strict=True):
+        matrix_view.of(shard.as_shard(matrices)).copy_(local_view.of(local_shard))
+    return matrices
 
 
-def _return_results(
+def _scatter(
     plan: RunPlan,
-    layout: Layout,
-    bucket: _Bucket,
-    done: Mapping[str, Tensor | None],
-    local: Mapping[str, Any],
-    results: dict[str, Tensor],
+    layout: ShardTable,
+    bucket: Bucket,
+    results: Mapping[str, Tensor | None],
+    local_updates: Mapping[str, Any],
+    updated_shards: dict[str, Tensor],
 ) -> Callable[[], None]:
-    """Start to send computed matrices back. Return a function that waits until this rank has its shards of them.
+    """Start to send results back. Return a function that waits until this rank has its shards of them.
 
-    `done` has the matrices that this rank computed, by parameter name. Shards are written to the dict `results`.
+    `results` has the matrices that this rank computed, by parameter name. Shards are written to `updated_shards`.
     """
-    for moves in bucket.stored:
-        if (result := done[moves.share.name]) is not None:
-            _store_result(moves, result, local[moves.share.name], results)
+    for local in bucket.stored:
+        result = results[local.shard.name]
+        if result is not None:
+            _store_result(local, result, local_updates[local.shard.name], updated_shards)
     if not bucket.returned:
-        return lambda: None
+        return _do_nothing
     outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-    for moves in bucket.returned:
-        share = moves.share
-        if moves.computes and (result := done[share.name]) is not None:
-            own = share.local(result)
-            for transfer, windows in moves.transfers:
-                parts = [window.of(own) for window in windows]
+    for local in bucket.returned:
+        shard = local.shard
+        assert shard.owner is not None
+        result = results[shard.name]
+        if local.computes and result is not None:
+            shard_of_result = shard.as_shard(result)
+            for transfer, views in local.transfers:
+                boxes = [view.of(shard_of_result) for view in views]
                 for rank in transfer.ranks:
-                    outgoing[rank] += parts
-        assert share.owner is not None
-        incoming[share.owner] += _result_views(moves, local[share.name], results)
-    first = local[bucket.returned[0].share.name]
-    wires = [plan.wire_dtypes(dtype)[1] for dtype in {local[moves.share.name].dtype for moves in bucket.returned}]
-    wire = functools.reduce(torch.promote_types, wires)
-    exchange = start_exchange(layout, outgoing, bucket.taken, wire, first.device, "returning matrices")
+                    outgoing[rank] += boxes
+        incoming[shard.owner] += _result_views(local, local_updates[shard.name], updated_shards)
+    first = local_updates[bucket.returned[0].shard.name]
+    dtypes = {local_updates[local.shard.name].dtype for local in bucket.returned}
+    wire = _common_dtype(plan.wire_dtypes(dtype)[1] for dtype in dtypes)
+    what = "returning matrices"
+    exchange = Exchange(layout, outgoing, bucket.expected_results, dtype=wire, device=first.device, what=what)
     return lambda: exchange.wait(incoming)
 
 
-def _store_result(moves: Moves, result: Tensor, like: Tensor, results: dict[str, Tensor]) -> None:
-    if moves.is_all:
-        straight = result.reshape(like.shape).to(like.dtype)
-        # An unchanged update stays the same tensor object, so that callers do not treat it as new and writable.
-        same = straight.data_ptr() == like.data_ptr() and straight.stride() == like.stride()
-        results[moves.share.name] = like if same and like.numel() else straight
-    else:
-        own = moves.share.local(result)
-        copied([place.of(own) for place in moves.within], _result_views(moves, like, results))
+def _store_result(
+    local: LocalTransfers, result: Tensor, local_update: Tensor, updated_shards: dict[str, Tensor]
+) -> None:
+    """Write a result that no other rank needs to `updated_shards`."""
+    if not local.is_same_shard:
+        shard_of_result = local.shard.as_shard(result)
+        boxes = [view.of(shard_of_result) for view in local.matrix_views]
+        copied(boxes, _result_views(local, local_update, updated_shards))
+        return
+    update = result.reshape(local_update.shape).to(local_update.dtype)
+    # An unchanged update stays the same tensor object, so that callers do not treat it as new and writable.
+    is_unchanged = update.data_ptr() == local_update.data_ptr() and update.stride() == local_update.stride()
+    if is_unchanged and local_update.numel():
+        update = local_update
+    updated_shards[local.shard.name] = update
 
 
-def _result_views(moves: Moves, like: Tensor, results: dict[str, Tensor]) -> list[Tensor]:
-    if not moves.held:
+def _result_views(local: LocalTransfers, local_update: Tensor, updated_shards: dict[str, Tensor]) -> list[Tensor]:
+    """Return the boxes of an updated shard that come from one matrix shard. Allocate the updated shard if needed."""
+    if not local.local_views:
         return []
-    name = moves.share.name
-    if name not in results:
-        results[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
-    return [window.of(results[name]) for window in moves.held]
+    name = local.shard.name
+    if name not in updated_shards:
+        updated_shards[name] = torch.empty_like(local_update, memory_format=torch.contiguous_format)
+    return [view.of(updated_shards[name]) for view in local.local_views]

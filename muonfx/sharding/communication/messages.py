@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from math import prod
 from typing import Any
 
@@ -12,111 +12,119 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx.sharding.errors import ShardingError
-
-
-class Buffers:
-    """Reusable CPU memory for messages between ranks. Fresh memory would cost as much time as sending the data."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """The total size in bytes of the buffers that are free to be reused."""
-        return sum(map(len, self._free))
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized 1-d tensor. On the CPU it reuses memory; return it with `give_back` after use."""
-        # Other devices have torch's caching allocator.
-        if device.type != "cpu" or not numel:
-            return torch.empty(numel, dtype=dtype, device=device)
-        nbytes = numel * dtype.itemsize
-        place = next((place for place, one in enumerate(self._free) if len(one) >= nbytes), None)
-        if place is not None:
-            memory = self._free.pop(place)
-        else:
-            if self._free:
-                self._free.pop()  # even the longest is too short: replace it by a longer buffer
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        return memory[:nbytes].view(dtype)
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Make the memory of a tensor from `take` free again, so that a later message can reuse it."""
-        if tensor.device.type == "cpu" and tensor.numel():
-            whole = tensor.untyped_storage()
-            self._free.append(torch.empty(0, dtype=torch.uint8).set_(whole))
-            self._free.sort(key=len)
+from muonfx.sharding.shards.table import ShardTable
 
 
 class Exchange:
     """An asynchronous all-to-all of lists of tensors. Creating it starts the messages, and `wait` completes them.
 
-    ``outgoing[r]`` lists the tensors to send to rank r. ``expected[r]`` is the number of elements that rank r sends to
-    this rank. ``what`` names the operation in errors.
+    Every rank of the layout's group must start the same exchanges in the same order.
+
+    Args:
+        layout: its process group and its reusable memory are used.
+        outgoing: for each rank, the tensors to send to it.
+        expected: for each rank, the number of elements that it sends to this rank.
+        dtype: the dtype of the messages.
+        device: the device of the messages.
+        what: the name of the operation in errors.
     """
+
+    # The tensors, for P ranks. Sender and receiver list the tensors of a message in the same order.
+    #
+    #   send buffer      1-d    the tensors outgoing[0], ..., outgoing[P - 1], flattened, one after another
+    #   receive buffer   1-d    the messages of rank 0, ..., rank P - 1, of expected[r] elements each
+    #   own tensors      list   outgoing[layout.rank], as they are: a rank sends itself nothing
 
     def __init__(
         self,
+        layout: ShardTable,
         outgoing: Sequence[Sequence[Tensor]],
         expected: Sequence[int],
         *,
         dtype: torch.dtype,
         device: torch.device,
-        group: dist.ProcessGroup,
         what: str,
-        buffers: Buffers | None = None,
     ) -> None:
-        self._buffers = buffers = buffers or Buffers()
-        self._me = me = dist.get_rank(group)
-        self._own = list(outgoing[me])
-        # Sender and receiver list the tensors in the same order; a rank's own tensors are not packed.
-        sent = [tensors if rank != me else [] for rank, tensors in enumerate(outgoing)]
         self.what = what
-        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        self._sizes = [number if rank != me else 0 for rank, number in enumerate(expected)]
-        self._sent = buffers.take(sum(sizes), dtype, device)
-        _pack([tensor for tensors in sent for tensor in tensors], self._sent)
-        self._received = buffers.take(sum(self._sizes), dtype, device)
-        # Every rank of the group must start the same exchanges in the same order.
+        self._rank = layout.rank
+        self._buffers = layout.buffers
+        self._own_tensors = list(outgoing[layout.rank])
+        send_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+        send_sizes[layout.rank] = 0
+        receive_sizes = list(expected)
+        receive_sizes[layout.rank] = 0
+        self._send_buffer = layout.buffers.take(sum(send_sizes), dtype, device)
+        to_others = [tensors for rank, tensors in enumerate(outgoing) if rank != layout.rank]
+        _pack(list(chain.from_iterable(to_others)), self._send_buffer)
+        self._receive_buffer = layout.buffers.take(sum(receive_sizes), dtype, device)
         with collective(what):
             self._work: Any = dist.all_to_all_single(
-                self._received, self._sent, self._sizes, sizes, group=group, async_op=True
+                self._receive_buffer,
+                self._send_buffer,
+                receive_sizes,
+                send_sizes,
+                group=layout.group,
+                async_op=True,
             )
 
     def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
         """Wait for all messages. Copy the tensors from rank r into the tensors ``incoming[r]``, in order."""
-        sizes = [[tensor.shape for tensor in tensors] for tensors in incoming]
-        for theirs, tensors in zip(self.arrived(sizes), incoming, strict=True):
-            copied(theirs, tensors)
+        shapes = [[tensor.shape for tensor in tensors] for tensors in incoming]
+        for received, targets in zip(self.arrived(shapes), incoming, strict=True):
+            copied(received, targets)
         self.end()
 
     def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
-        """Wait for all messages. Return a list with, for each rank, the tensors that it sent, in the given shapes.
+        """Wait for all messages. Return for each rank the tensors that it sent, in the shapes ``shapes[rank]``.
 
         The tensors are views of the receive buffer. Call `end` when they are no longer needed.
         """
         with collective(self.what):
             self._work.wait()
-        self._buffers.give_back(self._sent)
-        del self._sent
-        others = [[] if rank == self._me else of_rank for rank, of_rank in enumerate(shapes)]
-        places = iter(_split_buffer(self._received, [shape for of_rank in others for shape in of_rank]))
-        found = [list(islice(places, len(of_rank))) for of_rank in others]
-        found[self._me] = self._own
-        del self._own
-        return found
+        self._buffers.give_back(self._send_buffer)
+        del self._send_buffer
+        from_others = [of_rank for rank, of_rank in enumerate(shapes) if rank != self._rank]
+        views = iter(_split_buffer(self._receive_buffer, list(chain.from_iterable(from_others))))
+        received: list[list[Tensor]] = []
+        for rank, shapes_of_rank in enumerate(shapes):
+            if rank == self._rank:
+                received.append(self._own_tensors)
+            else:
+                received.append(list(islice(views, len(shapes_of_rank))))
+        del self._own_tensors
+        return received
 
     def end(self) -> None:
         """Free the receive buffer. Tensors that `arrived` returned must not be used after this."""
-        self._buffers.give_back(self._received)
-        del self._received
+        self._buffers.give_back(self._receive_buffer)
+        del self._receive_buffer
+
+
+def exchange(
+    layout: ShardTable,
+    outgoing: Sequence[Sequence[Tensor]],
+    incoming: Sequence[Sequence[Tensor]],
+    wire: Tensor,
+    what: str,
+) -> None:
+    """Send the tensors ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it in place. Wait for all messages.
+
+    Messages are sent in the dtype of `wire`, on its device. `what` names the operation in errors.
+    """
+    expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
+    Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what=what).wait(incoming)
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy each tensor in `sources` into the tensor in `targets` at the same index, in one fused call."""
-    pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
-    if pairs:
-        torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
+    nonempty_sources: list[Tensor] = []
+    nonempty_targets: list[Tensor] = []
+    for source, target in zip(sources, targets, strict=True):
+        if source is not target and source.numel():
+            nonempty_sources.append(source)
+            nonempty_targets.append(target)
+    if nonempty_sources:
+        torch._foreach_copy_(nonempty_targets, nonempty_sources)
 
 
 def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
@@ -127,18 +135,21 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
     start = 0
     for shape, neighbours in groupby(tensors, lambda tensor: tensor.shape):
         # One call for neighbours of one shape is faster than a copy for each.
-        same = list(neighbours)
-        end = start + len(same) * shape.numel()
-        torch.stack(same, out=buffer[start:end].view(len(same), *shape))
+        stack = list(neighbours)
+        end = start + len(stack) * shape.numel()
+        torch.stack(stack, out=buffer[start:end].view(len(stack), *shape))
         start = end
 
 
 def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
     # Neighbours of one shape are unbound from a stack in one call, which is faster than a view for each.
-    stacks = [(len([*same]), *shape) for shape, same in groupby(shapes)]
-    blocks = buffer.split([prod(stack) for stack in stacks])
-    return [place for block, stack in zip(blocks, stacks, strict=True) for place in block.view(stack).unbind()]
+    stack_shapes = [(len([*neighbours]), *shape) for shape, neighbours in groupby(shapes)]
+    blocks = buffer.split([prod(stack_shape) for stack_shape in stack_shapes])
+    views: list[Tensor] = []
+    for block, stack_shape in zip(blocks, stack_shapes, strict=True):
+        views += block.view(stack_shape).unbind()
+    return views
 
 
 class collective:

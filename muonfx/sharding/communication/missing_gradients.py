@@ -33,7 +33,7 @@ def complete_gradients(
         gradient = gradients[index]
         if gradient is None:
             dtype = dtype_of(agreement.codes[index])
-            gradient = torch.zeros(layout.piece(name).shape, dtype=dtype, device=device)
+            gradient = torch.zeros(layout.position(name).shape, dtype=dtype, device=device)
             gradients[index] = gradient
         is_present = [codes[index] > 0 for codes in agreement.codes_of_rank]
         _copy_to_replicas(layout, name, gradient, is_present)

@@ -19,9 +19,9 @@ from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.communication.agree import agree, agree_on_leaves, warn_together
-from muonfx.sharding.communication.collectives import BUCKET, exchange, in_buckets
+from muonfx.sharding.communication.collectives import BUCKET, in_buckets
 from muonfx.sharding.communication.differences import listed
-from muonfx.sharding.communication.messages import all_objects, collective, copied
+from muonfx.sharding.communication.messages import all_objects, collective, copied, exchange
 from muonfx.sharding.digests import LARGE, checksum, words
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
@@ -110,18 +110,18 @@ def warn_of_gradients(layout: Layout, local: PyTree) -> None:
 
 def _leaves_of_layout(layout: Layout, local: PyTree) -> list[_Leaf]:
     value_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    return [_Leaf(name, value_of.get(name), cut.copies) for name, cut in layout.pieces.items()]
+    return [_Leaf(name, value_of.get(name), cut.copies) for name, cut in layout.cuts.items()]
 
 
 def _groups_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequence[int]]:
     """Return the groups of ranks that must hold equal values of one leaf of the state."""
     if placement is None:
         return []
-    if placement.name is None or any(share.owner is None for share in placement.shares):
+    if placement.name is None or any(shard.owner is None for shard in placement.shards):
         return [range(layout.size)]
     if placement.owned:
         return []
-    return layout.pieces[placement.name].copies
+    return layout.cuts[placement.name].copies
 
 
 def _find_difference(
@@ -233,7 +233,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
         if layout.group is None or layout.size == 1:
             return params
-        replicated = [index for index, name in enumerate(names) if layout.pieces[name].copies]
+        replicated = [index for index, name in enumerate(names) if layout.cuts[name].copies]
         for index in agreement.missing:
             if index in replicated:  # equal on all ranks, so all of them raise
                 raise ShardingError(
@@ -252,7 +252,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
 
 
 def _is_on_all_ranks(layout: Layout, name: str) -> bool:
-    return len(layout.pieces[name].copies[0]) == layout.size
+    return len(layout.cuts[name].copies[0]) == layout.size
 
 
 def _broadcast_from_first_rank(local: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
@@ -269,7 +269,7 @@ def _broadcast_from_first_rank(local: Mapping[str, Tensor], layout: Layout, grou
 
 def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
     """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
-    groups_of = {name: layout.pieces[name].copies for name in local if not _is_on_all_ranks(layout, name)}
+    groups_of = {name: layout.cuts[name].copies for name in local if not _is_on_all_ranks(layout, name)}
     names = list(groups_of)
     # A rank may send a tensor to all other ranks of a group, so a bucket is smaller than one of a broadcast.
     largest_group = max([len(ranks) for groups in groups_of.values() for ranks in groups], default=1)
@@ -292,4 +292,4 @@ def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], wire: Tensor
                 outgoing[receiver].append(tensor)
         elif layout.rank in receivers:
             incoming[sender].append(tensor)
-    exchange(outgoing, incoming, wire, layout, what)
+    exchange(layout, outgoing, incoming, wire, what)

@@ -17,7 +17,7 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: i
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
     board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     groups = {id(own): own for own in candidates if len(own) > 1}
-    by_ranks = {own: _Queue(board, own) for own in map(tuple, groups.values())}  # equal groups share a queue
+    by_ranks = {own: _Queue(board, own) for own in map(tuple, groups.values())}  # equal groups shard a queue
     queues = {key: by_ranks[tuple(own)] for key, own in groups.items()}
     owners = [own[0] for own in candidates]
     # Items with one candidate are first; the others follow by descending cost, ties by bytes, then by rank.

@@ -2,7 +2,7 @@
 
 A rank needs the position of its own shard of every parameter. It needs the positions of the other ranks' shards only
 for the few matrices that it computes. A cut therefore computes a shard on request, from coordinates on a mesh or from
-offsets in a buffer, and stores no list of all shards. Parameters with the same shape and partition share one cut and
+offsets in a buffer, and stores no list of all shards. Parameters with the same shape and partition shard one cut and
 its cached values.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from muonfx.sharding.digests import digest
 from muonfx.sharding.shards.once import Once
-from muonfx.sharding.shards.position import Piece, Span
+from muonfx.sharding.shards.position import ShardPosition, Span
 from muonfx.tree import Spec
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Cut:
-    """How one tensor is split over all ranks. ``cut[rank]`` is a `Piece`: which elements the rank holds."""
+    """How one tensor is split over all ranks. ``cut[rank]`` is a `ShardPosition`: which elements the rank holds."""
 
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
@@ -34,7 +34,7 @@ class Cut:
         self.once = Once()
         """A cache of values that are computed from this partition alone."""
 
-    def _at(self, rank: int) -> Piece:
+    def _at(self, rank: int) -> ShardPosition:
         """Return which elements of the tensor a rank holds. Subclasses implement this; ``cut[rank]`` caches it."""
         raise NotImplementedError
 
@@ -53,14 +53,14 @@ class Cut:
         return iter(range(self.size))
 
     @cached_property
-    def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """A dict from each distinct nonempty shard, as a `Piece` (its position), to the ranks that hold it."""
-        found: dict[Piece, list[int]] = {}
+    def holders(self) -> Mapping[ShardPosition, tuple[int, ...]]:
+        """A dict from each distinct nonempty shard, as a `ShardPosition` (its position), to the ranks that hold it."""
+        found: dict[ShardPosition, list[int]] = {}
         for rank in self._ranks():
-            piece = self._at(rank)
-            if piece.numel:
-                found.setdefault(piece, []).append(rank)
-        return {piece: tuple(ranks) for piece, ranks in found.items()}
+            position = self._at(rank)
+            if position.numel:
+                found.setdefault(position, []).append(rank)
+        return {position: tuple(ranks) for position, ranks in found.items()}
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
@@ -76,15 +76,17 @@ class Cut:
     def complete(self) -> tuple[int, ...]:
         """The ranks that hold the whole tensor, in ascending order. Empty for a tensor without elements."""
         numel = prod(self.shape)
-        return tuple(sorted(rank for piece, ranks in self.holders.items() if piece.numel == numel for rank in ranks))
+        return tuple(
+            sorted(rank for position, ranks in self.holders.items() if position.numel == numel for rank in ranks)
+        )
 
     @cached_property
     def taking_part(self) -> tuple[int, ...]:
         """The ranks that hold at least one element of the tensor, in ascending order."""
         return tuple(sorted(rank for ranks in self.holders.values() for rank in ranks))
 
-    def __getitem__(self, rank: int) -> Piece:
-        return self.once(("piece", rank), lambda: self._at(range(self.size)[rank]))
+    def __getitem__(self, rank: int) -> ShardPosition:
+        return self.once(("position", rank), lambda: self._at(range(self.size)[rank]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cut) and self.key == other.key
@@ -102,10 +104,10 @@ class Whole(Cut):
     def __init__(self, shape: Sequence[int], size: int, owner: int | None = None) -> None:
         super().__init__(shape, size)
         self._owners = range(size) if owner is None else range(owner, owner + 1)
-        self._whole = Piece.whole(shape)
+        self._whole = ShardPosition.whole(shape)
 
-    def _at(self, rank: int) -> Piece:
-        return self._whole if rank in self._owners else Piece.interval(self.shape, 0, 0)
+    def _at(self, rank: int) -> ShardPosition:
+        return self._whole if rank in self._owners else ShardPosition.interval(self.shape, 0, 0)
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -127,10 +129,10 @@ class Intervals(Cut):
         self.start = start
         self.cuts = cuts
 
-    def _at(self, rank: int) -> Piece:
+    def _at(self, rank: int) -> ShardPosition:
         numel = prod(self.shape)
         low, high = (min(max(place - self.start, 0), numel) for place in (self.cuts[rank], self.cuts[rank + 1]))
-        return Piece.interval(self.shape, low, high)
+        return ShardPosition.interval(self.shape, low, high)
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -149,13 +151,13 @@ class Intervals(Cut):
 
 
 class Listed(Cut):
-    """The partition of a tensor for which the shard of each rank is given, as a list of `Piece`."""
+    """The partition of a tensor for which the shard of each rank is given, as a list of `ShardPosition`."""
 
-    def __init__(self, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
+    def __init__(self, shape: Sequence[int], pieces: Sequence[ShardPosition]) -> None:
         super().__init__(shape, len(pieces))
         self._pieces = tuple(pieces)
 
-    def _at(self, rank: int) -> Piece:
+    def _at(self, rank: int) -> ShardPosition:
         return self._pieces[rank]
 
     @cached_property
@@ -195,15 +197,15 @@ class OnMesh(Cut):
                 self._cutting[placement.dim].append(along)
         # Keyed by the mesh dims that split one dim: 512 + 8 entries, not 4096, if a 512 x 8 mesh splits two dims.
         self._shards: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
-        self._pieces: dict[tuple[int, ...], Piece] = {}
+        self._pieces: dict[tuple[int, ...], ShardPosition] = {}
 
-    def _at(self, rank: int) -> Piece:
+    def _at(self, rank: int) -> ShardPosition:
         at = self.places.coordinates[rank]
         if at is None:
-            return Piece.interval(self.shape, 0, 0)
+            return ShardPosition.interval(self.shape, 0, 0)
         deciding = tuple(at[along] for cutting in self._cutting for along in cutting)
         if deciding not in self._pieces:
-            self._pieces[deciding] = Piece.grid(
+            self._pieces[deciding] = ShardPosition.grid(
                 [self._along(dim, tuple(at[along] for along in cutting)) for dim, cutting in enumerate(self._cutting)]
             )
         return self._pieces[deciding]

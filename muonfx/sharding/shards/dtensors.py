@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
-from muonfx.sharding.shards.flat_shard import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
@@ -96,12 +96,12 @@ def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> P
     return tree.unflatten(treedef, leaves)
 
 
-def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
-    """Return a shard in a form that stores its position in the parameter, such as a DTensor or a `FlatPiece`."""
+def global_shard(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatShard:
+    """Return a shard in a form that stores its position in the parameter, such as a DTensor or a `FlatShard`."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:
-        return FlatPiece(layout.specs[name].shape, layout.piece(name).start or 0, leaf.reshape(-1))
+        return FlatShard(layout.specs[name].shape, layout.position(name).start or 0, leaf.reshape(-1))
     return leaf
 
 
