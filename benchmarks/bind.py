@@ -33,7 +33,7 @@ import muonfx as mfx
 from benchmarks.simulator.models import Kind, model
 from muonfx.sharding import transform as sharded_transform
 from muonfx.sharding.plan.assignment import RunPlan
-from muonfx.sharding.shards.cut import OnMesh, Places
+from muonfx.sharding.shards.cut import MeshCoordinates, OnMesh
 
 CASES: tuple[dict[str, Any], ...] = (
     {"layout": "from_dtensors", "mesh": [64, 8]},
@@ -62,7 +62,7 @@ def parameters(name: str) -> Iterator[tuple[str, Shape, Kind]]:
 @functools.cache
 def local_shape(sides: Shape, at: Shape, placements: tuple[Any, ...], shape: Shape) -> Shape:
     """Return the shape of the shard at some coordinates of a mesh. torch's function would take most of the time."""
-    return OnMesh(shape, Places(sides, [at]), placements)[0].shape
+    return OnMesh(shape, MeshCoordinates(sides, [at]), placements)[0].shape
 
 
 def tensor(mesh: DeviceMesh, placements: Sequence[Any], shape: Shape) -> Any:

@@ -194,11 +194,11 @@ def test_an_interval_is_copied_and_filled_and_nothing_else():
     assert tensor.shape == (4, 5)
     copy = pickle.loads(pickle.dumps(tensor.clone()))
     tensor.fill_(1.0)
-    assert tensor.piece.data.tolist() == [1.0] * 5
-    assert copy.piece.data.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert tensor.shard.data.tolist() == [1.0] * 5
+    assert copy.shard.data.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert tensor.copy_(copy) is tensor
-    assert torch.equal(tensor.piece.data, copy.piece.data)
-    assert tensor.to(torch.float64).piece.dtype == torch.float64
+    assert torch.equal(tensor.shard.data, copy.shard.data)
+    assert tensor.to(torch.float64).shard.dtype == torch.float64
     elsewhere = FlatShardTensor.of(FlatShard((4, 5), 4, torch.arange(5.0)))
     for refused in (lambda: tensor + 1, lambda: tensor.copy_(elsewhere), lambda: tensor.copy_(torch.zeros(4, 5))):
         with pytest.raises(NotImplementedError, match="only a part of the whole"):
@@ -244,7 +244,7 @@ def test_pieces_on_a_mesh_are_those_that_torch_cuts_for_each_rank(case: Any, ran
     shape, mesh, placements = case
     coordinates: list[Any] = [*product(*map(range, mesh)), None]  # the last is on no mesh
     random.shuffle(coordinates)
-    found = cut.OnMesh(shape, cut.Places(mesh, coordinates), placements)
+    found = cut.OnMesh(shape, cut.MeshCoordinates(mesh, coordinates), placements)
     for rank, at in enumerate(coordinates):
         whole = torch.arange(prod(shape)).view(shape)
         for place, placement, parts in zip(at or (), placements, mesh, strict=at is not None):
@@ -262,13 +262,14 @@ def cuts(draw: st.DrawFn) -> cut.Cut:
     shape, size = draw(SHAPES), draw(st.integers(1, 5))
     start = draw(st.integers(0, 5))
     places = sorted(draw(st.lists(st.integers(0, start + prod(shape)), min_size=size - 1, max_size=size - 1)))
-    on_mesh = draw(on_meshes())
+    shape_on_mesh, mesh, placements = draw(on_meshes())
+    coordinates = list(product(*map(range, mesh)))
     return draw(
         st.sampled_from(
             [
                 cut.Whole(shape, size, draw(st.none() | st.integers(0, size - 1))),
                 cut.Intervals(shape, start, (0, *places, start + prod(shape))),
-                cut.OnMesh(on_mesh[0], cut.Places(on_mesh[1], list(product(*map(range, on_mesh[1])))), on_mesh[2]),
+                cut.OnMesh(shape_on_mesh, cut.MeshCoordinates(mesh, coordinates), placements),
             ]
         )
     )

@@ -136,7 +136,7 @@ def on_meta(mesh: Any, shape: tuple[int, ...], placements: Sequence[Placement]) 
     """A meta DTensor, without asking torch to cut anything."""
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.float32))
-    local = cut.OnMesh(shape, cut.Places(mesh.shape, [tuple(mesh.get_coordinate())]), placements)[0].shape
+    local = cut.OnMesh(shape, cut.MeshCoordinates(mesh.shape, [tuple(mesh.get_coordinate())]), placements)[0].shape
     kind: Any = DTensor
     return kind(torch.empty(local, device="meta"), spec, requires_grad=False)
 

@@ -8,8 +8,9 @@ its cached values.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,9 @@ from muonfx.sharding.shards.position import ShardPosition, Span
 from muonfx.tree import Spec
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 class Cut:
@@ -54,13 +57,13 @@ class Cut:
 
     @cached_property
     def holders(self) -> Mapping[ShardPosition, tuple[int, ...]]:
-        """A dict from each distinct nonempty shard, as a `ShardPosition` (its position), to the ranks that hold it."""
-        found: dict[ShardPosition, list[int]] = {}
+        """A dict from the position of each distinct nonempty shard to the ranks that hold it."""
+        ranks_at: dict[ShardPosition, list[int]] = {}
         for rank in self._ranks():
             position = self._at(rank)
             if position.numel:
-                found.setdefault(position, []).append(rank)
-        return {position: tuple(ranks) for position, ranks in found.items()}
+                ranks_at.setdefault(position, []).append(rank)
+        return {position: tuple(ranks) for position, ranks in ranks_at.items()}
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
@@ -75,15 +78,16 @@ class Cut:
     @cached_property
     def complete(self) -> tuple[int, ...]:
         """The ranks that hold the whole tensor, in ascending order. Empty for a tensor without elements."""
-        numel = prod(self.shape)
-        return tuple(
-            sorted(rank for position, ranks in self.holders.items() if position.numel == numel for rank in ranks)
-        )
+        ranks: list[int] = []
+        for position, holders in self.holders.items():
+            if position.numel == prod(self.shape):
+                ranks += holders
+        return tuple(sorted(ranks))
 
     @cached_property
     def taking_part(self) -> tuple[int, ...]:
         """The ranks that hold at least one element of the tensor, in ascending order."""
-        return tuple(sorted(rank for ranks in self.holders.values() for rank in ranks))
+        return tuple(sorted(itertools.chain.from_iterable(self.holders.values())))
 
     def __getitem__(self, rank: int) -> ShardPosition:
         return self.once(("position", rank), lambda: self._at(range(self.size)[rank]))
@@ -130,48 +134,60 @@ class Intervals(Cut):
         self.cuts = cuts
 
     def _at(self, rank: int) -> ShardPosition:
-        numel = prod(self.shape)
-        low, high = (min(max(place - self.start, 0), numel) for place in (self.cuts[rank], self.cuts[rank + 1]))
-        return ShardPosition.interval(self.shape, low, high)
+        return ShardPosition.interval(self.shape, self._index(self.cuts[rank]), self._index(self.cuts[rank + 1]))
+
+    def _index(self, position: int) -> int:
+        """Convert a position in the buffer to an index in the flattened tensor, or to the nearer end of the tensor."""
+        return min(max(position - self.start, 0), prod(self.shape))
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """A tuple of the shape, the number of ranks, the ranks that hold elements, and where their intervals end."""
-        first, last = self._between
-        inner = tuple(self.cuts[first + 1 : last])
-        return "intervals", self.shape, self.size, first, last, tuple(place - self.start for place in inner)
+        first, stop = self._first_and_stop
+        ends = tuple([cut - self.start for cut in self.cuts[first + 1 : stop]])
+        return "intervals", self.shape, self.size, first, stop, ends
 
     @cached_property
-    def _between(self) -> tuple[int, int]:
+    def _first_and_stop(self) -> tuple[int, int]:
+        """The first rank that holds elements of the tensor, and the rank after the last."""
         end = self.start + prod(self.shape)
-        return max(bisect_right(self.cuts, self.start) - 1, 0), min(bisect_left(self.cuts, end), self.size)
+        first = bisect_right(self.cuts, self.start) - 1
+        stop = bisect_left(self.cuts, end)
+        return max(first, 0), min(stop, self.size)
 
     def _ranks(self) -> Iterator[int]:
-        yield from range(*self._between)
+        return iter(range(*self._first_and_stop))
 
 
 class Listed(Cut):
-    """The partition of a tensor for which the shard of each rank is given, as a list of `ShardPosition`."""
+    """The partition of a tensor for which the `ShardPosition` of each rank is passed, as a list."""
 
-    def __init__(self, shape: Sequence[int], pieces: Sequence[ShardPosition]) -> None:
-        super().__init__(shape, len(pieces))
-        self._pieces = tuple(pieces)
+    def __init__(self, shape: Sequence[int], positions: Sequence[ShardPosition]) -> None:
+        super().__init__(shape, len(positions))
+        self._positions = tuple(positions)
 
     def _at(self, rank: int) -> ShardPosition:
-        return self._pieces[rank]
+        return self._positions[rank]
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """A tuple of the shape and the shards of all ranks."""
-        return "listed", self.shape, self._pieces
+        return "listed", self.shape, self._positions
 
 
-class Places:
+class MeshCoordinates:
     """The coordinates of each rank of a process group on a device mesh; None for a rank that is not on the mesh."""
 
     def __init__(self, shape: Sequence[int], coordinates: Sequence[tuple[int, ...] | None]) -> None:
         self.shape = tuple(shape)
         self.coordinates = tuple(coordinates)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, ranks: Sequence[int]) -> MeshCoordinates:
+        """Return the coordinates on a mesh of some global ranks, in the order of `ranks`."""
+        shape = tuple(mesh.shape)
+        coordinates_of = dict(zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, shape)), strict=True))
+        return cls(shape, [coordinates_of.get(rank) for rank in ranks])
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -181,66 +197,74 @@ class Places:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the process group that are on the mesh, in ascending order."""
-        return tuple(rank for rank, at in enumerate(self.coordinates) if at is not None)
+        return tuple([rank for rank, coordinates in enumerate(self.coordinates) if coordinates is not None])
 
 
 class OnMesh(Cut):
     """The partition of a DTensor. A rank's coordinates on the device mesh decide which shard it holds."""
 
-    def __init__(self, shape: Sequence[int], places: Places, placements: Sequence[Any]) -> None:
-        super().__init__(shape, len(places.coordinates))
-        self.places = places
+    def __init__(self, shape: Sequence[int], mesh: MeshCoordinates, placements: Sequence[Any]) -> None:
+        super().__init__(shape, len(mesh.coordinates))
+        self.mesh = mesh
         self.placements = tuple(placements)
-        self._cutting: list[list[int]] = [[] for _ in self.shape]
-        for along, (placement, parts) in enumerate(zip(self.placements, places.shape, strict=True)):
-            if parts > 1 and not placement.is_replicate():
-                self._cutting[placement.dim].append(along)
+        self._mesh_dims_of: list[list[int]] = [[] for _ in self.shape]
+        """For each dim of the tensor, the mesh dims that split it."""
+        for mesh_dim, (placement, size) in enumerate(zip(self.placements, mesh.shape, strict=True)):
+            if size > 1 and not placement.is_replicate():
+                self._mesh_dims_of[placement.dim].append(mesh_dim)
         # Keyed by the mesh dims that split one dim: 512 + 8 entries, not 4096, if a 512 x 8 mesh splits two dims.
-        self._shards: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
-        self._pieces: dict[tuple[int, ...], ShardPosition] = {}
+        self._spans_of_shards: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
+        self._positions: dict[tuple[int, ...], ShardPosition] = {}
 
     def _at(self, rank: int) -> ShardPosition:
-        at = self.places.coordinates[rank]
-        if at is None:
+        coordinates = self.mesh.coordinates[rank]
+        if coordinates is None:
             return ShardPosition.interval(self.shape, 0, 0)
-        deciding = tuple(at[along] for cutting in self._cutting for along in cutting)
-        if deciding not in self._pieces:
-            self._pieces[deciding] = ShardPosition.grid(
-                [self._along(dim, tuple(at[along] for along in cutting)) for dim, cutting in enumerate(self._cutting)]
-            )
-        return self._pieces[deciding]
+        coordinates_by_dim: list[tuple[int, ...]] = []
+        for mesh_dims in self._mesh_dims_of:
+            coordinates_by_dim.append(tuple([coordinates[mesh_dim] for mesh_dim in mesh_dims]))
+        key = tuple(itertools.chain.from_iterable(coordinates_by_dim))
+        if key not in self._positions:
+            spans = [self._spans_of(dim, coordinates) for dim, coordinates in enumerate(coordinates_by_dim)]
+            self._positions[key] = ShardPosition.grid(spans)
+        return self._positions[key]
 
     def _ranks(self) -> Iterator[int]:
-        return iter(self.places.ranks)
+        return iter(self.mesh.ranks)
 
-    def _along(self, dim: int, at: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the index ranges (start, end) along one tensor dim that the rank with mesh coordinates `at` holds."""
-        if not at:
+    def _spans_of(self, dim: int, coordinates: tuple[int, ...]) -> tuple[Span, ...]:
+        """Return the index ranges (start, end) along one tensor dim that a rank holds.
+
+        `coordinates` are its coordinates along the mesh dims that split this tensor dim.
+        """
+        if not coordinates:
             return ((0, self.shape[dim]),)
-        before = (dim, *at[:-1])
-        if before not in self._shards:
-            along = self._cutting[dim][len(at) - 1]
-            indices = torch.cat([torch.arange(*span) for span in (self._along(dim, at[:-1]) or [(0, 0)])])
-            shards = _split(self.placements[along], indices, self.places.shape[along])
-            self._shards[before] = [_spans(shard) for shard in shards]
-        shards = self._shards[before]
-        return shards[at[-1]] if at[-1] < len(shards) else ()
+        *outer, last = coordinates
+        key = (dim, *outer)
+        if key not in self._spans_of_shards:
+            # The last mesh dim splits what the other mesh dims have left to the rank.
+            mesh_dim = self._mesh_dims_of[dim][len(outer)]
+            spans = self._spans_of(dim, tuple(outer)) or [(0, 0)]
+            indices = torch.cat([torch.arange(*span) for span in spans])
+            shards = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+            self._spans_of_shards[key] = [_spans(shard) for shard in shards]
+        spans_of_shards = self._spans_of_shards[key]
+        return spans_of_shards[last] if last < len(spans_of_shards) else ()
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """A tuple of the shape, the mesh, and the DTensor placements that split the tensor, such as ``Shard(0)``."""
-        ways = tuple(
-            (along, repr(self.placements[along])) for along in sorted(a for cutting in self._cutting for a in cutting)
-        )
-        return "on a mesh", self.shape, self.places.key, ways
+        mesh_dims = sorted(itertools.chain.from_iterable(self._mesh_dims_of))
+        placements = tuple([(mesh_dim, repr(self.placements[mesh_dim])) for mesh_dim in mesh_dims])
+        return "on a mesh", self.shape, self.mesh.key, placements
 
 
-def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Split the indices of one tensor dim among `parts` ranks, exactly as the DTensor placement does."""
+def _split(placement: Placement, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Split the indices of one tensor dim among `count` ranks, exactly as the DTensor placement does."""
     kind: Any = type(placement)
-    factor = getattr(placement, "split_factor", None)
-    first = kind(0) if factor is None else kind(0, split_factor=factor)
-    return list(first._split_tensor(indices, parts, with_padding=False, contiguous=True)[0])
+    split_factor = getattr(placement, "split_factor", None)
+    along_first_dim = kind(0) if split_factor is None else kind(0, split_factor=split_factor)
+    return list(along_first_dim._split_tensor(indices, count, with_padding=False, contiguous=True)[0])
 
 
 def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
@@ -250,30 +274,77 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):  # one run, because indices ascend
         return ((first, last + 1),)
-    breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
-    begins, ends = [0, *breaks], [*breaks, len(indices)]
-    return tuple((int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True))
+    begins = [0, *(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()]
+    ends = [*begins[1:], len(indices)]
+    return tuple([(int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True)])
+
+
+def cuts_of_dtensors(
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, DTensorSpec],
+    coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
+    size: int,
+) -> dict[str, Cut]:
+    """Return a dict from parameter name to its partition over ranks. Plain tensors are whole on every rank.
+
+    Raises:
+        TypeError: a placement is neither Shard nor Replicate.
+    """
+    shared: dict[Hashable, Cut] = {}
+    cuts: dict[str, Cut] = {}
+    for name, spec in specs.items():
+        dtensor = dtensors.get(name)
+        key: Hashable = spec.shape
+        if dtensor is not None:
+            key = spec.shape, dtensor.mesh, dtensor.placements
+        if key not in shared:
+            if dtensor is None:
+                shared[key] = Whole(spec.shape, size)
+            else:
+                _require_shard_or_replicate(name, dtensor.placements)
+                shared[key] = OnMesh(spec.shape, coordinates_on[dtensor.mesh], dtensor.placements)
+        cuts[name] = shared[key]
+    return cuts
+
+
+def _require_shard_or_replicate(name: str, placements: Sequence[Placement]) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    for placement in placements:
+        if not isinstance(placement, Shard | _StridedShard | Replicate):
+            raise TypeError(f"{name!r} has the placement {placement}, expected Shard or Replicate")
 
 
 def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     """Return a dict of partitions by parameter name: all parameters of a dtype form one buffer, split equally."""
-    pieces: dict[str, Cut] = {}
+    cut_of: dict[str, Cut] = {}
     for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
         names = [name for name, spec in specs.items() if spec.dtype == dtype]
         starts = one_behind_another(specs, names)
-        step = -(-sum(prod(specs[name].shape) for name in names) // size)
-        cuts = tuple(rank * step for rank in range(size + 1))
-        pieces |= {name: Intervals(specs[name].shape, starts[name], cuts) for name in names}
-    return {name: pieces[name] for name in specs}
+        cuts = _equal_cuts(sum(prod(specs[name].shape) for name in names), size)
+        for name in names:
+            cut_of[name] = Intervals(specs[name].shape, starts[name], cuts)
+    return {name: cut_of[name] for name in specs}
 
 
 def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
-    """Return a dict of partitions by name: each parameter is flattened and split equally, with a shorter last part."""
-    of_shape: dict[tuple[int, ...], Cut] = {}
-    for shape in dict.fromkeys(spec.shape for spec in specs.values()):
-        step = -(-prod(shape) // size)
-        of_shape[shape] = Intervals(shape, 0, tuple(step * rank for rank in range(size + 1)))
-    return {name: of_shape[spec.shape] for name, spec in specs.items()}
+    """Return a dict of partitions by name: each parameter is flattened and split equally, with a shorter last shard."""
+    cut_of_shape: dict[tuple[int, ...], Cut] = {}
+    for spec in specs.values():
+        if spec.shape not in cut_of_shape:
+            cut_of_shape[spec.shape] = Intervals(spec.shape, 0, _equal_cuts(prod(spec.shape), size))
+    return {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
+
+
+def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:
+    """Return where to cut a buffer into equal intervals. The last one may extend beyond the end.
+
+    >>> _equal_cuts(10, 4)
+    (0, 3, 6, 9, 12)
+    """
+    length = -(-numel // size)
+    return tuple([rank * length for rank in range(size + 1)])
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:

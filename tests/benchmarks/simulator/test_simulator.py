@@ -95,7 +95,7 @@ def test_llama_70b_under_fsdp2_by_hand():
     assert len(run.shards) == 560
     assert {shard.route for shard in run.shards} == {"owner"}
     assert sum(run.sent) == sent
-    assert sum(on.layout("fsdp2").piece(name, 5).numel for name in on.parameters) == (matrices + others) // ranks
+    assert sum(on.layout("fsdp2").position(name, 5).numel for name in on.parameters) == (matrices + others) // ranks
     # A rank sends its shards of matrices that others own, and the results of its own matrices: by hand for each.
     own = [sum(2 * shard.numel for shard in run.shards if shard.owner == rank) for rank in range(ranks)]
     assert run.sent == [(2 * matrices - mine) // ranks + mine * (ranks - 1) // ranks for mine in own]

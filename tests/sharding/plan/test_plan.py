@@ -21,7 +21,7 @@ from muonfx.polar.cost import newton_schulz_cost
 from muonfx.sharding.plan.assignment import Machine, RunPlan
 from muonfx.sharding.plan.balance import assign, assign_by_bytes
 from muonfx.sharding.plan.matrix_shards import MatrixShard
-from muonfx.sharding.shards.cut import OnMesh, Places
+from muonfx.sharding.shards.cut import MeshCoordinates, OnMesh
 from muonfx.tree import Spec
 
 EXPERTS = mfx.MatrixView("... out in -> ... out in")
@@ -108,7 +108,7 @@ def test_unequal_parts_that_repeat_stay_on_the_rank_that_has_all_of_them():
 def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
     """Stacks of four experts, divided among several ranks, each of which has some rows of an expert."""
     inner = size // parts
-    places = Places((parts, inner), [divmod(rank, inner) for rank in range(size)])
+    places = MeshCoordinates((parts, inner), [divmod(rank, inner) for rank in range(size)])
     specs = {f"stack{i}": Spec((4, 16, 8), torch.float32) for i in range(stacks)}
     pieces = dict.fromkeys(specs, OnMesh((4, 16, 8), places, (Shard(0), Shard(1))))
     return sharding.Layout("from_dtensors", specs, pieces, size)
