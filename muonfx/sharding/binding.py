@@ -24,9 +24,8 @@ from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.communication.agree import warn_together
-from muonfx.sharding.communication.collectives import gathered
+from muonfx.sharding.communication.collectives import all_reduce, gathered
 from muonfx.sharding.communication.matrix_stage import init_run, update_run
-from muonfx.sharding.communication.messages import collective
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
@@ -104,13 +103,14 @@ class Binding:
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        specs, pieces = self.layout.specs, self.layout.cuts
-        self.holds_all = self.layout.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
+        self.holds_all = self.layout.size == 1 and all(
+            cut[0].shape == self.layout.specs[name].shape for name, cut in self.layout.cuts.items()
+        )
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         self.placed = PlacedTransforms(Where(self, self.store), self.global_like)
         """Returns the transform that runs on this rank's shards, from a transform and the local parameters."""
         self.extras: dict[str, Any] = {
-            "shard": self.shard,
+            "shard": self.layout.shard,
             "max_over_ranks": self.max_over_ranks,
             "sum_over_leaves": self.sum_over_leaves,
         }
@@ -134,25 +134,29 @@ class Binding:
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan that assigns each matrix to a rank, for neighbouring transforms that need whole matrices."""
-        run = tuple((name, tx.children[0] if tx.declaration.combinator.varies_numbers else tx) for name, tx in run)
+        entries: list[tuple[str, Transform]] = []
+        for name, tx in run:
+            if tx.declaration.combinator.varies_numbers:  # a plan does not depend on numbers
+                tx = tx.children[0]
+            entries.append((name, tx))
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
-        kind = torch.device("cpu") if device.type == "meta" else device
-        key = ("plan", tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
-        return self.once(key, lambda: plan_run(run, names, self.layout, kind, self.settings))
+        if device.type == "meta":
+            device = torch.device("cpu")
+        structures = tuple([(name, tx.treedef) for name, tx in entries])
+        key = ("plan", tuple(names), structures, str(device))
+        return self.once(key, lambda: plan_run(tuple(entries), names, self.layout, device, self.settings))
 
     def global_like(self, params: PyTree) -> PyTree:
         """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
-        leaves, treedef = tree.flatten(params)
         specs = self.layout.specs
-        meta: list[Tensor | None] = []
-        for name, leaf in zip(tree.names(params), leaves, strict=True):
-            if name not in specs:
-                if leaf is not None:
-                    raise ShardingError(f"{name!r} is not a parameter of {self.layout!r}")
-                meta.append(None)
-            else:
-                meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
+        leaves, treedef = tree.flatten(params)
+        meta: list[Tensor | None] = [None] * len(leaves)
+        for index, (name, leaf) in enumerate(zip(tree.names(params), leaves, strict=True)):
+            if name in specs:
+                meta[index] = torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta")
+            elif leaf is not None:
+                raise ShardingError(f"{name!r} is not a parameter of {self.layout!r}")
         return tree.unflatten(treedef, meta)
 
     def local_like(self, params: PyTree) -> PyTree:
@@ -166,19 +170,16 @@ class Binding:
             return torch.zeros(())
         device = present[0][1].device
         stacked = torch.stack([self._counted(name, leaf.to(device)) for name, leaf in present])
-        if self.layout.group is not None and self.layout.size > 1:
-            with collective("summing over all ranks"):
-                dist.all_reduce(stacked, group=self.layout.group)
+        all_reduce(self.layout, stacked, "summing over all ranks")
         return sum_over_leaves(list(stacked.unbind()))
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum of a tensor over all ranks. An all-reduce finds it, without a host sync."""
-        if self.layout.group is None or self.layout.size == 1:
+        if self.layout.size == 1:
             return values
-        most = values.clone()
-        with collective("finding the largest of all ranks"):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.layout.group)
-        return most
+        maxima = values.clone()
+        all_reduce(self.layout, maxima, "finding the largest of all ranks", op=dist.ReduceOp.MAX)
+        return maxima
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
         """Return one leaf's scalar on the one rank that counts it in a sum over ranks; return zero on the others."""
@@ -190,10 +191,6 @@ class Binding:
     def gather(self, values: PyTree) -> PyTree:
         """Gather a tree of this rank's shards into a tree of whole tensors on every rank."""
         return gathered(self.layout, values) if any(leaf is not None for leaf in tree.leaves(values)) else values
-
-    def shard(self, values: PyTree) -> PyTree:
-        """Cut this rank's shards out of a tree of whole tensors, and return them as a tree."""
-        return self.layout.shard(values)
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
         """Warn once that a transform needs all parameters in full, so that every rank gathers them at each step."""
@@ -270,6 +267,6 @@ def _on_all(tx: Transform, binding: Any):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         gathered_params = None if params is None else binding.gather(params)
         out, state = tx.run(binding.gather(updates), state, gathered_params, **{**extras, **in_one_process})
-        return binding.shard(out), state
+        return binding.layout.shard(out), state
 
     return init, update

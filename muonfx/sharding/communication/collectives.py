@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves, dtype_of
-from muonfx.sharding.communication.messages import Exchange, copied, exchange
+from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
 from muonfx.sharding.shards.dtensors import is_dtensor, local_of
@@ -85,6 +86,14 @@ def _require_names(names: Sequence[str], leaf_names: Sequence[str]) -> None:
     unknown = sorted(set(names) - set(leaf_names))
     if unknown:
         raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+
+
+def all_reduce(layout: ShardTable, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce a tensor elementwise over all ranks, in place. `what` names the operation in errors."""
+    if layout.group is None or layout.size == 1:
+        return
+    with collective(what):
+        dist.all_reduce(values, op=op, group=layout.group)
 
 
 _Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tensor]]
