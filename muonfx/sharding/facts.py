@@ -192,11 +192,12 @@ def _text_of_store(binding: Binding) -> str:
 
 
 def _settings_of_torch() -> dict[str, str]:
+    is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return {
         "default dtype": str(torch.get_default_dtype()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "autocast": str(any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))),
+        "autocast": str(is_autocast),
     }
 
 

@@ -111,8 +111,11 @@ def exchange(
 
     Messages are sent in the dtype of `wire`, on its device. `what` names the operation in errors.
     """
-    expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
-    Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what=what).wait(incoming)
+    expected: list[int] = []
+    for tensors in incoming:
+        expected.append(sum(tensor.numel() for tensor in tensors))
+    messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what=what)
+    messages.wait(incoming)
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -136,29 +136,28 @@ def _find_difference(
         if problem is not None:
             raise problem
         return None
-    all_groups: dict[tuple[int, ...], None] = {}
+    all_groups: dict[tuple[int, ...], None] = {}  # in the same order on all ranks
     for leaf in leaves:
         all_groups.update(dict.fromkeys([tuple(ranks) for ranks in leaf.groups if len(ranks) > 1]))
     if not all_groups and not may_fail:
         return None
     checksum_of: dict[str, int] = {}
     if problem is None:
-        replicas = [leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)]
-        sums = _checksums([leaf.value for leaf in replicas])
-        checksum_of = {leaf.name: number for leaf, number in zip(replicas, sums, strict=True)}
+        checksum_of = _checksums([leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)])
     # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
     numbers: list[int] = []
     for ranks in all_groups:
         if layout.rank not in ranks or problem is not None:
             numbers += [0, 0]
             continue
-        sums = [checksum_of[leaf.name] for leaf in leaves if ranks in map(tuple, leaf.groups)]
-        (word,) = words(sums, 1)
+        checksums = [checksum_of[leaf.name] for leaf in leaves if ranks in map(tuple, leaf.groups)]
+        (word,) = words(checksums, 1)
         numbers += [word, LARGE - word]
     maxima = agree(what, group, problem, numbers=numbers).numbers
-    if all(maxima[i] == LARGE - maxima[i + 1] for i in range(0, len(maxima), 2)):
-        return None
-    return _first_difference(leaves, all_objects(checksum_of, group, what))
+    for largest, complement in zip(maxima[::2], maxima[1::2], strict=True):
+        if largest != LARGE - complement:
+            return _first_difference(leaves, all_objects(checksum_of, group, what))
+    return None
 
 
 def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mapping[str, int]]) -> _Difference | None:
@@ -179,18 +178,17 @@ def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mappi
     return _Difference(name, f"{ranks} (and {len(differences) - 1} other leaves differ)")
 
 
-def _checksums(values: Sequence[Tensor | None]) -> list[int]:
-    """Return a list with the checksum of each tensor as an int, and 0 for None. It syncs once for each device."""
-    checksums = [0] * len(values)
-    sums_on: dict[torch.device, dict[int, Tensor]] = {}
-    for index, value in enumerate(values):
+def _checksums(leaves: Sequence[_Leaf]) -> dict[str, int]:
+    """Return a dict from name to the checksum of each leaf, and 0 for None. It syncs once for each device."""
+    checksum_of = {leaf.name: 0 for leaf in leaves}
+    sums_on: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value, _ in leaves:
         if value is not None and not value.is_meta:
-            sums_on.setdefault(value.device, {})[index] = checksum(value)
-    for sum_at in sums_on.values():
-        numbers = torch.stack(list(sum_at.values())).tolist()
-        for index, number in zip(sum_at, numbers, strict=True):
-            checksums[index] = number
-    return checksums
+            sums_on.setdefault(value.device, {})[name] = checksum(value)
+    for sum_of in sums_on.values():
+        numbers = torch.stack(list(sum_of.values())).tolist()
+        checksum_of.update(zip(sum_of, numbers, strict=True))
+    return checksum_of
 
 
 # ----------------------------------------------------------------------------------------------------------- broadcast
@@ -260,25 +258,29 @@ def _broadcast_from_first_rank(local: Mapping[str, Tensor], layout: Layout, grou
     tensors = [tensor for name, tensor in local.items() if _is_on_all_ranks(layout, name)]
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat([tensor.reshape(-1) for tensor in targets])
+        packed = torch.cat([target.reshape(-1) for target in targets])
         with collective("broadcasting parameters"):
             dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
-        blocks = packed.split([tensor.numel() for tensor in targets])
-        copied([block.view(tensor.shape) for block, tensor in zip(blocks, targets, strict=True)], targets)
+        received: list[Tensor] = []
+        for block, target in zip(packed.split([target.numel() for target in targets]), targets, strict=True):
+            received.append(block.view(target.shape))
+        copied(received, targets)
 
 
 def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
     """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
-    groups_of = {name: layout.cuts[name].copies for name in local if not _is_on_all_ranks(layout, name)}
-    names = list(groups_of)
+    names = [name for name in local if not _is_on_all_ranks(layout, name)]
+    largest_group = 1
+    wholes: list[Tensor] = []
+    for name in names:
+        largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
+        wholes.append(torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta"))
     # A rank may send a tensor to all other ranks of a group, so a bucket is smaller than one of a broadcast.
-    largest_group = max([len(ranks) for groups in groups_of.values() for ranks in groups], default=1)
-    wholes = [torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta") for name in names]
     for indices in in_buckets(wholes, max(1, BUCKET // largest_group)):
         sends: list[tuple[Tensor, int, list[int]]] = []
         for index in indices:
             name = names[index]
-            sends += [(local[name], first, others) for first, *others in groups_of[name]]
+            sends += [(local[name], first, others) for first, *others in layout.cuts[name].copies]
         send_copies(sends, local[names[indices[0]]], layout, "broadcasting parameters")
 
 

@@ -33,17 +33,20 @@ class ExpectedShard:
     __slots__ = ("_last", "shape", "spec")
 
     def __init__(self, shape: tuple[int, ...], spec: DTensorSpec | None) -> None:
-        self.shape, self.spec = shape, spec
+        self.shape = shape
+        self.spec = spec
         self._last = spec
 
-    def is_placed(self, own: DTensorSpec) -> bool:
-        """Return True if a DTensor has the same mesh, placements and global shape as the parameter."""
-        spec = self.spec
-        if spec is None or own is spec or own is self._last:
-            return spec is not None
-        if own.placements != spec.placements or own.mesh != spec.mesh or own.shape != spec.shape:
+    def is_placed(self, spec: DTensorSpec) -> bool:
+        """Return True if a DTensor with this spec has the mesh, placements and global shape of the parameter."""
+        expected = self.spec
+        if expected is None:
             return False
-        self._last = own  # all gradients of a parameter often have the same spec, which is not compared again
+        if spec is expected or spec is self._last:
+            return True
+        if spec.placements != expected.placements or spec.mesh != expected.mesh or spec.shape != expected.shape:
+            return False
+        self._last = spec  # all gradients of a parameter often have the same spec, which is not compared again
         return True
 
 
@@ -99,12 +102,13 @@ class ShardTable:
 
     def require(self, names: Iterable[str]) -> None:
         """Raise ShardingError if the layout has no parameter of one of these names."""
-        if (unknown := next((name for name in names if name not in self.specs), None)) is not None:
-            known = format_list(list(self.specs)) or "none"
-            raise ShardingError(
-                f"{self!r} has no parameter {unknown!r}, expected one of {known}: create the layout from the "
-                "parameters that you pass"
-            )
+        for name in names:
+            if name not in self.specs:
+                known = format_list(list(self.specs)) or "none"
+                raise ShardingError(
+                    f"{self!r} has no parameter {name!r}, expected one of {known}: create the layout from the "
+                    "parameters that you pass"
+                )
 
     @cached_property
     def expected_shards(self) -> dict[str, ExpectedShard]:
