@@ -2,6 +2,9 @@
 
 A `Layout` records which shard of each parameter each rank holds. `sharded` turns any transform into a transform that
 runs on these shards. See the page "Sharding" of the documentation.
+
+Its files are in three groups. `shards` (which rank holds what) and `plan` (which rank computes what) are values, which
+need no process group. All messages and collectives are in `communication`. The files above them join the two.
 """
 
 from muonfx.placement.offload import offload
