@@ -39,28 +39,7 @@ def gathered(
     """Gather this rank's shards to whole tensors on every rank. With `names`, gather only these parameters."""
     leaves, treedef = tree.flatten(local)
     leaf_names = tree.names(local)
-    checked_for_transforms = [] if differentiable else [local]
-    with outside_transforms("layout.gather", *checked_for_transforms) as problem:
-        try:
-            local_leaves(layout, leaf_names, leaves)
-            _require_names(names or (), leaf_names)
-        except Exception as error:  # on this rank only, perhaps: raised on all ranks together
-            problem = problem or error
-        arguments = sorted(names or ())
-        agreement = agree_on_leaves(
-            "gathering leaves",
-            leaf_names,
-            leaves,
-            layout,
-            problem,
-            same=arguments,
-            explain=lambda: {"arguments": str(arguments)},
-        )
-    if agreement.missing:  # equal on all ranks, so all of them raise
-        raise ShardingError(
-            f"{leaf_names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on "
-            "all: pass the shard of every rank"
-        )
+    _agree_to_gather(layout, local, leaf_names, leaves, names, differentiable=differentiable)
     indices: list[int] = []
     shards: list[Tensor] = []
     for index, leaf in enumerate(leaves):
@@ -82,10 +61,40 @@ def gathered(
     return tree.unflatten(treedef, leaves)
 
 
-def _require_names(names: Sequence[str], leaf_names: Sequence[str]) -> None:
-    unknown = sorted(set(names) - set(leaf_names))
-    if unknown:
-        raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+def _agree_to_gather(
+    layout: ShardTable,
+    local: PyTree,
+    leaf_names: Sequence[str],
+    leaves: Sequence[Any],
+    names: Sequence[str] | None,
+    *,
+    differentiable: bool,
+) -> None:
+    """Raise on all ranks unless all of them gather the same leaves, and have this rank's shard of each."""
+    arguments = sorted(names or ())
+    plain_trees = [] if differentiable else [local]
+    with outside_transforms("layout.gather", *plain_trees) as problem:
+        try:
+            local_leaves(layout, leaf_names, leaves)
+            unknown = sorted(set(arguments) - set(leaf_names))
+            if unknown:
+                raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+        except Exception as error:  # on this rank only, perhaps: raised on all ranks together
+            problem = problem or error
+        agreement = agree_on_leaves(
+            "gathering leaves",
+            leaf_names,
+            leaves,
+            layout,
+            problem,
+            same=arguments,
+            explain=lambda: {"arguments": str(arguments)},
+        )
+    if agreement.missing:  # equal on all ranks, so all of them raise
+        raise ShardingError(
+            f"{leaf_names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on "
+            "all: pass the shard of every rank"
+        )
 
 
 def all_reduce(layout: ShardTable, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> None:
@@ -226,23 +235,28 @@ def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) 
         return _gather(equal, names, _reduce(equal, names, wholes))
     means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
     for indices in in_buckets(wholes, BUCKET):
+        names_of_bucket = [names[index] for index in indices]
+        wholes_of_bucket = [wholes[index] for index in indices]
         targets: list[Tensor] = []
         for index in indices:
             targets += [view.of(means[index]) for view in _views(layout, names[index])]
-        outgoing: list[list[Tensor]] = []
-        for rank in range(layout.size):
-            outgoing.append(_boxes_of_rank(layout, rank, indices, names, wholes))
-        if layout.group is None:
-            _average_each(outgoing, targets)
-            continue
-        whole = wholes[indices[0]]
-        expected = [sum(target.numel() for target in targets)] * layout.size
-        what = "reducing gradients"
-        reduction = Exchange(layout, outgoing, expected, dtype=whole.dtype, device=whole.device, what=what)
-        received = reduction.arrived([[target.shape for target in targets]] * layout.size)
-        _average_each(received, targets)
-        reduction.end()
+        outgoing = [_boxes_of_rank(layout, rank, names_of_bucket, wholes_of_bucket) for rank in range(layout.size)]
+        _exchange_and_average(layout, outgoing, targets, wholes_of_bucket[0])
     return means
+
+
+def _exchange_and_average(
+    layout: ShardTable, outgoing: Sequence[Sequence[Tensor]], targets: Sequence[Tensor], wire: Tensor
+) -> None:
+    """Send ``outgoing[r]`` to each rank r. Write the means of what all ranks have sent to this rank to `targets`."""
+    if layout.group is None:
+        _average_each(outgoing, targets)
+        return
+    expected = [sum(target.numel() for target in targets)] * layout.size
+    messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
+    received = messages.arrived([[target.shape for target in targets]] * layout.size)
+    _average_each(received, targets)
+    messages.end()
 
 
 def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
@@ -251,13 +265,11 @@ def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
     return bool(groups) and all(len(holders) == layout.size for holders in groups)
 
 
-def _boxes_of_rank(
-    layout: ShardTable, rank: int, indices: Sequence[int], names: Sequence[str], wholes: Sequence[Tensor]
-) -> list[Tensor]:
+def _boxes_of_rank(layout: ShardTable, rank: int, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Return the boxes of a rank's shards in some whole tensors, as views."""
     boxes: list[Tensor] = []
-    for index in indices:
-        boxes += [box.of(wholes[index]) for box in layout.position(names[index], rank).boxes]
+    for name, whole in zip(names, wholes, strict=True):
+        boxes += [box.of(whole) for box in layout.position(name, rank).boxes]
     return boxes
 
 
