@@ -201,7 +201,7 @@ def test_an_interval_is_copied_and_filled_and_nothing_else():
     assert tensor.to(torch.float64).shard.dtype == torch.float64
     elsewhere = FlatShardTensor.of(FlatShard((4, 5), 4, torch.arange(5.0)))
     for refused in (lambda: tensor + 1, lambda: tensor.copy_(elsewhere), lambda: tensor.copy_(torch.zeros(4, 5))):
-        with pytest.raises(NotImplementedError, match="only a part of the whole"):
+        with pytest.raises(NotImplementedError, match="only a shard of the whole"):
             refused()
 
 
