@@ -248,7 +248,7 @@ def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) 
 def _exchange_and_average(
     layout: ShardTable, outgoing: Sequence[Sequence[Tensor]], targets: Sequence[Tensor], wire: Tensor
 ) -> None:
-    """Send ``outgoing[r]`` to each rank r. Write the means of what all ranks have sent to this rank to `targets`."""
+    """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`."""
     if layout.group is None:
         _average_each(outgoing, targets)
         return

@@ -110,7 +110,7 @@ class RunPlan:
 
     @cached_property
     def local_transfers(self) -> list[list[LocalTransfers]]:
-        """What this rank sends and receives, as a list of lists. Each inner list is sent together (a bucket)."""
+        """The transfers of this rank, as a list of lists. Each inner list is sent together (a bucket)."""
         transfers: list[list[LocalTransfers]] = []
         for bucket in self.buckets:
             transfers.append([self.shards[index].local_transfers(self.rank) for index in bucket])

@@ -1,4 +1,4 @@
-"""`Bucket`: what one rank sends and receives for the matrix shards that are sent together, as positions."""
+"""`Bucket`: the transfers of one rank for the matrix shards that are sent together, as positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from muonfx.sharding.shards.position import ShardView
 
 
 class Bucket(NamedTuple):
-    """What this rank sends and receives for a bucket, without the matrices whose gradient is None.
+    """The transfers of this rank for a bucket, without the matrices whose gradient is None.
 
     It depends on shapes and on the layout, so most steps use the same.
     """
